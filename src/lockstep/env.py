@@ -1,0 +1,109 @@
+"""Every environment variable that Lockstep reads or sets, in one place and typed.
+
+Nothing else in the package touches `os.environ`; a test enforces it. A variable
+reads from the process by default, or from any mapping handed in, so that the code
+above it stays a pure function. Explicit arguments always win over variables.
+
+    >>> WORLD_SIZE.get({"WORLD_SIZE": "4"})
+    4
+    >>> WORLD_SIZE.get({}) is None
+    True
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Generic, TypeVar
+
+from lockstep.errors import SetupError
+
+T = TypeVar("T")
+
+__all__ = ["Variable", "registry", "snapshot"]
+
+registry: dict[str, Variable[object]] = {}
+
+
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Args:
+        name: its name in the environment.
+        parse: turns its text into a value; raises ValueError if it cannot.
+        doc: what it means and who sets it.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], T], doc: str) -> None:
+        self.name = name
+        self.parse = parse
+        self.doc = doc
+        registry[name] = self  # type: ignore[assignment]
+
+    def get(self, env: Mapping[str, str] | None = None) -> T | None:
+        """Its value, or None if unset or empty.
+
+        Raises:
+            SetupError: the text is not of the expected form; quotes it.
+        """
+        text = (os.environ if env is None else env).get(self.name)
+        if text is None or text == "":
+            return None
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise SetupError(f"environment variable {self.name}={text!r}: {error}. {self.doc}") from None
+
+    def set(self, value: T, env: MutableMapping[str, str] | None = None) -> None:
+        """Write it, into the process or into `env`."""
+        (os.environ if env is None else env)[self.name] = str(value)
+
+    def unset(self, env: MutableMapping[str, str] | None = None) -> None:
+        """Remove it if it is there."""
+        (os.environ if env is None else env).pop(self.name, None)
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the process environment, to change and hand to a child."""
+    return dict(os.environ)
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in {"1", "true", "yes", "on"}:
+        return True
+    if lowered in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError("expected 0 or 1")
+
+
+# What every launcher agrees on (torchrun's names; ours sets them all).
+RANK = Variable("RANK", int, "Global rank of this process, 0 … WORLD_SIZE-1.")
+WORLD_SIZE = Variable("WORLD_SIZE", int, "Number of ranks over all hosts.")
+LOCAL_RANK = Variable("LOCAL_RANK", int, "Rank among the processes of this host.")
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", int, "Number of ranks on this host.")
+GROUP_RANK = Variable("GROUP_RANK", int, "Number of this host (torchrun's name for the node rank).")
+NODE_RANK = Variable("NODE_RANK", int, "Number of this host.")
+MASTER_ADDR = Variable("MASTER_ADDR", str, "Address of rank 0's store for torch's env:// rendezvous.")
+MASTER_PORT = Variable("MASTER_PORT", int, "Port of rank 0's store for torch's env:// rendezvous.")
+OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", str, "Threads per process for torch's CPU operators.")
+TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "Set by torchrun; name of the job.")
+TORCHELASTIC_RESTART_COUNT = Variable(
+    "TORCHELASTIC_RESTART_COUNT", int, "How often the job was restarted; set by torchrun and by `lockstep run`."
+)
+TORCHELASTIC_MAX_RESTARTS = Variable(
+    "TORCHELASTIC_MAX_RESTARTS", int, "How often the job may restart; set by torchrun and by `lockstep run`."
+)
+PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
+PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
+
+# Lockstep's own.
+LOCKSTEP_RENDEZVOUS = Variable(
+    "LOCKSTEP_RENDEZVOUS",
+    str,
+    "Private folder (mode 0700) of one attempt of one job on one host, made by the launcher and removed by it.",
+)
+LOCKSTEP_PARENT_PID = Variable("LOCKSTEP_PARENT_PID", int, "Pid of the launcher; a rank whose parent differs exits.")
+LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's logger: DEBUG, INFO, WARNING (default).")
+LOCKSTEP_SHM_DIR = Variable("LOCKSTEP_SHM_DIR", str, "Folder for shared-memory segments; default /dev/shm.")
+LOCKSTEP_DEBUG = Variable("LOCKSTEP_DEBUG", _flag, "1 keeps Lockstep's own frames in the tracebacks it prints.")

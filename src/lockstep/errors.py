@@ -1,0 +1,163 @@
+"""Every exception that Lockstep raises on purpose.
+
+The tree::
+
+    LockstepError (RuntimeError)
+    ├── SetupError                  before the first collective
+    │   ├── LaunchError             the launcher cannot start what it was asked to start
+    │   ├── BackendUnavailable      no such backend here; lists those there are
+    │   ├── AlreadyInitialized      init() twice
+    │   ├── NotInitialized          use before init() or after shutdown
+    │   ├── RendezvousError         the ranks did not find each other
+    │   └── SharedMemoryError       /dev/shm is too small, or cannot be used
+    ├── CollectiveError             a collective that cannot finish; every waiting rank raises it
+    │   ├── CollectiveMismatch      ranks asked for different things
+    │   ├── RankLost                a rank died, left or raised while others waited
+    │   ├── CollectiveTimeout       a rank did not come before the deadline
+    │   └── CollectiveAborted       this group was shut down under a waiting call
+    ├── InputError (ValueError)     a value that no rank could use
+    ├── InputTypeError (TypeError)  a type that no rank could use
+    ├── ModelError                  the model and the engine do not fit
+    │   ├── ModelMismatch           ranks hold different models; names the first parameter
+    │   └── UnusedParameters        parameters took no part in the loss; names them
+    ├── DataError (ValueError)      the loader was asked for the impossible
+    ├── CheckpointError             a checkpoint cannot be read or does not fit
+    └── WorkerFailed                spawn(): a rank failed; carries its rank and traceback
+
+Each message says which rank and which operation, what was given, what was
+expected, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyInitialized",
+    "BackendUnavailable",
+    "CheckpointError",
+    "CollectiveAborted",
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "DataError",
+    "InputError",
+    "InputTypeError",
+    "LaunchError",
+    "LockstepError",
+    "ModelError",
+    "ModelMismatch",
+    "NotInitialized",
+    "RankLost",
+    "RendezvousError",
+    "SetupError",
+    "SharedMemoryError",
+    "UnusedParameters",
+    "WorkerFailed",
+]
+
+
+class LockstepError(RuntimeError):
+    """Base of every error that Lockstep raises on purpose."""
+
+
+class SetupError(LockstepError):
+    """Something is wrong before the first collective."""
+
+
+class LaunchError(SetupError):
+    """The launcher cannot start what it was asked to start."""
+
+
+class BackendUnavailable(SetupError, ValueError):
+    """The backend asked for does not exist here; the message lists those that do."""
+
+
+class AlreadyInitialized(SetupError):
+    """`lockstep.init` was called while a world is still open."""
+
+
+class NotInitialized(SetupError):
+    """A world was used before `lockstep.init` or after its shutdown."""
+
+
+class RendezvousError(SetupError):
+    """The ranks did not find each other."""
+
+
+class SharedMemoryError(SetupError, OSError):
+    """Shared memory is too small or cannot be used."""
+
+
+class CollectiveError(LockstepError):
+    """A collective cannot finish. Raised on every rank that waits in it.
+
+    Attributes:
+        culprits: global ranks that caused it, in order; empty when unknown.
+    """
+
+    def __init__(self, message: str, culprits: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.culprits = tuple(culprits)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.culprits)
+
+
+class CollectiveMismatch(CollectiveError):
+    """Ranks met in one collective with different operations, shapes, dtypes or roots."""
+
+
+class RankLost(CollectiveError):
+    """A rank died, left the group or raised an exception while this one waited for it."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """One or more ranks did not arrive before the deadline."""
+
+
+class CollectiveAborted(CollectiveError):
+    """The group was shut down on this rank while a call was under way."""
+
+
+class InputError(LockstepError, ValueError):
+    """A value that cannot be used: wrong device, wrong shape, wrong argument."""
+
+
+class InputTypeError(LockstepError, TypeError):
+    """A type that cannot be used: not a tensor, or a dtype the operation does not have."""
+
+
+class ModelError(LockstepError):
+    """The model and the engine do not fit together."""
+
+
+class ModelMismatch(ModelError):
+    """Ranks hold different models. Names the first parameter that differs."""
+
+
+class UnusedParameters(ModelError):
+    """Parameters took no part in the loss of the previous step. Names them."""
+
+
+class DataError(LockstepError, ValueError):
+    """The loader was asked for something impossible: an empty dataset, a batch below one."""
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint cannot be read, or does not belong to this model."""
+
+
+class WorkerFailed(LockstepError):
+    """A rank started by `lockstep.spawn` failed without an exception that could be carried over.
+
+    Attributes:
+        rank: the first rank that failed.
+        exit_code: its exit code; 128 + signal number if a signal killed it.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.rank, self.exit_code)
