@@ -20,7 +20,7 @@ from lockstep.errors import SetupError
 
 T = TypeVar("T")
 
-__all__ = ["Variable", "registry", "snapshot"]
+__all__ = ["Variable", "registry", "replace", "snapshot"]
 
 registry: dict[str, Variable[object]] = {}
 
@@ -66,6 +66,15 @@ class Variable(Generic[T]):
 def snapshot() -> dict[str, str]:
     """A copy of the process environment, to change and hand to a child."""
     return dict(os.environ)
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Make the process environment equal to `variables`, touching only what differs."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    for name, text in variables.items():
+        if os.environ.get(name) != text:
+            os.environ[name] = text
 
 
 def _flag(text: str) -> bool:

@@ -1,0 +1,24 @@
+"""Run functions on real ranks, and the conformance suite that every backend passes.
+
+`run_ranks` is all that a test needs::
+
+    from lockstep.testing import run_ranks
+
+    def add_ranks():                       # at module level: ranks import it by name
+        tensor = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def test_add_ranks():
+        assert run_ranks(add_ranks, 3) == [3.0, 3.0, 3.0]
+
+`lockstep.testing.conformance` checks every collective of a c10d backend; the author of
+a backend calls `run_conformance("mine", world_size=3)`.
+"""
+
+from __future__ import annotations
+
+from lockstep.testing.pool import run_ranks
+from lockstep.testing.worker import WorkerDied
+
+__all__ = ["WorkerDied", "run_ranks"]

@@ -1,0 +1,170 @@
+"""The process that test workers are forked from.
+
+Importing torch takes seconds and forking a process that has it takes milliseconds, so one
+process, the nursery, imports everything and runs nothing; workers are forked from it when a
+world needs more of them and when one must be replaced. The nursery also reaps its children,
+reports how they ended, and cleans up when the caller is gone: it kills the workers and
+removes the jobs' folder, even if the caller was killed by SIGKILL.
+
+Messages are pickled tuples over a pipe that only the two processes hold:
+
+    caller to nursery    ("fork",) and then a descriptor     fork a worker that serves it
+                         ("signal", pid, signum)             to a worker, if it still lives
+    nursery to caller    ("ready", folder)                   once, after the imports
+                         ("forked", pid)
+                         ("died", pid, exit_code)            negative: killed by that signal
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import select
+import shutil
+import signal
+import tempfile
+import traceback
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+
+from lockstep.testing import worker
+
+__all__ = ["main"]
+
+_PRELOADED = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",  # the first optimizer and the first DDP of a process import it
+    "lockstep.comm.backend",
+    "lockstep.world",
+)
+
+_PR_SET_PDEATHSIG = 1
+
+# How often a nursery with nothing to do looks whether its caller still lives. The end of
+# the pipe tells it at once, except while some child of the caller still holds a copy.
+_CALLER_CHECK_S = 1.0
+
+
+def main(control_descriptor: int) -> None:
+    """Import, report ready, serve the caller until it is gone, leave nothing behind.
+
+    Args:
+        control_descriptor: the nursery's end of the pipe to the caller.
+    """
+    caller = os.getppid()
+    for name in _PRELOADED:
+        if _is_there(name):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # A collection in a worker then leaves the shared pages alone.
+    control = Connection(control_descriptor)
+    folder = tempfile.mkdtemp(prefix="lockstep-testing-")
+    nursery = _Nursery(control, caller)
+    try:
+        control.send(("ready", folder))
+        nursery.serve()
+    except (EOFError, OSError):
+        pass
+    finally:
+        if os.getpid() == nursery.pid:
+            nursery.kill_all()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class _Nursery:
+    """Forks, signals and reaps workers on the caller's orders."""
+
+    def __init__(self, control: Connection, caller: int) -> None:
+        self.pid = os.getpid()
+        self._control = control
+        self._caller = caller
+        self._children: set[int] = set()
+        # SIGCHLD becomes a byte in this pipe, so that one select waits for orders and deaths.
+        self._wakeup, wakeup_end = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(wakeup_end, False)
+        self._wakeup_end = wakeup_end
+        signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+
+    def serve(self) -> None:
+        """Serve until the caller closes its end or dies."""
+        while os.getppid() == self._caller:
+            ready, _, _ = select.select([self._control.fileno(), self._wakeup], [], [], _CALLER_CHECK_S)
+            if self._wakeup in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+                self._reap()
+            if self._control.fileno() in ready:
+                self._obey(self._control.recv())
+
+    def kill_all(self) -> None:
+        """SIGKILL every worker and wait for its end."""
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+        self._children.clear()
+
+    def _obey(self, order: tuple[object, ...]) -> None:
+        match order:
+            case ("fork",):
+                self._fork(reduction.recv_handle(self._control))
+            case ("signal", int(pid), int(signum)):
+                # Only children that were not reaped yet: their pids cannot be somebody else's.
+                if pid in self._children:
+                    os.kill(pid, signum)
+            case _:
+                raise AssertionError(f"no such order: {order!r}")
+
+    def _fork(self, descriptor: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(descriptor)
+        os.close(descriptor)
+        self._children.add(pid)
+        self._control.send(("forked", pid))
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped == pid:
+                self._children.discard(pid)
+                self._control.send(("died", pid, os.waitstatus_to_exitcode(status)))
+
+    def _become_worker(self, descriptor: int) -> None:
+        """In the child: serve jobs, then end without the nursery's clean-up."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(self._wakeup)
+            os.close(self._wakeup_end)
+            self._control.close()
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self.pid:  # It died before the line above.
+                os._exit(1)
+            faulthandler.enable(file=2)
+            # Chained to the default action, which ends the process once the dump is written.
+            faulthandler.register(worker.DUMP_SIGNAL, file=2, all_threads=True, chain=True)
+            worker.serve(Connection(descriptor))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)

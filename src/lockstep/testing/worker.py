@@ -1,0 +1,228 @@
+"""What one test worker does: wait for a job, be a rank, report, be ready for the next.
+
+A job changes as little as it can of the worker it runs in: the caller's environment,
+working directory, module search path, stdout and stderr are in force while it runs;
+the process group, the seeds, the published batch share and the default dtype are reset
+after it. A worker is used again only if its job went well on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lockstep import batch, env
+from lockstep.errors import WorkerFailed
+
+__all__ = ["DUMP_SIGNAL", "Job", "Reply", "WorkerDied", "serve"]
+
+# A worker that receives it writes the stacks of all its threads to stderr and dies.
+DUMP_SIGNAL = signal.SIGUSR1
+
+# The process group's own deadline as a share of the job's, so that a rank that waits in
+# vain raises its error before the caller takes it for hung.
+_GROUP_DEADLINE_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `run_ranks`, as one rank receives it.
+
+    Attributes:
+        payload: pickled `(fn, args, kwargs)`; kept apart because unpickling imports the
+            caller's module, which may fail, and that failure is the rank's.
+        backend: name for `init_process_group`.
+        init: whether the worker initialises the process group itself.
+        timeout_s: the caller's deadline for the whole job.
+        folder: a private folder of this job, the same for all ranks, mode 0700.
+        environ, cwd, sys_path: the caller's.
+    """
+
+    payload: bytes
+    rank: int
+    world_size: int
+    backend: str
+    init: bool
+    timeout_s: float
+    folder: str
+    environ: dict[str, str]
+    cwd: str
+    sys_path: list[str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank reports when its function is over.
+
+    Attributes:
+        payload: the pickled result, or the pickled exception.
+        failed: whether it is an exception.
+        text: the formatted traceback of that exception, else "".
+    """
+
+    payload: bytes
+    failed: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkerDied:
+    """The outcome of a rank whose process ended before it returned.
+
+    Attributes:
+        rank: the rank that it was.
+        signal_number: the signal that killed it, or None if it left by exiting.
+        exit_code: its exit code; 128 + signal number if a signal killed it.
+    """
+
+    rank: int
+    signal_number: int | None
+    exit_code: int
+
+    def __str__(self) -> str:
+        if self.signal_number is None:
+            return f"its process exited with code {self.exit_code}"
+        return f"its process was killed by {signal.Signals(self.signal_number).name}"
+
+
+def serve(connection: Connection) -> None:
+    """Run jobs from `connection` until the other end closes it. Local."""
+    environ = env.snapshot()
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+            for descriptor in (1, 2):
+                received = reduction.recv_handle(connection)
+                os.dup2(received, descriptor)
+                os.close(received)
+        except (EOFError, OSError):
+            return
+        reply = _attempt(_run, job)
+        if reply.failed:
+            # Leave the group at once: peers that wait for this rank see it go.
+            _attempt(_clean_up, job)
+        connection.send_bytes(pickle.dumps(reply))
+        try:
+            connection.recv_bytes()  # The caller has every rank's reply: nobody needs the group any more.
+        except (EOFError, OSError):
+            return
+        reply = _attempt(_clean_up, job)
+        env.replace(environ)
+        connection.send_bytes(pickle.dumps(reply))
+
+
+def _attempt(step: Callable[[Job], Any], job: Job) -> Reply:
+    """Call a step of a job and put its result, or whatever it raised, into a reply."""
+    try:
+        return Reply(pickle.dumps(step(job)), failed=False, text="")
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        return Reply(_pickle_error(error, job.rank), failed=True, text=text)
+    finally:
+        _flush()
+
+
+def _pickle_error(error: BaseException, rank: int) -> bytes:
+    """The exception as bytes; one that cannot be pickled is described in a WorkerFailed."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        described = f"rank {rank} raised {type(error).__name__}, which cannot be pickled: {error}"
+        data = pickle.dumps(WorkerFailed(described, rank, 1))
+    return data
+
+
+def _run(job: Job) -> Any:
+    _take_on_caller(job)
+    fn, args, kwargs = pickle.loads(job.payload)
+    if job.init:
+        _init_process_group(job)
+    return fn(*args, **kwargs)
+
+
+def _init_process_group(job: Job) -> None:
+    import torch.distributed as dist
+
+    if job.backend == "lockstep":
+        import lockstep.comm.backend  # noqa: F401  registers it
+
+    store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        job.backend,
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_s * _GROUP_DEADLINE_SHARE),
+    )
+
+
+def _clean_up(_: Job) -> None:
+    """Close what the job left open and undo what it is likely to have set."""
+    import torch
+    import torch.distributed as dist
+
+    if importlib.util.find_spec("lockstep.world") is not None:
+        from lockstep import world
+
+        left_open = world.current_world()
+        if left_open is not None:
+            left_open.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    batch.clear()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    # gloo closes its connections when the last reference to the group goes.
+    gc.collect()
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+
+
+def _take_on_caller(job: Job) -> None:
+    """Put the caller's surroundings and the known seeds in force."""
+    import numpy
+    import torch
+
+    env.replace(_variables(job))
+    sys.path[:] = job.sys_path
+    os.chdir(job.cwd)
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    warnings.resetwarnings()
+    warnings.filterwarnings("error", module=r"lockstep(\.|$)")
+
+
+def _variables(job: Job) -> dict[str, str]:
+    """The caller's variables, with one thread per rank and, without `init`, a launcher's."""
+    variables = dict(job.environ)
+    env.OMP_NUM_THREADS.set("1", variables)
+    for variable in (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.LOCKSTEP_RENDEZVOUS):
+        variable.unset(variables)
+    if not job.init:
+        env.RANK.set(job.rank, variables)
+        env.WORLD_SIZE.set(job.world_size, variables)
+        env.LOCAL_RANK.set(job.rank, variables)
+        env.LOCAL_WORLD_SIZE.set(job.world_size, variables)
+        env.LOCKSTEP_RENDEZVOUS.set(job.folder, variables)
+    return variables
