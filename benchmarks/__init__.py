@@ -1,0 +1,31 @@
+"""Measurements of Lockstep, each beside its peer in the same run.
+
+Run them with `python -m benchmarks` (or `make bench`); `python -m benchmarks --help` lists the rest.
+
+General layout, from the bottom up:
+
+- `stats`: median, spread, bootstrap intervals. Pure functions over samples.
+- `results`: what one run leaves behind: environment, parameters and every sample, as JSON.
+- `ranks`: starts rank processes and brings rank 0's answer back. No measuring in it.
+- `harness`: runs inside the ranks; warms up, calibrates and times contestants round-robin.
+- `case_all_reduce`, `case_train_step`, `case_startup`: what is measured.
+- `report`, `plots`: tables and pictures, generated from the JSON files and nothing else.
+- `startup_scripts/`: the two scripts that `case_startup` starts.
+
+`stats`, `results`, `report` and `plots` do not import torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["CASES", "REPOSITORY", "RESULTS"]
+
+CASES = ("all_reduce", "train_step", "startup")
+"""The cases, in the order in which they run; each is a module `case_<name>`."""
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+"""Root of the source tree; rank processes start there."""
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+"""Where full runs leave their results. Quick runs write below `build/`, which git ignores."""

@@ -1,0 +1,240 @@
+"""Pictures generated from results, one per case. Drawn off screen; nothing global is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from benchmarks import stats
+from benchmarks.report import (
+    CONTESTANT_NAMES,
+    LAUNCH_NAMES,
+    MODEL_NAMES,
+    OVERHEAD_TARGETS,
+    format_bytes,
+    format_seconds,
+)
+from benchmarks.results import Result
+from benchmarks.stats import Estimate
+
+__all__ = ["draw"]
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+COLOURS = {
+    "gloo": "#D55E00",
+    "lockstep": "#0072B2",
+    "lockstep_symmetric": "#009E73",
+    "memcpy_one_rank": "#888888",
+    "memcpy_all_ranks": "#888888",
+    "lockstep_ddp": "#0072B2",
+    "torch_ddp_lockstep": "#56B4E9",
+    "torch_ddp_gloo": "#D55E00",
+    "lockstep_run": "#0072B2",
+    "lockstep_run_init": "#009E73",
+    "torchrun": "#D55E00",
+}
+MARKERS = {"gloo": "s", "lockstep": "o", "lockstep_symmetric": "D", "memcpy_one_rank": "", "memcpy_all_ranks": ""}
+_RATIO_TARGET = 4
+_ENGINES = ("lockstep_ddp", "torch_ddp_lockstep", "torch_ddp_gloo")
+_BAR_WIDTH = 0.26
+_TARGET_DASHES = (0, (3, 2))
+_GRID = "#E4E4E4"
+
+
+def draw(result: Result, path: Path) -> None:
+    """Draw the picture of a case into a PNG file."""
+    figure = _DRAWERS[result.case](result)
+    title = figure.get_suptitle() + (" (quick run)" if result.quick else "")
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    figure.text(0.01, 0.005, result.environment.summary(), fontsize=6, color="#777777", ha="left", va="bottom")
+    # No version of matplotlib in the file: the same numbers give the same bytes.
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def _new_figure(width: float, height: float, title: str) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(rect=(0.0, 0.03, 1.0, 0.96))  # type: ignore[union-attr, call-arg]
+    figure.suptitle(title)
+    return figure
+
+
+def _tidy(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---------------------------------------------------------------- all_reduce
+
+
+def _draw_all_reduce(result: Result) -> Figure:
+    """Time over size above, gloo's multiple of Lockstep's time below; one column per world size."""
+    world_sizes = [int(value) for value in result.values("world_size")]
+    figure = _new_figure(5.4 * len(world_sizes), 6.6, "all_reduce: time per call")
+    grid = figure.subplots(2, len(world_sizes), sharex=True, sharey="row", squeeze=False, height_ratios=[1.6, 1])
+    for column, world_size in enumerate(world_sizes):
+        times, ratios = grid[0][column], grid[1][column]
+        _plot_times(times, result, world_size)
+        _plot_ratios(ratios, result, world_size)
+        times.set_title(f"{world_size} ranks", fontsize=10)
+        if column == 0:
+            times.set_ylabel("time per call")
+            ratios.set_ylabel("times as fast as gloo")
+            times.legend(fontsize=8, frameon=False, loc="upper left")
+    return figure
+
+
+def _plot_times(axes: Axes, result: Result, world_size: int) -> None:
+    """Median lines with bands from the 10th to the 90th percentile, on logarithmic axes."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for name, marker in MARKERS.items():
+        points = [
+            (float(size), stats.median(samples), *stats.percentiles(samples))
+            for size in result.values("bytes")
+            if (samples := result.samples(name, world_size=world_size, bytes=size))
+        ]
+        if not points:
+            continue
+        sizes, medians, lows, highs = zip(*points, strict=True)
+        style = "-" if marker else ("--" if name == "memcpy_one_rank" else ":")
+        label = CONTESTANT_NAMES[name]
+        axes.plot(sizes, medians, style, marker=marker, markersize=4, color=COLOURS[name], label=label, linewidth=1.5)
+        if marker:
+            axes.fill_between(sizes, lows, highs, color=COLOURS[name], alpha=0.18, linewidth=0)
+    axes.grid(color=_GRID, linewidth=0.7)
+    axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds).replace(".00 ", " ").replace(".0 ", " "))
+    _tidy(axes)
+
+
+def _plot_ratios(axes: Axes, result: Result, world_size: int) -> None:
+    """Ratio of medians with its bootstrap interval, gloo being 1."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for name in ("lockstep", "lockstep_symmetric"):
+        points = []
+        for size in result.values("bytes"):
+            gloo = result.samples("gloo", world_size=world_size, bytes=size)
+            own = result.samples(name, world_size=world_size, bytes=size)
+            if gloo and own:
+                estimate = stats.ratio(gloo, own)
+                points.append((float(size), estimate.value, estimate.low, estimate.high))
+        if not points:
+            continue
+        sizes, values, lows, highs = zip(*points, strict=True)
+        colour = COLOURS[name]
+        axes.plot(sizes, values, "-", marker=MARKERS[name], markersize=4, color=colour, label=CONTESTANT_NAMES[name])
+        axes.fill_between(sizes, lows, highs, color=colour, alpha=0.18, linewidth=0)
+    axes.axhline(1, color=COLOURS["gloo"], linewidth=1.5)
+    axes.axhline(_RATIO_TARGET, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_ylim(bottom=min(0.7, axes.get_ylim()[0]))
+    for height, text, colour in ((1, "gloo", COLOURS["gloo"]), (_RATIO_TARGET, f"target {_RATIO_TARGET}x", "black")):
+        _label_line(axes, height, text, colour)
+    axes.grid(color=_GRID, linewidth=0.7)
+    axes.set_xlabel("tensor")
+    sizes_shown = [int(size) for size in result.values("bytes")]
+    axes.set_xticks(sizes_shown, [format_bytes(size) for size in sizes_shown], rotation=45, ha="right", fontsize=8)
+    axes.minorticks_off()
+    ticks = [1, 2, 4, 10, 20, 40, 100, 200]
+    low, high = axes.get_ylim()
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(shown, [f"{tick}x" for tick in shown])
+    _tidy(axes)
+
+
+def _label_line(axes: Axes, height: float, text: str, colour: str) -> None:
+    """Write beside a horizontal line what it stands for, at the left edge just below it."""
+    place = axes.get_yaxis_transform()
+    axes.annotate(text, (0, height), (3, -3), place, textcoords="offset points", va="top", fontsize=7.5, color=colour)
+
+
+# ---------------------------------------------------------------- train_step
+
+
+def _draw_train_step(result: Result) -> Figure:
+    """What each engine adds to a step, in percent of the step without communication."""
+    models = [str(value) for value in result.values("model")]
+    figure = _new_figure(8.6, 4.2, "train_step: what communication adds to a step, 2 ranks")
+    axes = figure.subplots()
+    for offset, engine in enumerate(_ENGINES):
+        for position, model in enumerate(models):
+            floor, samples = result.samples("none", model=model), result.samples(engine, model=model)
+            if floor and samples:
+                limit = OVERHEAD_TARGETS.get(model) if engine == "lockstep_ddp" else None
+                centre = position + (offset - 1) * _BAR_WIDTH
+                _plot_overhead(axes, centre, engine, stats.overhead(samples, floor), limit)
+    handles = [Patch(color=COLOURS[engine], label=CONTESTANT_NAMES[engine]) for engine in _ENGINES]
+    target = Line2D([], [], color="black", linewidth=1.4, linestyle=_TARGET_DASHES, label="target for lockstep DDP")
+    axes.legend(handles=[*handles, target], fontsize=8, frameon=False)
+    axes.axhline(0, color="black", linewidth=0.8)
+    names = [f"{MODEL_NAMES.get(model, model)}\n{_floor_label(result, model)}" for model in models]
+    axes.set_xticks(range(len(models)), names, fontsize=9)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+    axes.set_ylabel("added to the step")
+    axes.grid(axis="y", color=_GRID, linewidth=0.7)
+    axes.margins(y=0.12)
+    _tidy(axes)
+    return figure
+
+
+def _plot_overhead(axes: Axes, centre: float, engine: str, cost: Estimate, limit: float | None) -> None:
+    """One bar with its interval, its number above, and a dashed line where the target lies."""
+    value = 100 * cost.value
+    errors = [[max(0.0, value - 100 * cost.low)], [max(0.0, 100 * cost.high - value)]]
+    axes.bar(centre, value, _BAR_WIDTH * 0.92, color=COLOURS[engine])
+    axes.errorbar(centre, value, errors, color="#333333", linewidth=1, capsize=3)
+    if limit is not None:
+        half = _BAR_WIDTH / 2
+        axes.hlines(100 * limit, centre - half, centre + half, colors="black", linewidth=1.4, linestyles=_TARGET_DASHES)
+    top = max(0.0, 100 * cost.high, 100 * (limit or 0.0))
+    axes.annotate(f"{value:.1f}%", (centre, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+
+
+def _floor_label(result: Result, model: str) -> str:
+    samples = result.samples("none", model=model)
+    return f"{format_seconds(stats.median(samples))} without communication" if samples else ""
+
+
+# ---------------------------------------------------------------- startup
+
+
+def _draw_startup(result: Result) -> Figure:
+    """Every sample as a dot over the bar of its median."""
+    figure = _new_figure(8.6, 2.7, "startup: from the command line to the first finished all_reduce")
+    axes = figure.subplots()
+    labels: list[str] = []
+    for nproc in result.values("nproc"):
+        for name, label in LAUNCH_NAMES.items():
+            samples, peer = (result.samples(key, nproc=nproc) for key in (name, "torchrun"))
+            if not samples:
+                continue
+            position = len(labels)
+            middle = stats.median(samples)
+            axes.barh(position, middle, 0.62, color=COLOURS[name], alpha=0.85)
+            spread = [position + 0.18 * (2 * (i % 4) / 3 - 1) for i in range(len(samples))]
+            axes.scatter(samples, spread, s=12, color="black", alpha=0.55, linewidths=0, zorder=3)
+            text = format_seconds(middle)
+            if peer and name != "torchrun":
+                text += f", {stats.ratio(peer, samples).value:.2f}x as fast"
+            axes.annotate(text, (0, position), (6, 0), textcoords="offset points", va="center", color="white")
+            labels.append(f"{label.replace('`', '')}\n{nproc} ranks")
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds")
+    axes.grid(axis="x", color=_GRID, linewidth=0.7)
+    _tidy(axes)
+    return figure
+
+
+_DRAWERS: dict[str, Callable[[Result], Figure]] = {
+    "all_reduce": _draw_all_reduce,
+    "train_step": _draw_train_step,
+    "startup": _draw_startup,
+}

@@ -1,0 +1,129 @@
+"""Rank processes for the benchmarks: start them, wait with a deadline, bring rank 0's answer back.
+
+Written apart from Lockstep's own launcher on purpose: what is measured should not also carry the
+measurement. A rank is `python -m benchmarks.ranks …`; it joins a gloo group over a file store (the
+control plane), calls one function with the job, and rank 0 writes what the function returns.
+
+Nothing outlives the parent: ranks ask the kernel to be killed with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+
+from benchmarks import REPOSITORY
+from lockstep import env
+
+__all__ = ["RankFailed", "run_ranks"]
+
+_PR_SET_PDEATHSIG = 1
+_COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+Job = Mapping[str, object]
+RankFunction = Callable[[Job], object]
+
+
+class RankFailed(RuntimeError):
+    """A rank of a benchmark failed or did not finish in time; its own output says why."""
+
+
+def run_ranks(function: RankFunction, world_size: int, job: Job, *, threads: int, timeout_s: float) -> object:
+    """Run a function on `world_size` fresh processes of this host.
+
+    Args:
+        function: a module-level function; called on every rank as `function(job)`, with
+            `torch.distributed` initialised on gloo. Rank 0's return value must be JSON-able.
+        world_size: number of ranks.
+        job: JSON-able, the same for all ranks.
+        threads: intra-op threads of each rank.
+        timeout_s: deadline for all of it, process start included.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        RankFailed: a rank exited with an error or the deadline passed. All ranks are dead by then.
+    """
+    variables = env.snapshot()
+    env.OMP_NUM_THREADS.set(str(threads), variables)
+    entry = f"{function.__module__}:{function.__qualname__}"
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                command = [sys.executable, "-m", "benchmarks.ranks"]
+                command += [entry, folder, str(rank), str(world_size), str(threads), str(os.getpid())]
+                processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdin=subprocess.DEVNULL))
+            _wait(processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
+    """Sleep until all ranks have exited well; raise as soon as one has not."""
+    waiting = {os.pidfd_open(process.pid): rank for rank, process in enumerate(processes)}
+    try:
+        while waiting:
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish before the deadline")
+            for descriptor in ready:
+                assert isinstance(descriptor, int)
+                rank = waiting.pop(descriptor)
+                os.close(descriptor)
+                if code := processes[rank].wait():
+                    raise RankFailed(f"rank {rank} of {len(processes)} exited with code {code}")
+    finally:
+        for descriptor in waiting:
+            os.close(descriptor)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, however that happens."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the call above
+        sys.exit(1)
+
+
+def _rank_main(entry: str, folder: str, rank: int, world_size: int, threads: int, parent_pid: int) -> None:
+    """Body of one rank process."""
+    _die_with_parent(parent_pid)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    module_name, _, function_name = entry.partition(":")
+    function: RankFunction = getattr(importlib.import_module(module_name), function_name)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    answer = function(json.loads((Path(folder) / "job.json").read_text(encoding="utf-8")))
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(answer), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _entry, _folder, *_numbers = sys.argv[1:]
+    _rank_main(_entry, _folder, *map(int, _numbers))

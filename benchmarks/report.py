@@ -1,0 +1,345 @@
+"""Markdown generated from results: full tables per case, summaries for the README.
+
+A document holds markers; `fill_markers` replaces what stands between them::
+
+    <!-- bench:all_reduce -->
+    …
+    <!-- /bench -->
+
+`bench:<case>` takes the summary of that case, `bench:<case>:targets` its targets with what was
+measured, and `bench:<case>:full` everything. Every number comes from `<case>.json`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import stats
+from benchmarks.results import Result
+from benchmarks.stats import Estimate
+
+__all__ = ["Section", "Verdict", "fill_markers", "format_bytes", "format_seconds", "render", "sections", "verdicts"]
+
+MIB = 1024 * 1024
+MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters", "thin_100": "100 thin layers"}
+OVERHEAD_TARGETS = {"mlp_10m": 0.18, "cnn_5m": 0.02, "thin_100": 0.22}
+LAUNCH_NAMES = {
+    "torchrun": "`torchrun`",
+    "lockstep_run": "`lockstep run`, same script",
+    "lockstep_run_init": "`lockstep run`, script uses `lockstep.init()`",
+}
+CONTESTANT_NAMES = {
+    "gloo": "gloo",
+    "lockstep": "lockstep",
+    "lockstep_symmetric": "lockstep, symmetric memory",
+    "memcpy_one_rank": "memcpy, one rank",
+    "memcpy_all_ranks": "memcpy, all ranks at once",
+    "none": "no communication",
+    "lockstep_ddp": "lockstep DDP",
+    "torch_ddp_lockstep": "torch DDP on lockstep",
+    "torch_ddp_gloo": "torch DDP on gloo",
+}
+
+Section = str
+_MARKER = re.compile(r"(<!-- bench:(\w+)(?::(\w+))? -->).*?(<!-- /bench -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target and what was measured.
+
+    Attributes:
+        target: in words.
+        measured: the estimate, formatted.
+        met: whether the estimate reaches the target; its interval may still straddle it.
+    """
+
+    target: str
+    measured: str
+    met: bool
+
+
+def render(result: Result) -> str:
+    """The page of one case: summary, targets, full tables, picture."""
+    parts = sections(result)
+    title = f"# {result.case}\n\nGenerated from [{result.case}.json]({result.case}.json); do not edit."
+    if result.quick:
+        title += "\n\n**A quick run: its numbers show that the benchmark works, nothing else.**"
+    return "\n\n".join([title, parts["full"], f"![{result.case}]({result.case}.png)"]) + "\n"
+
+
+def sections(result: Result) -> dict[str, Section]:
+    """The parts that a marker can ask for: `summary`, `targets`, `full`."""
+    summary, tables = _TABLES[result.case](result)
+    targets = _table(
+        ["target", "measured", "met"],
+        [[verdict.target, verdict.measured, "yes" if verdict.met else "**no**"] for verdict in verdicts(result)],
+    )
+    foot = f"<sub>{result.environment.summary()}. Medians; brackets hold 95% of bootstrap resamples.</sub>"
+    skipped = [
+        f"- Not measured: {item.contestant} at {_describe(item.parameters)}: {item.reason}" for item in result.skipped
+    ]
+    full = [summary, "## Targets\n\n" + targets, tables, *(["\n".join(skipped)] if skipped else []), foot]
+    return {"summary": f"{summary}\n\n{foot}", "targets": targets, "full": "\n\n".join(part for part in full if part)}
+
+
+def fill_markers(text: str, folder: Path) -> str:
+    """Replace what stands between the markers of a document by what the results say.
+
+    Args:
+        text: the document.
+        folder: holds `<case>.json` of every case that the document asks for.
+
+    Raises:
+        ValueError: a marker asks for a case without results, or for a section that there is not.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        opening, case, name, closing = match[1], match[2], match[3] or "summary", match[4]
+        path = folder / f"{case}.json"
+        if not path.exists():
+            raise ValueError(f"{opening} needs {path}: run `python -m benchmarks {case}`, or correct the marker")
+        parts = sections(Result.load(path))
+        if name not in parts:
+            raise ValueError(f"{opening} asks for section {name!r}, expected one of {sorted(parts)}")
+        return f"{opening}\n{parts[name]}\n{closing}"
+
+    return _MARKER.sub(fill, text)
+
+
+def verdicts(result: Result) -> list[Verdict]:
+    """The targets of a case against its samples; those without samples are left out."""
+    return _VERDICTS[result.case](result)
+
+
+# ---------------------------------------------------------------- all_reduce
+
+
+def _all_reduce_tables(result: Result) -> tuple[Section, Section]:
+    world_sizes = [int(value) for value in result.values("world_size")]
+    header = ["tensor", *(f"{name}, {n} ranks" for n in world_sizes for name in ("gloo", "lockstep", "ratio"))]
+    rows = []
+    for size in result.values("bytes"):
+        row = [format_bytes(int(size))]
+        for world_size in world_sizes:
+            gloo, own = (result.samples(name, world_size=world_size, bytes=size) for name in ("gloo", "lockstep"))
+            row += [_time(gloo), _time(own), _speedup(gloo, own)]
+        rows.append(row)
+    full = "\n\n".join(_all_reduce_table(result, world_size) for world_size in world_sizes)
+    return _table(header, rows), full
+
+
+def _all_reduce_table(result: Result, world_size: int) -> Section:
+    """All contestants at one world size: median with the spread of samples, and the ratios."""
+    names = ("gloo", "lockstep", "lockstep_symmetric", "memcpy_one_rank", "memcpy_all_ranks")
+    rows = []
+    for size in result.values("bytes"):
+        samples = {name: result.samples(name, world_size=world_size, bytes=size) for name in names}
+        rows.append(
+            [
+                format_bytes(int(size)),
+                *(_time_with_spread(samples[name]) for name in names),
+                _speedup(samples["gloo"], samples["lockstep"], interval=True),
+                _speedup(samples["gloo"], samples["lockstep_symmetric"], interval=True),
+                _speedup(samples["lockstep_symmetric"], samples["memcpy_one_rank"], interval=True),
+            ]
+        )
+    header = ["tensor", *(CONTESTANT_NAMES[name] for name in names)]
+    header += ["gloo / lockstep", "gloo / symmetric", "symmetric / memcpy"]
+    caption = "Median, and 10th to 90th percentile of the samples; float32, SUM, in place, 1 thread per rank."
+    return f"## {world_size} ranks\n\n{caption}\n\n{_table(header, rows)}"
+
+
+def _all_reduce_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for world_size in (int(value) for value in result.values("world_size")):
+        pairs = []
+        for size in result.values("bytes"):
+            gloo, own = (result.samples(name, world_size=world_size, bytes=size) for name in ("gloo", "lockstep"))
+            if gloo and own:
+                pairs.append((format_bytes(int(size)), gloo, own))
+        if not pairs:
+            continue
+        ratios = {label: stats.ratio(gloo, own) for label, gloo, own in pairs}
+        worst = min(ratios, key=lambda label: ratios[label].value)
+        target = f"{world_size} ranks: at least 4x gloo at every size"
+        found.append(_at_least(target, ratios[worst], 4, note=f" at {worst}"))
+        mean = stats.geometric_mean_ratio([(gloo, own) for _, gloo, own in pairs])
+        found.append(_at_least(f"{world_size} ranks: geometric mean at least 15x gloo", mean, 15))
+        found += _symmetric_verdicts(result, world_size)
+    return found
+
+
+def _symmetric_verdicts(result: Result, world_size: int) -> list[Verdict]:
+    """A 25 MiB tensor in symmetric memory, against gloo and against one memcpy."""
+    names = ("gloo", "lockstep_symmetric", "memcpy_one_rank")
+    gloo, symmetric, memcpy = (result.samples(name, world_size=world_size, bytes=25 * MIB) for name in names)
+    limits = {2: 10, 4: 6}
+    found: list[Verdict] = []
+    if gloo and symmetric and world_size in limits:
+        limit = limits[world_size]
+        target = f"{world_size} ranks: 25 MiB in symmetric memory at least {limit}x gloo"
+        found.append(_at_least(target, stats.ratio(gloo, symmetric), limit))
+    if symmetric and memcpy and world_size == 2:
+        times = stats.ratio(symmetric, memcpy)
+        target = "2 ranks: 25 MiB in symmetric memory no slower than one memcpy"
+        found.append(Verdict(target, f"{_format_ratio(times)} of a memcpy", times.value <= 1))
+    return found
+
+
+# ---------------------------------------------------------------- train_step
+
+_ENGINES = ("lockstep_ddp", "torch_ddp_lockstep", "torch_ddp_gloo")
+
+
+def _train_step_tables(result: Result) -> tuple[Section, Section]:
+    overhead_rows, time_rows = [], []
+    for model in (str(value) for value in result.values("model")):
+        floor = result.samples("none", model=model)
+        engines = [result.samples(name, model=model) for name in _ENGINES]
+        label = MODEL_NAMES.get(model, model)
+        overheads = [_percent(stats.overhead(samples, floor)) if samples and floor else "–" for samples in engines]
+        overhead_rows.append([label, _time(floor), *overheads])
+        time_rows.append([label, *(_time_with_spread(samples) for samples in (floor, *engines))])
+    names = [CONTESTANT_NAMES[name] for name in _ENGINES]
+    summary = _table(["model", "step without communication", *(f"{name} adds" for name in names)], overhead_rows)
+    times = _table(["model", CONTESTANT_NAMES["none"], *names], time_rows)
+    caption = "Median, and 10th to 90th percentile of the samples."
+    return summary, f"## Time per step\n\n{caption}\n\n{times}"
+
+
+def _train_step_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for model in (str(value) for value in result.values("model")):
+        floor = result.samples("none", model=model)
+        own, torch_own, gloo = (result.samples(name, model=model) for name in _ENGINES)
+        if not (floor and own and torch_own and gloo):
+            continue
+        label = MODEL_NAMES.get(model, model)
+        if (limit := OVERHEAD_TARGETS.get(model)) is not None:
+            cost = stats.overhead(own, floor)
+            target = f"{label}: lockstep DDP adds at most {limit:.0%}"
+            found.append(Verdict(target, _percent(cost), cost.value <= limit))
+        share = stats.bootstrap(lambda ours, theirs, least: (ours - least) / (theirs - least), own, gloo, floor)
+        target = f"{label}: lockstep DDP adds at most a quarter of what torch DDP on gloo adds"
+        found.append(Verdict(target, _percent(share), share.value <= 0.25))
+        lead = stats.ratio(torch_own, own)
+        target = f"{label}: lockstep DDP ahead of torch DDP on the same group"
+        found.append(Verdict(target, f"{_format_ratio(lead)}", lead.value > 1))
+    return found
+
+
+# ---------------------------------------------------------------- startup
+
+
+def _startup_tables(result: Result) -> tuple[Section, Section]:
+    rows = []
+    for nproc in result.values("nproc"):
+        peer = result.samples("torchrun", nproc=nproc)
+        for name, label in LAUNCH_NAMES.items():
+            samples = result.samples(name, nproc=nproc)
+            rows.append([label, str(nproc), _time_with_spread(samples), _speedup(peer, samples, interval=True)])
+    header = ["launched with", "ranks", "until the first all_reduce is done", "times as fast as torchrun"]
+    return _table(header, rows), ""
+
+
+def _startup_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for nproc in result.values("nproc"):
+        peer, own = (result.samples(name, nproc=nproc) for name in ("torchrun", "lockstep_run"))
+        if peer and own:
+            target = f"{nproc} ranks: `lockstep run` at least 1.5x faster than torchrun, same script"
+            found.append(_at_least(target, stats.ratio(peer, own), 1.5))
+    return found
+
+
+_TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
+    "all_reduce": _all_reduce_tables,
+    "train_step": _train_step_tables,
+    "startup": _startup_tables,
+}
+_VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
+    "all_reduce": _all_reduce_verdicts,
+    "train_step": _train_step_verdicts,
+    "startup": _startup_verdicts,
+}
+
+# ---------------------------------------------------------------- formatting
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits with a fitting unit.
+
+    >>> format_seconds(0.0000213), format_seconds(0.1234), format_seconds(5.0)
+    ('21.3 µs', '123 ms', '5.00 s')
+    """
+    unit, factor = next(
+        ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * factor >= 0.9995),
+        ("ns", 1e9),
+    )
+    return f"{_three_digits(seconds * factor)} {unit}"
+
+
+def format_bytes(count: int) -> str:
+    """A size in binary units.
+
+    >>> format_bytes(4), format_bytes(65536), format_bytes(26214400)
+    ('4 B', '64 KiB', '25 MiB')
+    """
+    for unit, factor in (("MiB", MIB), ("KiB", 1024)):
+        if count >= factor:
+            return f"{count / factor:g} {unit}"
+    return f"{count} B"
+
+
+def _three_digits(value: float) -> str:
+    for limit, digits in ((9.995, 2), (99.95, 1)):
+        if abs(value) < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.0f}"
+
+
+def _format_ratio(estimate: Estimate, note: str = "") -> str:
+    value, low, high = (_three_digits(number) for number in (estimate.value, estimate.low, estimate.high))
+    return f"{value}x{note} [{low}–{high}]"
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{estimate.value:.1%} [{estimate.low:.1%} – {estimate.high:.1%}]"
+
+
+def _at_least(target: str, estimate: Estimate, limit: float, note: str = "") -> Verdict:
+    return Verdict(target, _format_ratio(estimate, note), estimate.value >= limit)
+
+
+def _time(samples: Sequence[float] | None) -> str:
+    return format_seconds(stats.median(samples)) if samples else "–"
+
+
+def _time_with_spread(samples: Sequence[float] | None) -> str:
+    if not samples:
+        return "–"
+    low, high = stats.percentiles(samples)
+    return f"{_time(samples)} ({format_seconds(low)} – {format_seconds(high)})"
+
+
+def _speedup(slow: Sequence[float] | None, fast: Sequence[float] | None, *, interval: bool = False) -> str:
+    if not slow or not fast:
+        return "–"
+    estimate = stats.ratio(slow, fast)
+    return _format_ratio(estimate) if interval else f"{_three_digits(estimate.value)}x"
+
+
+def _describe(parameters: dict[str, int | str]) -> str:
+    return ", ".join(
+        f"{name} {format_bytes(int(value)) if name == 'bytes' else value}" for name, value in parameters.items()
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; numbers, that is all columns but the first, to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

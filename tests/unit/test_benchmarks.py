@@ -1,0 +1,349 @@
+"""The benchmarks' own machinery: statistics, stored results, generated texts, measuring, rank processes."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from benchmarks import report, results, stats
+from benchmarks.__main__ import main, regenerate
+from benchmarks.harness import Budget, Configuration, Contestant, measure
+from benchmarks.plots import draw
+from benchmarks.ranks import RankFailed, run_ranks
+from benchmarks.results import Environment, Result, Series, Skipped
+
+MIB = 1024 * 1024
+ENVIRONMENT = Environment(
+    commit="0123456789abcdef",
+    dirty=False,
+    date="2026-01-02T03:04:05+00:00",
+    lockstep="0.1.0",
+    torch="2.13.0",
+    numpy="2.4.6",
+    python="3.11.2",
+    kernel="Linux 6.1",
+    cpu="Some CPU",
+    cores=2,
+    memory_bytes=8 * 2**30,
+    shm_bytes=2**30,
+    shm_huge_pages="never",
+    load=0.1,
+)
+
+
+def _series(parameters: results.Parameters, **medians_s: float) -> list[Series]:
+    return [Series(parameters, name, 10, [value, value * 1.01, value * 0.99]) for name, value in medians_s.items()]
+
+
+def _all_reduce() -> Result:
+    """At 1 KiB lockstep is 20x gloo, at 25 MiB only 3x; symmetric memory is slower than a memcpy."""
+    small: results.Parameters = {"world_size": 2, "bytes": 1024}
+    large: results.Parameters = {"world_size": 2, "bytes": 25 * MIB}
+    series = _series(small, gloo=400e-6, lockstep=20e-6, memcpy_one_rank=1e-6, memcpy_all_ranks=1e-6)
+    series += _series(large, gloo=30e-3, lockstep=10e-3, lockstep_symmetric=2e-3)
+    series += _series(large, memcpy_one_rank=1e-3, memcpy_all_ranks=1.5e-3)
+    skipped = [Skipped(small, "lockstep_symmetric", "/dev/shm is full")]
+    return Result("all_reduce", False, ENVIRONMENT, {"threads_per_rank": 1}, series, skipped)
+
+
+def _train_step() -> Result:
+    """The MLP meets its targets, the CNN misses its limit of 2% and trails torch's DDP."""
+    series = _series({"model": "mlp_10m"}, none=0.050, lockstep_ddp=0.055, torch_ddp_lockstep=0.06, torch_ddp_gloo=0.08)
+    series += _series({"model": "cnn_5m"}, none=0.1, lockstep_ddp=0.104, torch_ddp_lockstep=0.103, torch_ddp_gloo=0.11)
+    return Result("train_step", False, ENVIRONMENT, {}, series)
+
+
+def _startup() -> Result:
+    series = _series({"nproc": 2}, lockstep_run=2.0, torchrun=3.2, lockstep_run_init=1.8)
+    return Result("startup", True, ENVIRONMENT, {}, series)
+
+
+ALL_RESULTS = [_all_reduce(), _train_step(), _startup()]
+
+
+# ---------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize("module", [stats, report])
+def test_docstring_examples_hold(module: object) -> None:
+    tried = doctest.testmod(module)  # type: ignore[arg-type]
+    assert tried.attempted > 0
+    assert tried.failed == 0
+
+
+def test_median_and_percentiles() -> None:
+    assert stats.median([3.0, 1.0, 2.0]) == 2.0
+    assert stats.median([4.0, 1.0, 2.0, 3.0]) == 2.5
+    assert stats.percentiles([float(value) for value in range(101)]) == (10.0, 90.0)
+
+
+def test_noise_that_hits_a_round_alike_cancels_in_the_ratio() -> None:
+    base = np.random.default_rng(0).lognormal(sigma=1.0, size=30)
+    estimate = stats.ratio([*(3 * base)], [*base])
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((3, 3, 3))
+
+
+def test_interval_holds_the_true_ratio_as_often_as_it_claims() -> None:
+    generator = np.random.default_rng(1)
+    runs = 200
+    hits = 0
+    for _ in range(runs):
+        slow, fast = (scale * generator.lognormal(sigma=0.2, size=25) for scale in (2.0, 1.0))
+        estimate = stats.bootstrap(lambda a, b: a / b, [*slow], [*fast], num_resamples=300)
+        hits += estimate.low <= 2.0 <= estimate.high
+    # A percentile bootstrap of 25 medians covers about 93–96%; 3 binomial deviations are 5%.
+    assert hits / runs >= 0.88
+
+
+def test_interval_narrows_with_more_samples_and_repeats_exactly() -> None:
+    generator = np.random.default_rng(2)
+    slow, fast = (generator.lognormal(sigma=0.3, size=400) for _ in range(2))
+    few, many = stats.ratio([*slow[:10]], [*fast[:10]]), stats.ratio([*slow], [*fast])
+    assert many.high - many.low < few.high - few.low
+    assert stats.ratio([*slow], [*fast]) == many
+
+
+def test_overhead_is_relative_to_the_floor() -> None:
+    assert stats.overhead([1.2] * 3, [1.0] * 3).value == pytest.approx(0.2)
+
+
+def test_geometric_mean_of_ratios() -> None:
+    assert stats.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    estimate = stats.geometric_mean_ratio([([2.0] * 5, [1.0] * 5), ([16.0] * 3, [2.0] * 3)])
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((4.0, 4.0, 4.0))
+
+
+def test_statistics_refuse_what_they_cannot_answer() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        stats.median([])
+    with pytest.raises(ValueError, match="one length"):
+        stats.ratio([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="positive"):
+        stats.geometric_mean([1.0, 0.0])
+
+
+# ---------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("result", ALL_RESULTS, ids=lambda result: result.case)
+def test_results_survive_the_round_trip(result: Result, tmp_path: Path) -> None:
+    path = result.save(tmp_path)
+    assert path == tmp_path / f"{result.case}.json"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]  # nothing partial stays behind
+    loaded = Result.load(path)
+    assert loaded.environment == result.environment
+    assert loaded.skipped == result.skipped
+    for before, after in zip(result.series, loaded.series, strict=True):
+        assert replace(before, samples_s=[]) == replace(after, samples_s=[])
+        assert after.samples_s == pytest.approx(before.samples_s, rel=1e-5)
+    assert loaded.to_json() == path.read_text()
+
+
+def test_every_sample_is_stored_on_one_line_per_series() -> None:
+    text = _all_reduce().to_json()
+    lines = [line for line in text.splitlines() if "samples_s" in line]
+    assert len(lines) == len(_all_reduce().series)
+    assert all(line.endswith("]") for line in lines)
+    assert json.loads(text)["series"][0]["samples_s"] == [400e-6, 404e-6, 396e-6]
+
+
+def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "all_reduce.json"
+    path.write_text(_all_reduce().to_json().replace('"schema": 1', '"schema": 0'))
+    with pytest.raises(ValueError, match="schema 0, expected 1"):
+        Result.load(path)
+
+
+def test_samples_are_found_by_all_their_parameters() -> None:
+    result = _all_reduce()
+    assert result.samples("gloo", world_size=2, bytes=1024) == pytest.approx([400e-6, 404e-6, 396e-6])
+    assert result.samples("gloo", world_size=4, bytes=1024) is None
+    assert result.samples("gloo", world_size=2) is None
+    assert result.values("bytes") == [1024, 25 * MIB]
+
+
+def test_environment_names_the_machine_and_the_versions() -> None:
+    environment = Environment.read()
+    assert environment.cores >= 1
+    assert environment.memory_bytes > 0
+    assert environment.torch.startswith("2.")
+    assert environment.commit == "unknown" or len(environment.commit) == 40
+    assert environment.commit[:10] in environment.summary()
+
+
+# ---------------------------------------------------------------- report and plots
+
+
+def test_targets_are_judged_by_the_samples() -> None:
+    judged = {verdict.target: verdict for verdict in report.verdicts(_all_reduce())}
+    assert len(judged) == 4
+    every_size = judged["2 ranks: at least 4x gloo at every size"]
+    assert not every_size.met
+    assert every_size.measured.startswith("3.00x at 25 MiB")
+    mean = judged["2 ranks: geometric mean at least 15x gloo"]
+    assert (mean.met, mean.measured[:5]) == (False, "7.75x")
+    assert judged["2 ranks: 25 MiB in symmetric memory at least 10x gloo"].met
+    memcpy = judged["2 ranks: 25 MiB in symmetric memory no slower than one memcpy"]
+    assert (memcpy.met, memcpy.measured[:5]) == (False, "2.00x")
+
+
+def test_overheads_are_judged_per_model() -> None:
+    met = [verdict.met for verdict in report.verdicts(_train_step())]
+    assert met == [True, True, True, False, False, False]
+    [launch] = report.verdicts(_startup())
+    assert (launch.met, launch.measured[:5]) == (True, "1.60x")
+
+
+def test_tables_hold_what_was_measured_and_what_was_not() -> None:
+    page = report.render(_all_reduce())
+    assert "| 1 KiB | 400 µs | 20.0 µs | 20.0x |" in page
+    assert "| 25 MiB | 30.0 ms | 10.0 ms | 3.00x |" in page
+    assert "Not measured: lockstep_symmetric at world_size 2, bytes 1 KiB: /dev/shm is full" in page
+    assert "| – |" in page
+    assert "0123456789" in page
+    assert "quick" not in page
+    assert "| MLP, 10M parameters | 50.0 ms | 10.0% [" in report.render(_train_step())
+    assert "quick run" in report.render(_startup())
+
+
+def test_tables_are_rectangular() -> None:
+    for result in ALL_RESULTS:
+        tables = report.render(result).split("\n\n")
+        for lines in (block.splitlines() for block in tables if block.startswith("|")):
+            assert len({line.count("|") for line in lines}) == 1
+
+
+def test_markers_are_filled_and_nothing_else_changes(tmp_path: Path) -> None:
+    _all_reduce().save(tmp_path)
+    text = "before\n<!-- bench:all_reduce -->\nformer table\n<!-- /bench -->\nbetween\n"
+    text += "<!-- bench:all_reduce:targets --><!-- /bench -->\nafter\n"
+    filled = report.fill_markers(text, tmp_path)
+    assert filled.startswith("before\n<!-- bench:all_reduce -->\n| tensor |")
+    assert "<!-- /bench -->\nbetween\n<!-- bench:all_reduce:targets -->\n| target |" in filled
+    assert "former table" not in filled
+    assert filled.endswith("\n<!-- /bench -->\nafter\n")
+    assert report.fill_markers(filled, tmp_path) == filled
+
+
+def test_markers_that_cannot_be_filled_say_why(tmp_path: Path) -> None:
+    _all_reduce().save(tmp_path)
+    with pytest.raises(ValueError, match="python -m benchmarks startup"):
+        report.fill_markers("<!-- bench:startup --><!-- /bench -->", tmp_path)
+    with pytest.raises(ValueError, match="'nonsense', expected one of"):
+        report.fill_markers("<!-- bench:all_reduce:nonsense --><!-- /bench -->", tmp_path)
+
+
+@pytest.mark.parametrize("result", ALL_RESULTS, ids=lambda result: result.case)
+def test_pictures_are_drawn_and_repeat_bit_for_bit(result: Result, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.png", tmp_path / "second.png"
+    draw(result, first)
+    draw(result, second)
+    assert first.read_bytes().startswith(b"\x89PNG")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_report_regenerates_and_check_notices_stale_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = tmp_path / "README.md"
+    document.write_text("<!-- bench:startup --><!-- /bench -->")
+    assert regenerate(tmp_path, document) == 1
+    assert "no results" in capsys.readouterr().err
+    _startup().save(tmp_path)
+    assert regenerate(tmp_path, document, check=True) == 1
+    assert "startup.md is stale" in capsys.readouterr().err
+    assert regenerate(tmp_path, document) == 0
+    assert (tmp_path / "startup.png").exists()
+    assert "1.60x" in document.read_text()
+    assert regenerate(tmp_path, document, check=True) == 0
+    replace(_startup(), series=_series({"nproc": 2}, lockstep_run=2.0, torchrun=9.0)).save(tmp_path)
+    assert regenerate(tmp_path, document, check=True) == 1
+
+
+def test_command_line_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["nothing"], ["report", "all_reduce"], ["all_reduce", "--check"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+    capsys.readouterr()
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A gloo group of this process alone, which is what the harness needs to run here."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_contestants_take_turns_in_every_round() -> None:
+    calls: list[str] = []
+    contestants = [Contestant(name, lambda name=name: calls.append(name)) for name in "AB"]  # type: ignore[misc]
+    budget = Budget(seconds=0, sample_s=0, min_rounds=3, max_rounds=5, sweeps=2)
+    series = measure([Configuration({"n": 1}, contestants), Configuration({"n": 2}, contestants)], budget)
+
+    assert [(one.parameters["n"], one.contestant) for one in series] == [(1, "A"), (1, "B"), (2, "A"), (2, "B")]
+    assert all(len(one.samples_s) == 2 * 3 for one in series)  # min_rounds in each of two sweeps
+    assert all(one.iterations == 1 for one in series)
+    # Calibration: one call, then a batch of lead-in and one iteration. Then 1 + 3 rounds of A A B B
+    # per sweep and configuration: lead-in and one iteration each, contestants in turns.
+    calibration = 3 * (len(contestants) + len(contestants))
+    assert "".join(calls[calibration:]) == "AABB" * (2 * 2 * (1 + 3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_iterations_are_chosen_so_that_a_batch_lasts() -> None:
+    total = 0
+
+    def add() -> None:
+        nonlocal total
+        total += sum(range(200))
+
+    budget = Budget(seconds=0.02, sample_s=0.002, min_rounds=2, max_rounds=4, sweeps=1)
+    [series] = measure([Configuration({}, [Contestant("add", add)])], budget)
+    assert series.iterations > 10
+    assert 2 <= len(series.samples_s) <= 4
+    assert all(0 < sample < 0.002 for sample in series.samples_s)
+
+
+# ---------------------------------------------------------------- rank processes
+
+
+def test_rank_zero_answers_and_failures_are_raised(capfd: pytest.CaptureFixture[str]) -> None:
+    # Functions of the standard library stand in for a case: a rank process can import them.
+    assert run_ranks(json.dumps, 2, {"bytes": 4}, threads=1, timeout_s=60) == '{"bytes": 4}'
+    with pytest.raises(RankFailed, match="rank 0 of 1 exited with code 1"):
+        run_ranks(json.loads, 1, {}, threads=1, timeout_s=60)  # type: ignore[arg-type]
+    assert "TypeError" in capfd.readouterr().err
+    with pytest.raises(RankFailed, match=r"ranks \[0, 1\] did not finish"):
+        run_ranks(json.dumps, 2, {}, threads=1, timeout_s=0)
+
+
+def test_all_reduce_end_to_end(tmp_path: Path) -> None:
+    from benchmarks import case_all_reduce
+
+    budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=3, sweeps=2)
+    result = case_all_reduce.run(case_all_reduce.Plan((2,), (1024,), budget), quick=True)
+    assert {series.contestant for series in result.series} == {
+        "gloo",
+        "lockstep",
+        "lockstep_symmetric",
+        "memcpy_one_rank",
+        "memcpy_all_ranks",
+    }
+    for series in result.series:
+        assert series.parameters == {"world_size": 2, "bytes": 1024}
+        assert 4 <= len(series.samples_s) <= 6
+        assert all(0 <= sample < 1 for sample in series.samples_s)
+    assert result.skipped == []
+    loaded = Result.load(result.save(tmp_path))
+    assert report.verdicts(loaded)[0].target == "2 ranks: at least 4x gloo at every size"
