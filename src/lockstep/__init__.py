@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from lockstep.data import DataLoader
-    from lockstep.errors import LockstepError
-    from lockstep.launch.spawn import spawn
-    from lockstep.parallel.distributed import DistributedDataParallel
-    from lockstep.world import World, current_world, init, symmetric_empty
+if TYPE_CHECKING:  # `as` marks a re-export for type checkers
+    from lockstep.data import DataLoader as DataLoader
+    from lockstep.errors import LockstepError as LockstepError
+    from lockstep.launch.spawn import spawn as spawn
+    from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+    from lockstep.world import World as World
+    from lockstep.world import current_world as current_world
+    from lockstep.world import init as init
+    from lockstep.world import symmetric_empty as symmetric_empty
 
 # Public name -> the module that defines it. A subpackage stands for itself.
 _PUBLIC = {
