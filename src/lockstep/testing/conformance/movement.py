@@ -1,0 +1,340 @@
+"""broadcast, all_gather, gather, scatter and all_to_all, in every form: bytes move, none change."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.testing.conformance.case import (
+    ALL_DTYPES,
+    LARGE_NUMEL,
+    Case,
+    Context,
+    Shape,
+    case,
+    coalescing,
+    expect_equal,
+    inputs_of,
+    spread_out,
+)
+
+__all__ = ["CASES"]
+
+_SHAPES: tuple[Shape, ...] = ((), (0,), (1,), (3, 5, 7), (1023,), (LARGE_NUMEL,))
+
+# torch 2.13 renamed the tensor form.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def _finish(work: Any, async_op: bool) -> None:
+    if async_op:
+        work.wait()
+
+
+def _object_of(rank: int) -> dict[str, Any]:
+    """An object whose pickled length differs between ranks."""
+    return {"rank": rank, "text": "x" * (10 * rank), "values": list(range(rank))}
+
+
+def _expect_same(actual: object, expected: object, what: str) -> None:
+    if actual != expected:
+        raise AssertionError(f"{what} is {actual!r}, expected {expected!r}")
+
+
+def check_broadcast(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
+    """Each rank in turn is the root, and everybody ends with what it held.
+
+    Expected with root r: x_r with salt r on every rank.
+    """
+    for root in range(context.world_size):
+        tensor = inputs_of(context.rank, shape, dtype, salt=root)
+        _finish(dist.broadcast(tensor, context.global_rank(root), group=context.group, async_op=async_op), async_op)
+        expect_equal(tensor, inputs_of(root, shape, dtype, salt=root), f"the tensor from root {root}")
+
+
+def check_broadcast_strided(context: Context) -> None:
+    """broadcast from and into tensors with gaps between their elements.
+
+    Expected: rank 0's values everywhere.
+    """
+    tensor = spread_out(inputs_of(context.rank, (4, 6), torch.float32))
+    dist.broadcast(tensor, context.global_rank(0), group=context.group)
+    expect_equal(tensor, inputs_of(0, (4, 6), torch.float32), "the tensor")
+
+
+def check_broadcast_object_list(context: Context) -> None:
+    """Every root in turn sends two objects.
+
+    Expected: the root's two objects on every rank.
+    """
+    for root in range(context.world_size):
+        objects: list[Any] = [_object_of(context.rank), context.rank]
+        dist.broadcast_object_list(objects, context.global_rank(root), group=context.group)
+        _expect_same(objects, [_object_of(root), root], f"the list from root {root}")
+
+
+def check_all_gather(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
+    """The list form: everybody receives everybody's tensor, in rank order.
+
+    Expected: output r is x_r; the input stays as it was.
+    """
+    mine = inputs_of(context.rank, shape, dtype)
+    outputs = [torch.full(shape, 1, dtype=dtype) for _ in range(context.world_size)]
+    _finish(dist.all_gather(outputs, mine, group=context.group, async_op=async_op), async_op)
+    for rank, output in enumerate(outputs):
+        expect_equal(output, inputs_of(rank, shape, dtype), f"output {rank}")
+    expect_equal(mine, inputs_of(context.rank, shape, dtype), "the input after the call")
+
+
+def check_all_gather_strided(context: Context) -> None:
+    """all_gather from and into tensors with gaps, the outputs being views of one tensor.
+
+    Expected: as in check_all_gather.
+    """
+    mine = spread_out(inputs_of(context.rank, (4, 6), torch.float32))
+    columns = torch.zeros(4, 6, context.world_size)
+    outputs = list(columns.unbind(dim=2))
+    dist.all_gather(outputs, mine, group=context.group)
+    for rank, output in enumerate(outputs):
+        expect_equal(output, inputs_of(rank, (4, 6), torch.float32), f"output {rank}")
+
+
+def check_all_gather_into_tensor(
+    context: Context, dtype: torch.dtype, shape: Shape, form: str = "concatenated", async_op: bool = False
+) -> None:
+    """The tensor form, its output either the tensors one after another or stacked.
+
+    Expected: cat(x_0 … x_{W-1}) or stack(x_0 … x_{W-1}), along dimension 0.
+    """
+    join = torch.stack if form == "stacked" else torch.cat
+    expected = join([inputs_of(rank, shape, dtype) for rank in range(context.world_size)])
+    output = torch.full_like(expected, 1)
+    mine = inputs_of(context.rank, shape, dtype)
+    _finish(_all_gather_single(output, mine, group=context.group, async_op=async_op), async_op)
+    expect_equal(output, expected, "the output")
+
+
+def check_all_gather_into_tensor_in_place(context: Context) -> None:
+    """The input is this rank's part of the output, as sharded training calls it.
+
+    Expected: as in check_all_gather_into_tensor.
+    """
+    shape = (7,)
+    output = torch.zeros(7 * context.world_size)
+    mine = output[7 * context.rank : 7 * (context.rank + 1)]
+    mine.copy_(inputs_of(context.rank, shape, torch.float32))
+    _all_gather_single(output, mine, group=context.group)
+    expected = torch.cat([inputs_of(rank, shape, torch.float32) for rank in range(context.world_size)])
+    expect_equal(output, expected, "the output")
+
+
+def check_all_gather_into_tensor_old_name(context: Context) -> None:
+    """`dist.all_gather_into_tensor` itself, which later releases of torch call by another name.
+
+    Expected: as in check_all_gather_into_tensor.
+    """
+    output = torch.zeros(4 * context.world_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_gather_into_tensor(output, inputs_of(context.rank, (4,), torch.float32), group=context.group)
+    expected = torch.cat([inputs_of(rank, (4,), torch.float32) for rank in range(context.world_size)])
+    expect_equal(output, expected, "the output")
+
+
+def check_all_gather_coalesced(context: Context, async_op: bool) -> None:
+    """Several tensors in one call equal one all_gather per tensor.
+
+    Expected: outputs[r][i] is rank r's tensor with salt i.
+    """
+    shapes: tuple[Shape, ...] = ((4,), (2, 3), (50,))
+    mine = [inputs_of(context.rank, shape, torch.float32, salt=salt) for salt, shape in enumerate(shapes)]
+    outputs = [[torch.zeros(shape) for shape in shapes] for _ in range(context.world_size)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _finish(dist.all_gather_coalesced(outputs, mine, group=context.group, async_op=async_op), async_op)
+    for rank, of_rank in enumerate(outputs):
+        for salt, (shape, output) in enumerate(zip(shapes, of_rank, strict=True)):
+            expect_equal(output, inputs_of(rank, shape, torch.float32, salt=salt), f"output {salt} of rank {rank}")
+
+
+def check_coalescing_manager_all_gather(context: Context) -> None:
+    """Two all_gather calls gathered by torch's coalescing manager.
+
+    Expected: as in check_all_gather_into_tensor, for both.
+    """
+    mine = [inputs_of(context.rank, (3 + extra,), torch.float32) for extra in range(2)]
+    outputs = [torch.zeros((3 + extra) * context.world_size) for extra in range(2)]
+    with coalescing(context.process_group) as manager:
+        for output, tensor in zip(outputs, mine, strict=True):
+            _all_gather_single(output, tensor, group=context.group)
+    manager.wait()
+    for extra, output in enumerate(outputs):
+        expected = [inputs_of(rank, (3 + extra,), torch.float32) for rank in range(context.world_size)]
+        expect_equal(output, torch.cat(expected), f"output {extra}")
+
+
+def check_all_gather_object(context: Context) -> None:
+    """Objects of different pickled lengths arrive in rank order.
+
+    Expected: entry r is rank r's object.
+    """
+    objects: list[Any] = [None] * context.world_size
+    dist.all_gather_object(objects, _object_of(context.rank), group=context.group)
+    _expect_same(objects, [_object_of(rank) for rank in range(context.world_size)], "the list")
+
+
+def check_gather(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
+    """Each rank in turn is the root and receives everybody's tensor, in rank order.
+
+    Expected on root r: output s is x_s with salt r.
+    """
+    for root in range(context.world_size):
+        mine = inputs_of(context.rank, shape, dtype, salt=root)
+        outputs = None
+        if context.rank == root:
+            outputs = [torch.full(shape, 1, dtype=dtype) for _ in range(context.world_size)]
+        work = dist.gather(mine, outputs, context.global_rank(root), group=context.group, async_op=async_op)
+        _finish(work, async_op)
+        for rank, output in enumerate(outputs or []):
+            expect_equal(output, inputs_of(rank, shape, dtype, salt=root), f"root {root}'s output {rank}")
+
+
+def check_gather_object(context: Context) -> None:
+    """Each rank in turn is the root and receives everybody's object.
+
+    Expected on the root: entry r is rank r's object.
+    """
+    for root in range(context.world_size):
+        objects: list[Any] | None = [None] * context.world_size if context.rank == root else None
+        dist.gather_object(_object_of(context.rank), objects, context.global_rank(root), group=context.group)
+        if objects is not None:
+            _expect_same(objects, [_object_of(rank) for rank in range(context.world_size)], f"root {root}'s list")
+
+
+def check_scatter(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
+    """Each rank in turn is the root and hands one tensor to everybody.
+
+    Expected on rank s from root r: the s-th tensor of r's list, x_r with salt s.
+    """
+    for root in range(context.world_size):
+        output = torch.full(shape, 1, dtype=dtype)
+        inputs = None
+        if context.rank == root:
+            inputs = [inputs_of(root, shape, dtype, salt=rank) for rank in range(context.world_size)]
+        work = dist.scatter(output, inputs, context.global_rank(root), group=context.group, async_op=async_op)
+        _finish(work, async_op)
+        expect_equal(output, inputs_of(root, shape, dtype, salt=context.rank), f"the output from root {root}")
+
+
+def check_scatter_object_list(context: Context) -> None:
+    """Each rank in turn is the root and hands one object to everybody.
+
+    Expected on rank s: the s-th object of the root's list.
+    """
+    for root in range(context.world_size):
+        received: list[Any] = [None]
+        objects = [_object_of(root + rank) for rank in range(context.world_size)] if context.rank == root else None
+        dist.scatter_object_list(received, objects, context.global_rank(root), group=context.group)
+        _expect_same(received, [_object_of(root + context.rank)], f"the list from root {root}")
+
+
+def check_all_to_all(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
+    """The list form: rank r's s-th tensor goes to rank s.
+
+    Expected on rank r: output s is x_s with salt r.
+    """
+    ranks = range(context.world_size)
+    inputs = [inputs_of(context.rank, shape, dtype, salt=receiver) for receiver in ranks]
+    outputs = [torch.full(shape, 1, dtype=dtype) for _ in ranks]
+    _finish(dist.all_to_all(outputs, inputs, group=context.group, async_op=async_op), async_op)
+    for sender, output in enumerate(outputs):
+        expect_equal(output, inputs_of(sender, shape, dtype, salt=context.rank), f"output {sender}")
+
+
+def check_all_to_all_uneven(context: Context) -> None:
+    """The list form with tensors of different lengths, some empty.
+
+    Expected on rank r: output s has 2·((r + s) mod 3) elements, x_s with salt r.
+    """
+    ranks = range(context.world_size)
+    inputs = [inputs_of(context.rank, _uneven(context.rank, to), torch.float32, salt=to) for to in ranks]
+    outputs = [torch.zeros(_uneven(sender, context.rank)) for sender in ranks]
+    dist.all_to_all(outputs, inputs, group=context.group)
+    for sender, output in enumerate(outputs):
+        expected = inputs_of(sender, _uneven(sender, context.rank), torch.float32, salt=context.rank)
+        expect_equal(output, expected, f"output {sender}")
+
+
+def _uneven(sender: int, receiver: int) -> Shape:
+    return (2 * ((sender + receiver) % 3),)
+
+
+def check_all_to_all_single(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
+    """The tensor form with even splits: cut along dimension 0, one part for each rank.
+
+    Expected on rank r: cat over s of x_s with salt r.
+    """
+    ranks = range(context.world_size)
+    mine = torch.cat([inputs_of(context.rank, shape, dtype, salt=receiver) for receiver in ranks])
+    output = torch.full_like(mine, 1)
+    _finish(dist.all_to_all_single(output, mine, group=context.group, async_op=async_op), async_op)
+    expect_equal(output, torch.cat([inputs_of(s, shape, dtype, salt=context.rank) for s in ranks]), "the output")
+
+
+def check_all_to_all_single_uneven(context: Context, dtype: torch.dtype) -> None:
+    """The tensor form with different splits, some empty.
+
+    Expected: as in check_all_to_all_uneven, the outputs one after another; rows have 3 columns.
+    """
+    ranks = range(context.world_size)
+
+    def part(sender: int, receiver: int) -> torch.Tensor:
+        return inputs_of(sender, (*_uneven(sender, receiver), 3), dtype, salt=receiver)
+
+    mine = torch.cat([part(context.rank, receiver) for receiver in ranks])
+    expected = torch.cat([part(sender, context.rank) for sender in ranks])
+    output = torch.full_like(expected, 1)
+    dist.all_to_all_single(
+        output,
+        mine,
+        output_split_sizes=[_uneven(sender, context.rank)[0] for sender in ranks],
+        input_split_sizes=[_uneven(context.rank, receiver)[0] for receiver in ranks],
+        group=context.group,
+    )
+    expect_equal(output, expected, "the output")
+
+
+def _cases() -> Iterator[Case]:
+    with_tensors = (check_broadcast, check_all_gather, check_gather, check_scatter, check_all_to_all)
+    tensor_forms = (check_all_gather_into_tensor, check_all_to_all_single)
+    for check in (*with_tensors, *tensor_forms):
+        for dtype in ALL_DTYPES:
+            yield case(check, dtype=dtype, shape=(13,))
+        for shape in _SHAPES:
+            # A 0-dim tensor has no dimension 0 to cut or to join.
+            if shape or check in with_tensors:
+                yield case(check, dtype=torch.float32, shape=shape)
+        yield case(check, dtype=torch.float64, shape=(33,), async_op=True)
+    for shape in ((), (2, 3)):
+        yield case(check_all_gather_into_tensor, dtype=torch.float32, shape=shape, form="stacked")
+    yield case(check_all_gather_into_tensor_in_place, "all_gather_into_tensor")
+    yield case(check_all_gather_into_tensor_old_name, "all_gather_into_tensor")
+    yield case(check_broadcast_strided, "gaps_in_memory", "broadcast")
+    yield case(check_all_gather_strided, "gaps_in_memory", "all_gather")
+    for async_op in (False, True):
+        yield case(check_all_gather_coalesced, async_op=async_op)
+    yield case(check_coalescing_manager_all_gather, "coalescing_manager", "all_gather_into_tensor")
+    yield case(check_all_gather_object)
+    yield case(check_gather_object, "gather")
+    yield case(check_broadcast_object_list, "broadcast")
+    yield case(check_scatter_object_list, "scatter")
+    yield case(check_all_to_all_uneven, "all_to_all")
+    for dtype in (torch.float32, torch.int64, torch.bfloat16):
+        yield case(check_all_to_all_single_uneven, "all_to_all_single", dtype=dtype)
+
+
+CASES: tuple[Case, ...] = tuple(_cases())

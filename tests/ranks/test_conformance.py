@@ -1,0 +1,47 @@
+"""The conformance suite on the backends there are, and on one that is broken on purpose."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.testing.conformance import BACKEND_GAPS, CASES, run_conformance
+from lockstep.testing.conformance.gaps import reason_to_skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("backend", ["gloo", "lockstep"])
+def test_backend_conforms(backend: str, world_size: int) -> None:
+    report = run_conformance(backend, world_size)
+    print(report)
+    assert not report.failures, str(report)
+
+
+def test_gaps_of_gloo_are_still_there() -> None:
+    """A gap that a newer torch has closed must leave the table."""
+    skipped = [case for case in CASES if reason_to_skip(case, "gloo")]
+    report = run_conformance("gloo", 3, cases=skipped, skip_gaps=False)
+    failed = {result.name for result in report.failures}
+    for gap in BACKEND_GAPS["gloo"]:
+        with_it = [case.name for case in skipped if gap in case.requires]
+        assert failed.intersection(with_it), f"gloo passes all of {with_it}: remove the gap {gap!r}"
+
+
+def test_every_gap_names_a_feature() -> None:
+    features = frozenset().union(*(case.requires for case in CASES))
+    for gaps in BACKEND_GAPS.values():
+        assert gaps.keys() <= features
+
+
+def test_broken_backend_is_found_out() -> None:
+    names = (
+        "all_reduce[op=SUM,dtype=float32,shape=17]",
+        "broadcast[dtype=float32,shape=13]",
+        "barrier[async_op=False]",
+    )
+    cases = [next(case for case in CASES if case.name == name) for name in names]
+    report = run_conformance("gloo", 2, cases=cases, register="conformance_saboteur", collective_timeout=1.0)
+    wrong, right, killed = report.results
+    assert (wrong.status, right.status, killed.status) == ("failed", "passed", "failed")
+    assert wrong.detail.startswith("rank 1: the tensor differs at 17 of 17 positions, first at (0,): got ")
+    assert "rank 1: WorkerDied: its process was killed by SIGKILL" in killed.detail
+    assert "FAILED  barrier[async_op=False]" in str(report)
