@@ -5,11 +5,11 @@ The tree::
     LockstepError (RuntimeError)
     ├── SetupError                  before the first collective
     │   ├── LaunchError             the launcher cannot start what it was asked to start
-    │   ├── BackendUnavailable      no such backend here; lists those there are
+    │   ├── BackendUnavailable (ValueError)  no such backend here; lists those there are
     │   ├── AlreadyInitialized      init() twice
     │   ├── NotInitialized          use before init() or after shutdown
     │   ├── RendezvousError         the ranks did not find each other
-    │   └── SharedMemoryError       /dev/shm is too small, or cannot be used
+    │   └── SharedMemoryError (OSError)      /dev/shm is too small, or cannot be used
     ├── CollectiveError             a collective that cannot finish; every waiting rank raises it
     │   ├── CollectiveMismatch      ranks asked for different things
     │   ├── RankLost                a rank died, left or raised while others waited

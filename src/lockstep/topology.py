@@ -72,13 +72,14 @@ def _read_torchrun_form(variables: Mapping[str, str]) -> Topology | None:
         node_rank = env.NODE_RANK.get(variables)
     if local_world_size is None:
         local_world_size = world_size
+    ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1.
     if local_rank is None:
-        local_rank = rank % local_world_size
+        local_rank = rank % ranks_per_host
     if node_rank is None:
-        node_rank = rank // local_world_size
+        node_rank = rank // ranks_per_host
     # Hosts may hold different numbers of ranks, so the count of hosts is a lower bound here;
     # the rendezvous learns the true one.
-    num_nodes = max(node_rank + 1, -(-world_size // local_world_size))
+    num_nodes = max(node_rank + 1, -(-world_size // ranks_per_host))
     if env.LOCKSTEP_RENDEZVOUS.get(variables) is not None:
         launcher = "lockstep"
     elif env.TORCHELASTIC_RUN_ID.get(variables) is not None:

@@ -22,7 +22,28 @@ from lockstep.testing.conformance.case import (
     spread_out,
 )
 
-__all__ = ["CASES"]
+__all__ = [
+    "CASES",
+    "check_all_gather",
+    "check_all_gather_coalesced",
+    "check_all_gather_into_tensor",
+    "check_all_gather_into_tensor_in_place",
+    "check_all_gather_into_tensor_old_name",
+    "check_all_gather_object",
+    "check_all_gather_strided",
+    "check_all_to_all",
+    "check_all_to_all_single",
+    "check_all_to_all_single_uneven",
+    "check_all_to_all_uneven",
+    "check_broadcast",
+    "check_broadcast_object_list",
+    "check_broadcast_strided",
+    "check_coalescing_manager_all_gather",
+    "check_gather",
+    "check_gather_object",
+    "check_scatter",
+    "check_scatter_object_list",
+]
 
 _SHAPES: tuple[Shape, ...] = ((), (0,), (1,), (3, 5, 7), (1023,), (LARGE_NUMEL,))
 

@@ -14,7 +14,18 @@ import torch.distributed as dist
 from lockstep.testing.conformance import movement, reductions
 from lockstep.testing.conformance.case import Case, Context, case, expect_equal, inputs_of, reduced
 
-__all__ = ["CASES"]
+__all__ = [
+    "CASES",
+    "check_barrier",
+    "check_groups_interleaved",
+    "check_is_completed_without_wait",
+    "check_many_outstanding",
+    "check_monitored_barrier",
+    "check_non_members",
+    "check_subgroups",
+    "check_sync_after_async",
+    "check_work_interface",
+]
 
 
 def check_barrier(context: Context, async_op: bool) -> None:

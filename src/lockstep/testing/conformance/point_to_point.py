@@ -20,7 +20,17 @@ from lockstep.testing.conformance.case import (
     spread_out,
 )
 
-__all__ = ["CASES"]
+__all__ = [
+    "CASES",
+    "check_batch_isend_irecv",
+    "check_isend_irecv_ring",
+    "check_object_p2p",
+    "check_order_within_a_tag",
+    "check_recv_any_source",
+    "check_send_recv",
+    "check_send_strided",
+    "check_tags",
+]
 
 
 def _neighbours(context: Context) -> tuple[int, int]:

@@ -23,7 +23,21 @@ from lockstep.testing.conformance.case import (
     spread_out,
 )
 
-__all__ = ["CASES"]
+__all__ = [
+    "CASES",
+    "check_all_reduce",
+    "check_all_reduce_coalesced",
+    "check_all_reduce_strided",
+    "check_coalescing_manager_all_reduce",
+    "check_coalescing_manager_reduce_scatter",
+    "check_reduce",
+    "check_reduce_scatter",
+    "check_reduce_scatter_strided",
+    "check_reduce_scatter_tensor",
+    "check_reduce_scatter_tensor_old_name",
+    "check_repeatable",
+    "check_wide_accumulation",
+]
 
 _SHAPES: tuple[Shape, ...] = ((), (0,), (1,), (3, 5, 7), (1023,), (65537,), (LARGE_NUMEL,))
 
