@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from lockstep.comm import registration as _registration
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # `as` marks a re-export for type checkers
@@ -51,3 +53,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# So that `dist.init_process_group("lockstep")` works after `import lockstep`, whichever of the two is imported first.
+_registration.ensure()

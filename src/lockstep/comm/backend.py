@@ -1,0 +1,284 @@
+"""The process group "lockstep" of torch.distributed.
+
+`import lockstep` registers the name (`registration.py`); torch then asks `create` for a group. Everything of `torch.distributed` then works on it: the functions of
+`dist`, `new_group`, torch's own DDP, FSDP2 and DTensor.
+
+torch hands each verb to a method of this class, under its own, older names (`allreduce`,
+`_allgather_base`); each only sorts its arguments and calls the op table in `engine.py`. Should
+torch give backends written in Python another base class, this file is what changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from lockstep import env
+from lockstep.comm import exits
+from lockstep.comm.engine import Engine, Work
+from lockstep.comm.flight import Flight
+from lockstep.comm.registration import BACKEND_NAME
+from lockstep.errors import CollectiveError, InputError
+from lockstep.shm.team import Team
+
+__all__ = ["LockstepProcessGroup", "create"]
+
+_Tensors = Sequence[torch.Tensor]
+
+
+class _TimedStore:
+    """A torch store whose `get` waits no longer than the group's timeout."""
+
+    def __init__(self, store: Store, timeout: timedelta) -> None:
+        self._store = store
+        self._timeout = timeout
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._store.wait([key], self._timeout)
+        return bytes(self._store.get(key))
+
+
+def _timeout_s(options: Any) -> float | None:
+    """Seconds that the caller of one collective asked for, or None for the group's own."""
+    timeout = getattr(options, "timeout", None)
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
+    return seconds if seconds > 0 else None
+
+
+def _is_async(options: Any) -> bool:
+    # torch's C++ callers (DDP's reducer) always want a handle; releases before 2.8 do not say.
+    return bool(getattr(options, "asyncOp", True))
+
+
+class LockstepProcessGroup(ProcessGroup):
+    """A process group over the shared memory of one host.
+
+    Made by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
+
+    Args:
+        store: where the ranks meet; keys are already private to this group.
+        rank: rank in the group.
+        world_size: ranks in the group.
+        timeout: until a rank that does not come is an error.
+        group_name: torch's name for the group.
+        global_ranks: global rank of each rank; empty for the default group.
+
+    Attributes:
+        engine: the op table; also holds the flight record and the team.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        group_name: str,
+        global_ranks: Sequence[int],
+    ) -> None:
+        super().__init__(rank, world_size)
+        self._store = store
+        self._name = group_name
+        ranks = tuple(global_ranks) or tuple(range(world_size))
+        # A restarted job may find its store as the attempt before it left it.
+        attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
+        meeting = _TimedStore(dist.PrefixStore(f"attempt{attempt}", store), timeout)
+        team = Team.connect(meeting, rank, world_size, timeout.total_seconds(), lambda peer: f"rank {ranks[peer]}")
+        name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
+        self.engine = Engine(team, Flight(team, name, ranks), timeout.total_seconds())
+        exits.register(self)
+
+    # ---- reductions ------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> Work:
+        """`dist.all_reduce`."""
+        opts = dist.AllreduceOptions() if opts is None else opts
+        return self.engine.all_reduce(tensors, opts.reduceOp, _is_async(opts), _timeout_s(opts))
+
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Work:
+        """Several tensors in one call."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: _Tensors, opts: Any) -> Work:
+        """`dist.reduce`."""
+        (tensor,) = tensors
+        return self.engine.reduce(tensor, opts.reduceOp, opts.rootRank, _is_async(opts), _timeout_s(opts))
+
+    def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any) -> Work:
+        """`dist.reduce_scatter`."""
+        return self.engine.reduce_scatter(outputs, inputs, opts.reduceOp, _is_async(opts), _timeout_s(opts))
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        """`dist.reduce_scatter_tensor`."""
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Work:
+        """Several tensors in one call."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        rows = [self._split(source, output, "reduce_scatter") for output, source in zip(outputs, inputs, strict=True)]
+        return self.engine.reduce_scatter(outputs, rows, opts.reduceOp, _is_async(opts), _timeout_s(opts))
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: _Tensors, opts: Any) -> Work:
+        """`dist.broadcast`."""
+        return self.engine.broadcast(tensors, opts.rootRank, _is_async(opts), _timeout_s(opts))
+
+    def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Work:
+        """`dist.all_gather`."""
+        return self.engine.all_gather(outputs, inputs, _is_async(opts), _timeout_s(opts))
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        """`dist.all_gather_into_tensor`."""
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Work:
+        """Several tensors in one call."""
+        rows = [self._split(output, source, "all_gather") for output, source in zip(outputs, inputs, strict=True)]
+        return self.engine.all_gather(rows, inputs, _is_async(opts), _timeout_s(opts))
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Work:
+        """`dist.all_gather_coalesced`: one list of all inputs for each rank."""
+        rows = list(zip(*output_lists, strict=True))
+        return self.engine.all_gather(rows, inputs, _is_async(opts), _timeout_s(opts))
+
+    def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any) -> Work:
+        """`dist.gather`."""
+        (tensor,) = inputs
+        row = outputs[0] if self.rank() == opts.rootRank else None
+        return self.engine.gather(row, tensor, opts.rootRank, _is_async(opts), _timeout_s(opts))
+
+    def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any) -> Work:
+        """`dist.scatter`."""
+        (tensor,) = outputs
+        row = inputs[0] if self.rank() == opts.rootRank else None
+        return self.engine.scatter(tensor, row, opts.rootRank, _is_async(opts), _timeout_s(opts))
+
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Work:
+        """`dist.all_to_all`."""
+        return self.engine.all_to_all(outputs, inputs, _is_async(opts), _timeout_s(opts))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """`dist.all_to_all_single`; splits count rows of the first dimension, none means even."""
+        outputs = self._split_rows(output, output_split_sizes, "output")
+        inputs = self._split_rows(source, input_split_sizes, "input")
+        return self.engine.all_to_all(outputs, inputs, _is_async(opts), _timeout_s(opts))
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Work:
+        """`dist.barrier`."""
+        return self.engine.barrier(_is_async(opts), _timeout_s(opts))
+
+    def _split(self, whole: torch.Tensor, part: torch.Tensor, operation: str) -> list[torch.Tensor]:
+        """`whole` as one flat piece of `part`'s size for each rank."""
+        world_size = self.size()
+        if whole.numel() != part.numel() * world_size:
+            raise InputError(
+                f"{operation}: the tensor for all ranks has {whole.numel()} elements, the one for this rank "
+                f"{part.numel()}; expected {world_size} times as many"
+            )
+        if not whole.is_contiguous():
+            raise InputError(f"{operation}: the tensor for all ranks must be contiguous; call .contiguous() on it")
+        return list(whole.view(world_size, -1).unbind(0))
+
+    def _split_rows(self, tensor: torch.Tensor, splits: Sequence[int], side: str) -> list[torch.Tensor]:
+        world_size = self.size()
+        rows = tensor.size(0) if tensor.dim() else 1
+        if not tensor.is_contiguous():
+            raise InputError(f"all_to_all_single: the {side} must be contiguous; call .contiguous() on it")
+        if len(splits) == 0:
+            if rows % world_size:
+                raise InputError(
+                    f"all_to_all_single: {rows} rows of the {side} do not divide evenly among {world_size} ranks; "
+                    "give split sizes"
+                )
+            splits = [rows // world_size] * world_size
+        if len(splits) != world_size or sum(splits) != rows:
+            raise InputError(
+                f"all_to_all_single: {side} splits {list(splits)} must be {world_size} numbers that add up to "
+                f"{rows} rows"
+            )
+        row_numel = tensor.numel() // rows if rows else 0
+        return list(tensor.view(-1).split([split * row_numel for split in splits]))
+
+    # ---- symmetric memory ----------------------------------------------------------------------------
+
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor in symmetric memory: `all_reduce` works on it without copies. Collective."""
+        return self.engine.symmetric_empty(shape, dtype)
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def fail(self, message: str, error: BaseException | None = None) -> None:
+        """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
+        culprits = error.culprits if isinstance(error, CollectiveError) else None
+        self.engine.flight.fail(message, culprits)
+
+    def shutdown(self) -> None:
+        """Leave the group. Local; `dist.destroy_process_group` calls it."""
+        self.engine.close()
+
+    abort = shutdown
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
+        """The registered name."""
+        return BACKEND_NAME
+
+    def name(self) -> str:
+        """The registered name."""
+        return BACKEND_NAME
+
+    @property
+    def group_name(self) -> str:
+        """torch's name for this group."""
+        return self._name
+
+    def get_group_store(self) -> Store:
+        """The store in which the ranks met."""
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> LockstepProcessGroup:
+        return self
+
+    @property
+    def supports_splitting(self) -> bool:
+        """False: sub-groups come from `dist.new_group`."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"LockstepProcessGroup(rank={self.rank()}, world_size={self.size()}, name={self._name!r})"
+
+
+def create(options: Any, _backend_options: Any) -> LockstepProcessGroup:
+    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`."""
+    return LockstepProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        options.global_ranks_in_group,
+    )

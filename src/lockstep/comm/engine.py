@@ -1,0 +1,509 @@
+"""The collectives of one group on one rank: checks, flight record, and who runs them.
+
+This is the op table; `backend.py` only translates torch's names into these. A call that nobody
+queued before runs in the caller's thread; an asynchronous one, or one behind an asynchronous
+one, runs in the group's thread. Either way calls run one at a time, in the order made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed import ReduceOp
+
+from lockstep.comm import clock
+from lockstep.comm.flight import Flight, call_site, describe_tensor, fingerprint
+from lockstep.comm.work import DoneWork, PendingWork, Runner
+from lockstep.errors import CollectiveAborted, CollectiveMismatch, InputError, InputTypeError
+from lockstep.shm import algorithms
+from lockstep.shm.kernels import Kernel, find_kernel, op_name
+from lockstep.shm.sync import PeerTrouble
+from lockstep.shm.team import Region, Team
+
+__all__ = ["Engine"]
+
+Work = DoneWork | PendingWork
+
+
+def check_tensor(tensor: object, operation: str) -> torch.Tensor:
+    """A dense CPU tensor, or an error that says what is wrong with it.
+
+    Raises:
+        InputTypeError: not a tensor, or not a dense one.
+        InputError: not on the CPU.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InputTypeError(f"{operation} takes tensors, got {type(tensor).__name__}: {tensor!r:.80}")
+    if not tensor.is_cpu:
+        raise InputError(
+            f"{operation}: the lockstep group moves CPU tensors, got one on {tensor.device}. Move it with .cpu(), or "
+            "let lockstep.init() choose the backend (nccl where there are GPUs)"
+        )
+    if tensor.layout is not torch.strided:
+        raise InputTypeError(f"{operation} takes dense tensors, got layout {tensor.layout}; use .to_dense()")
+    return tensor
+
+
+class _Flat:
+    """A tensor as flat contiguous memory: itself if it is that, else a copy to be written back."""
+
+    __slots__ = ("flat", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+        if tensor.is_conj() or tensor.is_neg():
+            self.flat = self.tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+        else:
+            self.flat = self.tensor.contiguous().view(-1)
+
+    def write_back(self) -> None:
+        """Copy the flat memory into the tensor if it is not the tensor's own."""
+        if self.flat.data_ptr() != self.tensor.data_ptr():
+            self.tensor.copy_(self.flat.view(self.tensor.shape))
+
+
+class Engine:
+    """One group on one rank.
+
+    Args:
+        team: the ranks of the group.
+        flight: its flight record.
+        timeout_s: default seconds until a rank that does not come is an error.
+    """
+
+    def __init__(self, team: Team, flight: Flight, timeout_s: float) -> None:
+        self.team = team
+        self.flight = flight
+        self.timeout_s = timeout_s
+        self._runner = Runner("lockstep-collectives")
+        self._turn = threading.Lock()
+        self._closed = False
+        # Symmetric regions by address, to recognise tensors that lie in one.
+        self._region_starts: list[int] = []
+        self._regions: list[tuple[int, Region]] = []
+
+    # ---- running -----------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        key: object,
+        describe: Callable[[], str],
+        body: Callable[[float], None],
+        result: list[torch.Tensor],
+        is_async: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Run or queue one collective.
+
+        Args:
+            key: decides the fingerprint.
+            describe: the text behind the fingerprint.
+            body: does it, given seconds until the deadline of a wait.
+            result: the tensors it writes.
+            is_async: whether to queue it.
+            timeout_s: instead of the group's own, if given.
+        """
+        if self._closed:
+            raise CollectiveAborted(f"{describe()}: this group was shut down; call init() again before using it")
+        site = call_site()
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        if not is_async and self._runner.is_idle:
+            self._run(key, describe, body, site, limit_s)
+            return DoneWork(result)
+        work = PendingWork(lambda: self._run(key, describe, body, site, limit_s), result)
+        self._runner.submit(work)
+        if not is_async:
+            work.wait()
+        return work
+
+    def _run(
+        self,
+        key: object,
+        describe: Callable[[], str],
+        body: Callable[[float], None],
+        site: object,
+        limit_s: float,
+    ) -> None:
+        with self._turn, torch.no_grad():
+            start = time.perf_counter()
+            self.flight.enter(key, describe, site)  # type: ignore[arg-type]
+            try:
+                body(limit_s)
+            except PeerTrouble as trouble:
+                raise self.flight.explain(trouble) from None
+            finally:
+                clock.add(time.perf_counter() - start)
+
+    # ---- collectives ---------------------------------------------------------------------------
+
+    def barrier(self, is_async: bool, timeout_s: float | None) -> Work:
+        """Wait for all ranks. Collective."""
+        return self._submit(
+            "barrier",
+            lambda: "barrier()",
+            lambda limit_s: algorithms.barrier(self.team, limit_s),
+            [],
+            is_async,
+            timeout_s,
+        )
+
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, is_async: bool, timeout_s: float | None
+    ) -> Work:
+        """Reduce each of `tensors` in place over all ranks. Collective."""
+        kernels = [find_kernel(op, check_tensor(tensor, "all_reduce").dtype) for tensor in tensors]
+        if len(tensors) == 1:
+            tensor, kernel = tensors[0], kernels[0]
+            key: object = ("all_reduce", tensor.dtype, tensor.shape, kernel.name, self._symmetric_offset(tensor))
+        else:
+            key = ("all_reduce", kernels[0].name if kernels else "", *((t.dtype, t.shape) for t in tensors))
+
+        def body(limit_s: float) -> None:
+            for tensor, kernel in zip(tensors, kernels, strict=True):
+                self._all_reduce_one(tensor, kernel, limit_s)
+
+        return self._submit(
+            key, lambda: self._describe("all_reduce", tensors, op_name(op)), body, list(tensors), is_async, timeout_s
+        )
+
+    def _all_reduce_one(self, tensor: torch.Tensor, kernel: Kernel, limit_s: float) -> None:
+        found = self._find_region(tensor)
+        if found is not None:
+            region, offset_bytes = found
+            flat = tensor.detach().view(-1)
+            algorithms.all_reduce_symmetric(self.team, region, offset_bytes, flat, kernel, limit_s)
+            return
+        item = _Flat(tensor)
+        algorithms.all_reduce(self.team, item.flat, kernel, limit_s)
+        item.write_back()
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int, is_async: bool, timeout_s: float | None) -> Work:
+        """Reduce into the root's `tensor`. Collective."""
+        kernel = find_kernel(op, check_tensor(tensor, "reduce").dtype)
+
+        def body(limit_s: float) -> None:
+            item = _Flat(tensor)
+            algorithms.reduce(self.team, item.flat, kernel, root, limit_s)
+            if self.team.rank == root:
+                item.write_back()
+
+        return self._submit(
+            ("reduce", tensor.dtype, tensor.shape, kernel.name, root),
+            lambda: self._describe("reduce", [tensor], kernel.name, root=root),
+            body,
+            [tensor],
+            is_async,
+            timeout_s,
+        )
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int, is_async: bool, timeout_s: float | None) -> Work:
+        """Copy the root's tensors to all ranks. Collective."""
+        for tensor in tensors:
+            check_tensor(tensor, "broadcast")
+
+        def body(limit_s: float) -> None:
+            for tensor in tensors:
+                item = _Flat(tensor)
+                algorithms.broadcast(self.team, item.flat, root, limit_s)
+                item.write_back()
+
+        return self._submit(
+            ("broadcast", root, *((tensor.dtype, tensor.shape) for tensor in tensors)),
+            lambda: self._describe("broadcast", tensors, root=root),
+            body,
+            list(tensors),
+            is_async,
+            timeout_s,
+        )
+
+    def all_gather(
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        is_async: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Copy each rank's `inputs[i]` into `outputs[i][rank]` of all ranks. Collective.
+
+        The outputs may differ in size from rank to rank, as long as all ranks say the same.
+        """
+        for row, tensor in zip(outputs, inputs, strict=True):
+            self._check_row("all_gather", row, tensor)
+            if row[self.team.rank].numel() != tensor.numel():
+                raise InputError(
+                    f"all_gather: the output for this rank ({self.team.rank}) is "
+                    f"{describe_tensor(row[self.team.rank])}, its input is {describe_tensor(tensor)}; they must hold the same number of elements"
+                )
+
+        def body(limit_s: float) -> None:
+            for row, tensor in zip(outputs, inputs, strict=True):
+                items = [_Flat(output) for output in row]
+                algorithms.all_gather(self.team, [item.flat for item in items], _Flat(tensor).flat, limit_s)
+                for item in items:
+                    item.write_back()
+
+        # The input is described by the output for its rank, so that uneven gathers agree.
+        sizes = [[output.numel() for output in row] for row in outputs]
+        return self._submit(
+            ("all_gather", tuple(map(tuple, sizes)), *((tensor.dtype, tensor.shape) for tensor in inputs)),
+            lambda: self._describe_rows("all_gather", inputs, sizes),
+            body,
+            [output for row in outputs for output in row],
+            is_async,
+            timeout_s,
+        )
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor] | None,
+        tensor: torch.Tensor,
+        root: int,
+        is_async: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Copy each rank's `tensor` into `outputs[rank]` of the root. Collective."""
+        check_tensor(tensor, "gather")
+        if outputs is not None:
+            self._check_row("gather", outputs, tensor, same_numel=True)
+
+        def body(limit_s: float) -> None:
+            items = None if outputs is None else [_Flat(output) for output in outputs]
+            flats = None if items is None else [item.flat for item in items]
+            algorithms.gather(self.team, flats, _Flat(tensor).flat, limit_s)
+            for item in items or ():
+                item.write_back()
+
+        return self._submit(
+            ("gather", tensor.dtype, tensor.shape, root),
+            lambda: self._describe("gather", [tensor], root=root),
+            body,
+            list(outputs or ()),
+            is_async,
+            timeout_s,
+        )
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None,
+        root: int,
+        is_async: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Copy `inputs[rank]` of the root into each rank's `tensor`. Collective."""
+        check_tensor(tensor, "scatter")
+        if inputs is not None:
+            self._check_row("scatter", inputs, tensor, same_numel=True)
+
+        def body(limit_s: float) -> None:
+            flats = None if inputs is None else [_Flat(source).flat for source in inputs]
+            item = _Flat(tensor)
+            algorithms.scatter(self.team, item.flat, flats, root, limit_s)
+            item.write_back()
+
+        return self._submit(
+            ("scatter", tensor.dtype, tensor.shape, root),
+            lambda: self._describe("scatter", [tensor], root=root),
+            body,
+            [tensor],
+            is_async,
+            timeout_s,
+        )
+
+    def reduce_scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        op: ReduceOp,
+        is_async: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Reduce `inputs[i][rank]` of all ranks into each rank's `outputs[i]`. Collective."""
+        kernels = []
+        for tensor, row in zip(outputs, inputs, strict=True):
+            self._check_row("reduce_scatter", row, tensor)
+            kernels.append(find_kernel(op, tensor.dtype))
+            if row[self.team.rank].numel() != tensor.numel():
+                raise InputError(
+                    f"reduce_scatter: the output is {describe_tensor(tensor)}, the input for this rank "
+                    f"{describe_tensor(row[self.team.rank])}; they must hold the same number of elements"
+                )
+
+        def body(limit_s: float) -> None:
+            for tensor, row, kernel in zip(outputs, inputs, kernels, strict=True):
+                item = _Flat(tensor)
+                flats = [_Flat(source).flat for source in row]
+                algorithms.reduce_scatter(self.team, item.flat, flats, kernel, limit_s)
+                item.write_back()
+
+        sizes = [[source.numel() for source in row] for row in inputs]
+        dtypes = tuple(tensor.dtype for tensor in outputs)
+        return self._submit(
+            ("reduce_scatter", tuple(map(tuple, sizes)), dtypes, op_name(op)),
+            lambda: self._describe_rows("reduce_scatter", outputs, sizes, op_name(op)),
+            body,
+            list(outputs),
+            is_async,
+            timeout_s,
+        )
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        is_async: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Copy `inputs[peer]` into `outputs[this rank]` of each peer. Collective.
+
+        Sizes may differ from pair to pair; the two ends of a pair must agree.
+        """
+        self._check_row("all_to_all", inputs, inputs[0])
+        self._check_row("all_to_all", outputs, inputs[0])
+        dtype = inputs[0].dtype
+
+        def body(limit_s: float) -> None:
+            # Every rank learns what every rank sends and expects, so that all see a pair that disagrees.
+            own = [source.numel() for source in inputs] + [output.numel() for output in outputs]
+            table = [torch.empty(len(own), dtype=torch.int64) for _ in inputs]
+            algorithms.all_gather(self.team, table, torch.tensor(own, dtype=torch.int64), limit_s)
+            sent, expected = torch.stack(table).chunk(2, dim=1)
+            self._check_pairs(sent, expected.T)
+            items = [_Flat(output) for output in outputs]
+            flats = [_Flat(source).flat for source in inputs]
+            algorithms.all_to_all(self.team, [item.flat for item in items], flats, int(sent.max()), limit_s)
+            for item in items:
+                item.write_back()
+
+        return self._submit(
+            ("all_to_all", dtype),
+            lambda: f"all_to_all({str(dtype).removeprefix('torch.')})",
+            body,
+            list(outputs),
+            is_async,
+            timeout_s,
+        )
+
+    def _check_pairs(self, sent: torch.Tensor, expected: torch.Tensor) -> None:
+        """Both tables are (sender, receiver), the same on all ranks, so all raise or none."""
+        for sender, receiver in (sent != expected).nonzero().tolist():
+            raise CollectiveMismatch(
+                f"all_to_all: {self.flight.name(sender)} sends {int(sent[sender, receiver])} elements to "
+                f"{self.flight.name(receiver)}, which has room for {int(expected[sender, receiver])}. The input split "
+                "of a sender must equal the output split of the receiver",
+                (self.flight.global_rank(sender), self.flight.global_rank(receiver)),
+            )
+
+    # ---- symmetric memory ----------------------------------------------------------------------
+
+    def allocate(self, part_bytes: int) -> Region:
+        """A region of symmetric memory with `part_bytes` for each rank. Collective.
+
+        Raises:
+            SharedMemoryError: on every rank, if it cannot be had.
+        """
+        made: list[Region] = []
+        self._submit(
+            ("symmetric_empty", part_bytes),
+            lambda: f"symmetric_empty({part_bytes} bytes)",
+            lambda limit_s: made.append(self.team.allocate(part_bytes, limit_s)),
+            [],
+            False,
+            None,
+        )
+        return made[0]
+
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor at the same offset of symmetric memory on every rank; `all_reduce` works on it in place.
+
+        Collective, with the same arguments on all ranks. The memory starts zeroed.
+        """
+        numel = int(torch.Size(shape).numel())
+        region = self.allocate(max(numel * dtype.itemsize, 1))
+        own = region.parts[self.team.rank]
+        index = bisect_right(self._region_starts, own.data_ptr())
+        self._region_starts.insert(index, own.data_ptr())
+        self._regions.insert(index, (own.data_ptr() + region.part_bytes, region))
+        return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def _find_region(self, tensor: torch.Tensor) -> tuple[Region, int] | None:
+        if not self._region_starts or not tensor.is_contiguous():
+            return None
+        address = tensor.data_ptr()
+        index = bisect_right(self._region_starts, address) - 1
+        if index < 0:
+            return None
+        end, region = self._regions[index]
+        if address + tensor.numel() * tensor.element_size() > end:
+            return None
+        return region, address - self._region_starts[index]
+
+    def _symmetric_offset(self, tensor: torch.Tensor) -> int | None:
+        found = self._find_region(tensor)
+        return None if found is None else found[1]
+
+    # ---- checks and descriptions -----------------------------------------------------------------
+
+    def _check_row(
+        self, operation: str, row: Sequence[torch.Tensor], like: torch.Tensor, same_numel: bool = False
+    ) -> None:
+        check_tensor(like, operation)
+        if len(row) != self.team.world_size:
+            raise InputError(
+                f"{operation}: got a list of {len(row)} tensors for a group of {self.team.world_size} "
+                "ranks; one per rank"
+            )
+        for tensor in row:
+            check_tensor(tensor, operation)
+            if tensor.dtype != like.dtype:
+                raise InputTypeError(
+                    f"{operation}: {describe_tensor(tensor)} and {describe_tensor(like)} differ in dtype"
+                )
+            if same_numel and tensor.numel() != like.numel():
+                raise InputError(
+                    f"{operation}: {describe_tensor(tensor)} and {describe_tensor(like)} differ in the number of "
+                    "elements"
+                )
+
+    def _describe(
+        self, operation: str, tensors: Sequence[torch.Tensor], op: str | None = None, root: int | None = None
+    ) -> str:
+        parts = [describe_tensor(tensor) for tensor in tensors[:4]]
+        if len(tensors) > 4:
+            # The rest decides the fingerprint too, in short.
+            rest = "".join(describe_tensor(tensor) for tensor in tensors[4:])
+            parts.append(f"… {len(tensors)} tensors {fingerprint(rest):x}")
+        if op is not None:
+            parts.append(op)
+        if root is not None:
+            parts.append(f"root={self.flight.global_rank(root)}")
+        if len(tensors) == 1 and self._symmetric_offset(tensors[0]) is not None:
+            parts.append(f"symmetric memory at {self._symmetric_offset(tensors[0])}")
+        return f"{operation}({', '.join(parts)})"
+
+    def _describe_rows(
+        self, operation: str, tensors: Sequence[torch.Tensor], sizes: list[list[int]], op: str | None = None
+    ) -> str:
+        even = all(len(set(row)) == 1 for row in sizes)
+        if even:
+            return self._describe(operation, tensors, op)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        suffix = f", {op}" if op else ""
+        return f"{operation}({dtype} of uneven sizes {str(sizes)[:160]} {fingerprint(str(sizes)):x}{suffix})"
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the group. Local; queued calls are cancelled, a running wait ends with CollectiveAborted."""
+        if self._closed:
+            return
+        self._closed = True
+        self.team.waiter.closed = True
+        self._runner.close()
+        self.team.close()
+        self._regions.clear()
+        self._region_starts.clear()

@@ -1,0 +1,212 @@
+"""Work handles, and the thread that runs the asynchronous calls of a group in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Work as _TorchWork
+from torch.futures import Future
+
+from lockstep.errors import CollectiveAborted, CollectiveTimeout
+
+__all__ = ["DoneWork", "PendingWork", "Runner"]
+
+Result = list[torch.Tensor]
+
+
+class DoneWork(_TorchWork):
+    """A call that had finished before it returned.
+
+    Args:
+        result: the tensors it wrote, for `get_future` and `result`.
+    """
+
+    def __init__(self, result: Result) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """None."""
+        return None
+
+    def result(self) -> Result:
+        """The tensors that the call wrote."""
+        return self._result
+
+    def get_future(self) -> Future[Result]:
+        """A finished future with the tensors."""
+        future: Future[Result] = Future()
+        future.set_result(self._result)
+        return future
+
+    def synchronize(self) -> None:
+        """Nothing to do on CPU."""
+
+
+class PendingWork(_TorchWork):
+    """A call that the group's thread runs.
+
+    Args:
+        call: does the work; runs in the group's thread.
+        result: the tensors it writes.
+    """
+
+    def __init__(self, call: Callable[[], None], result: Result) -> None:
+        super().__init__()
+        self._call = call
+        self._result = result
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._trigger: Future[None] | None = None
+        self._future: Future[Result] | None = None
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Run the call and keep its outcome. By the group's thread, once."""
+        try:
+            self._call()
+        except BaseException as error:  # carried over to whoever waits
+            self._error = error
+        self._finish()
+
+    def cancel(self, error: BaseException) -> None:
+        """Finish with `error` without running."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        del self._call
+        with self._lock:
+            self._finished.set()
+            trigger = self._trigger
+        if trigger is not None:
+            trigger.set_result(None)
+
+    def _outcome(self, _: Future[None]) -> Result:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call has finished.
+
+        Raises:
+            CollectiveTimeout: it has not within `timeout` (zero or None: the group's own timeout rules).
+            CollectiveError: whatever the call raised.
+        """
+        limit_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+        if not self._finished.wait(limit_s):
+            raise CollectiveTimeout(f"wait(timeout={timeout}) ran out before the collective had finished")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the call has finished, well or not."""
+        return self._finished.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has finished without an error."""
+        return self._finished.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Its error, if it has finished with one."""
+        return self._error
+
+    def result(self) -> Result:
+        """The tensors that the call wrote."""
+        return self._result
+
+    def get_future(self) -> Future[Result]:
+        """A future that finishes with the call.
+
+        An error has to come out of a callback: only there does torch's C++ side (DDP's reducer waits
+        in it) take it for an error rather than for a value.
+        """
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            trigger: Future[None] = Future()
+            self._future = trigger.then(self._outcome)
+            already_finished = self._finished.is_set()
+            if not already_finished:
+                self._trigger = trigger
+        if already_finished:
+            trigger.set_result(None)
+        return self._future
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+
+class Runner:
+    """Runs calls in the order they were submitted, in a thread that exists from the first call on.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unfinished = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return self._unfinished == 0
+
+    def submit(self, work: PendingWork) -> None:
+        """Queue `work`."""
+        with self._lock:
+            self._unfinished += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put(work)
+
+    def _loop(self) -> None:
+        while True:
+            work = self._queue.get()
+            if work is None:
+                return
+            work.run()
+            with self._lock:
+                self._unfinished -= 1
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what is queued, let the running call end, stop the thread."""
+        while True:
+            try:
+                work = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if work is not None:
+                work.cancel(CollectiveAborted("the group was shut down before this call had its turn"))
+                with self._lock:
+                    self._unfinished -= 1
+        thread = self._thread
+        if thread is not None:
+            self._queue.put(None)
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+            self._thread = None

@@ -1,0 +1,267 @@
+"""The collectives of one host, as transfers through the slots of a team.
+
+All take flat, contiguous CPU tensors and run in the calling thread; every rank calls the same
+function with the same sizes (the flight record has that verified at the first step). Each
+moves its data in chunks of a slot, so any size works with bounded shared memory. All may raise
+`PeerTrouble`. See [Note: two slots] in team.py for why no transfer ends in a barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.shm.kernels import Kernel
+from lockstep.shm.team import Region, Team
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_symmetric",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_in_place",
+    "reduce_scatter",
+    "scatter",
+]
+
+# Up to this size more than two ranks reduce everything redundantly: one step instead of two.
+_REDUNDANT_BYTES = 64 << 10
+_SYMMETRIC_CHUNK_BYTES = 512 << 10
+_ALIGNMENT = 16  # elements; parts of a chunk start at whole cache lines for 4-byte elements
+
+
+def _chunks(numel: int, chunk: int) -> list[tuple[int, int]]:
+    """Bounds of the chunks that cover `numel` elements; one empty chunk for none."""
+    return [(start, min(start + chunk, numel)) for start in range(0, numel, chunk)] or [(0, 0)]
+
+
+def _shares(numel: int, world_size: int) -> list[int]:
+    """Bounds that share `numel` elements among ranks at whole cache lines; world_size + 1 numbers."""
+    return [min(numel, numel * rank // world_size // _ALIGNMENT * _ALIGNMENT) for rank in range(world_size)] + [numel]
+
+
+def barrier(team: Team, timeout_s: float) -> None:
+    """Every rank waits for every other."""
+    team.begin_transfer()
+    team.step(timeout_s)
+
+
+def all_reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+    """Reduce `tensor` in place over all ranks."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    team.prepare(num_bytes, timeout_s)
+    if kernel.factor is not None:
+        tensor.mul_(kernel.factor)
+    if team.world_size <= 2 or num_bytes <= _REDUNDANT_BYTES:
+        _all_reduce_redundant(team, tensor, kernel, num_bytes, timeout_s)
+    else:
+        _all_reduce_shared(team, tensor, kernel, num_bytes, timeout_s)
+
+
+def _all_reduce_redundant(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
+    """Each rank reads all slots and does all the adding: one step for a chunk."""
+    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+    numel = tensor.numel()
+    for start, stop in _chunks(numel, chunk):
+        part = tensor if stop - start == numel else tensor[start:stop]
+        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+        views[team.rank].copy_(part)
+        team.step(timeout_s)
+        kernel.reduce(views, part)
+
+
+def _all_reduce_shared(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
+    """Each rank adds its share of a chunk, then all read the shares: two steps for a chunk.
+
+    A rank's own share never goes into its slot before it is reduced; the result goes there.
+    """
+    rank, world_size = team.rank, team.world_size
+    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+    for start, stop in _chunks(tensor.numel(), chunk):
+        part = tensor[start:stop]
+        bounds = _shares(stop - start, world_size)
+        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+        low, high = bounds[rank], bounds[rank + 1]
+        mine = views[rank]
+        mine[:low].copy_(part[:low])
+        mine[high:].copy_(part[high:])
+        team.step(timeout_s)
+        shares = [part[low:high] if peer == rank else views[peer][low:high] for peer in range(world_size)]
+        kernel.reduce(shares, mine[low:high])
+        team.step(timeout_s)
+        for peer in range(world_size):
+            low, high = bounds[peer], bounds[peer + 1]
+            part[low:high].copy_(views[peer][low:high])
+
+
+def all_reduce_symmetric(
+    team: Team, region: Region, offset_bytes: int, tensor: torch.Tensor, kernel: Kernel, timeout_s: float
+) -> None:
+    """Reduce a tensor that lies at the same offset of a region on every rank: no copy in or out.
+
+    Each rank reduces its share and writes the result to all parts.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
+    if kernel.factor is not None:
+        tensor.mul_(kernel.factor)
+    team.begin_transfer()
+    team.step(timeout_s)
+    bounds = _shares(tensor.numel(), team.world_size)
+    reduce_in_place(parts, team.rank, bounds[team.rank], bounds[team.rank + 1], kernel)
+    team.step(timeout_s)
+
+
+def reduce_in_place(parts: Sequence[torch.Tensor], rank: int, low: int, high: int, kernel: Kernel) -> None:
+    """Reduce elements low … high of all parts and write the result to each of them. Local.
+
+    The caller makes sure that nobody else touches these elements meanwhile.
+    """
+    chunk = _SYMMETRIC_CHUNK_BYTES // parts[0].element_size()
+    scratch: torch.Tensor | None = None
+    for start in range(low, high, chunk):
+        stop = min(start + chunk, high)
+        pieces = [part[start:stop] for part in parts]
+        if len(pieces) == 2:
+            kernel.reduce(pieces, pieces[rank])
+            pieces[1 - rank].copy_(pieces[rank])
+            continue
+        if scratch is None or scratch.numel() != stop - start:
+            scratch = torch.empty_like(pieces[0])
+        kernel.reduce(pieces, scratch)
+        for piece in pieces:
+            piece.copy_(scratch)
+
+
+def reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
+    """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    team.prepare(num_bytes, timeout_s)
+    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+    for start, stop in _chunks(tensor.numel(), chunk):
+        part = tensor[start:stop]
+        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+        mine = views[team.rank]
+        mine.copy_(part)
+        if kernel.factor is not None:
+            mine.mul_(kernel.factor)
+        team.step(timeout_s)
+        if team.rank == root:
+            kernel.reduce(views, part)
+
+
+def broadcast(team: Team, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+    """Copy `tensor` of the root to all ranks."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    team.prepare(num_bytes, timeout_s)
+    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+    for start, stop in _chunks(tensor.numel(), chunk):
+        part = tensor[start:stop]
+        view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)[root]
+        if team.rank == root:
+            view.copy_(part)
+        team.step(timeout_s)
+        if team.rank != root:
+            part.copy_(view)
+
+
+def all_gather(team: Team, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
+    """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
+    _gather_to(team, outputs, [output.numel() for output in outputs], tensor, timeout_s)
+
+
+def gather(team: Team, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, timeout_s: float) -> None:
+    """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
+    _gather_to(team, outputs, [tensor.numel()] * team.world_size, tensor, timeout_s)
+
+
+def _gather_to(
+    team: Team, outputs: Sequence[torch.Tensor] | None, numels: list[int], tensor: torch.Tensor, timeout_s: float
+) -> None:
+    largest = max(numels)
+    num_bytes = largest * tensor.element_size()
+    team.prepare(num_bytes, timeout_s)
+    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+    for start, stop in _chunks(largest, chunk):
+        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+        part = tensor[start:stop]
+        views[team.rank][: part.numel()].copy_(part)
+        team.step(timeout_s)
+        if outputs is None:
+            continue
+        for peer, output in enumerate(outputs):
+            piece = output[start:stop]
+            piece.copy_(part if peer == team.rank else views[peer][: piece.numel()])
+
+
+def scatter(
+    team: Team, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float
+) -> None:
+    """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
+    world_size = team.world_size
+    num_bytes = tensor.numel() * tensor.element_size() * world_size
+    team.prepare(num_bytes, timeout_s)
+    chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
+    for start, stop in _chunks(tensor.numel(), chunk):
+        length = stop - start
+        view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)[root]
+        if inputs is not None:
+            for peer, source in enumerate(inputs):
+                view[peer * length : (peer + 1) * length].copy_(source[start:stop])
+        team.step(timeout_s)
+        tensor[start:stop].copy_(view[team.rank * length : (team.rank + 1) * length])
+
+
+def reduce_scatter(
+    team: Team, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
+) -> None:
+    """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
+    rank, world_size = team.rank, team.world_size
+    largest = max(source.numel() for source in inputs)
+    num_bytes = largest * tensor.element_size() * world_size
+    team.prepare(num_bytes, timeout_s)
+    chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
+    for start, stop in _chunks(largest, chunk):
+        length = stop - start
+        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)
+        mine = views[rank]
+        for peer, source in enumerate(inputs):
+            piece = source[start:stop]
+            place = mine[peer * length : peer * length + piece.numel()]
+            place.copy_(piece)
+            if kernel.factor is not None:
+                place.mul_(kernel.factor)
+        team.step(timeout_s)
+        out = tensor[start:stop]
+        kernel.reduce([view[rank * length : rank * length + out.numel()] for view in views], out)
+
+
+def all_to_all(
+    team: Team, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
+) -> None:
+    """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer.
+
+    Args:
+        largest: numel of the largest tensor that any rank sends, the same on all ranks.
+    """
+    rank, world_size = team.rank, team.world_size
+    item_bytes = inputs[0].element_size()
+    num_bytes = largest * item_bytes * world_size
+    team.prepare(num_bytes, timeout_s)
+    chunk = team.slot_bytes(num_bytes) // item_bytes // world_size
+    for start, stop in _chunks(largest, chunk):
+        length = stop - start
+        views = team.views(team.begin_transfer(), num_bytes, inputs[0].dtype, length * world_size)
+        mine = views[rank]
+        for peer, source in enumerate(inputs):
+            piece = source[start:stop]
+            mine[peer * length : peer * length + piece.numel()].copy_(piece)
+        team.step(timeout_s)
+        for peer, output in enumerate(outputs):
+            piece = output[start:stop]
+            piece.copy_(views[peer][rank * length : rank * length + piece.numel()])

@@ -1,0 +1,176 @@
+"""The control segment: one block per rank, written by its owner only.
+
+Layout in bytes, all integers 64 bit little endian, every hot field on a cache line of its own::
+
+    0        header of the segment (nonce)                                 64
+    4096     block of rank 0, then of rank 1, …                            BLOCK_BYTES each
+    …        small slots of rank 0, then of rank 1, …                      2 x small_slot_bytes each
+
+    block:
+    0        step count                                                    64
+    64       record of the even collective: fingerprint, number, call, site 64
+    128      record of the odd collective                                  64
+    192      state, pid, start time                                        64
+    256      text: host name                                               256
+    512      text: announcement (handle of a new segment, or an error)     1536
+    2048     text: failure (why the rank is in state FAILED)               2048
+    4096     texts: ring of calls, RING entries of TEXT_BYTES
+    …        texts: ring of call sites, RING entries of TEXT_BYTES
+
+A text is a 16-bit length and UTF-8 bytes, cut to its field. [Note: two records] A rank may be
+one collective ahead of a peer that still reads its record, never two, because the second would
+need that peer's step. So even and odd collectives have a record each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.shm.liveness import PeerIdentity
+from lockstep.shm.segment import Segment
+from lockstep.shm.sync import PeerState
+
+__all__ = ["Board", "Failure", "Record"]
+
+BLOCKS_START = 4096
+RING = 64
+TEXT_BYTES = 256
+BLOCK_BYTES = 4096 + 2 * RING * TEXT_BYTES
+
+_STATE_WORD = 24
+_HOST = (256, 256)
+_ANNOUNCEMENT = (512, 1536)
+_FAILURE = (2048, 2048)
+_CALLS_START = 4096
+_SITES_START = 4096 + RING * TEXT_BYTES
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank says about one collective."""
+
+    fingerprint: int
+    number: int
+    call: str
+    site: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank is in state FAILED: its message, and the ranks that it blames, if any."""
+
+    message: str
+    culprits: tuple[int, ...]
+
+
+class Board:
+    """Typed access to the blocks of the control segment.
+
+    Args:
+        segment: the mapped control segment.
+        rank: this rank; the only one whose block is written here.
+        world_size: number of blocks.
+    """
+
+    def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
+        self._bytes = segment.memory
+        self.words = segment.memory.cast("q")
+        self.rank = rank
+        self.world_size = world_size
+        self._starts = [BLOCKS_START + peer * BLOCK_BYTES for peer in range(world_size)]
+        self.step_words = [start // 8 for start in self._starts]
+        self.state_words = [start // 8 + _STATE_WORD for start in self._starts]
+        self.record_words = [start // 8 + 8 for start in self._starts]
+        self._ring_counts = {_CALLS_START: 0, _SITES_START: 0}
+
+    @staticmethod
+    def size_bytes(world_size: int) -> int:
+        """Bytes of header and blocks, a multiple of the page size."""
+        return BLOCKS_START + world_size * BLOCK_BYTES
+
+    def _write_text(self, offset: int, capacity: int, text: str) -> None:
+        data = text.encode(errors="replace")[: capacity - 2]
+        start = self._starts[self.rank] + offset
+        self._bytes[start + 2 : start + 2 + len(data)] = data
+        self._bytes[start : start + 2] = len(data).to_bytes(2, "little")
+
+    def _read_text(self, rank: int, offset: int) -> str:
+        start = self._starts[rank] + offset
+        length = int.from_bytes(self._bytes[start : start + 2], "little")
+        return bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="replace")
+
+    def introduce(self, identity: PeerIdentity) -> None:
+        """Write who this rank is, then READY."""
+        self._write_text(*_HOST, identity.host)
+        state = self.state_words[self.rank]
+        self.words[state + 1] = identity.pid
+        self.words[state + 2] = identity.start_time
+        self.words[state] = PeerState.READY
+
+    def identity(self, rank: int) -> PeerIdentity:
+        """Who that rank is. Only for a rank that is not ABSENT."""
+        state = self.state_words[rank]
+        return PeerIdentity(self.words[state + 1], self.words[state + 2], self._read_text(rank, _HOST[0]))
+
+    def state(self, rank: int) -> PeerState:
+        """Where that rank stands."""
+        return PeerState(self.words[self.state_words[rank]])
+
+    def leave(self) -> None:
+        """Mark this rank as gone in good order; a failure stays a failure."""
+        state = self.state_words[self.rank]
+        if self.words[state] == PeerState.READY:
+            self.words[state] = PeerState.LEFT
+
+    def fail(self, failure: Failure) -> None:
+        """Mark this rank as failed. The first failure stays, because it is the cause of the others."""
+        state = self.state_words[self.rank]
+        if self.words[state] == PeerState.FAILED:
+            return
+        culprits = ",".join(map(str, failure.culprits))
+        self._write_text(*_FAILURE, f"{culprits}|{failure.message}")
+        self.words[state] = PeerState.FAILED
+
+    def failure(self, rank: int) -> Failure:
+        """Why that rank failed."""
+        culprits, _, message = self._read_text(rank, _FAILURE[0]).partition("|")
+        return Failure(message, tuple(int(culprit) for culprit in culprits.split(",") if culprit))
+
+    def announce(self, text: str) -> None:
+        """Publish a short text; peers read it after the next step."""
+        self._write_text(*_ANNOUNCEMENT, text)
+
+    def announcement(self, rank: int) -> str:
+        """What that rank announced last."""
+        return self._read_text(rank, _ANNOUNCEMENT[0])
+
+    def add_call(self, text: str) -> int:
+        """Put a description of a call into this rank's ring; returns its index in the ring."""
+        return self._add_text(_CALLS_START, text)
+
+    def add_site(self, text: str) -> int:
+        """Put a call site into this rank's ring; returns its index in the ring."""
+        return self._add_text(_SITES_START, text)
+
+    def _add_text(self, ring_start: int, text: str) -> int:
+        index = self._ring_counts[ring_start] % RING
+        self._ring_counts[ring_start] += 1
+        self._write_text(ring_start + index * TEXT_BYTES, TEXT_BYTES, text)
+        return index
+
+    def record(self, rank: int, number: int) -> Record:
+        """What that rank wrote last in the record of collective `number`'s parity."""
+        word = self.record_words[rank] + (number & 1) * 8
+        fingerprint, written_number, call, site = self.words[word : word + 4]
+        return Record(
+            fingerprint,
+            written_number,
+            self._read_text(rank, _CALLS_START + call * TEXT_BYTES),
+            self._read_text(rank, _SITES_START + site * TEXT_BYTES),
+        )
+
+    def latest_record(self, rank: int) -> Record | None:
+        """The last collective that rank entered, or None before its first."""
+        even, odd = self.record(rank, 0), self.record(rank, 1)
+        latest = even if even.number >= odd.number else odd
+        return latest if latest.number > 0 else None

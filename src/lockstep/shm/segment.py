@@ -1,0 +1,207 @@
+"""Memory shared by the processes of one host.
+
+A segment has no name. It is a memfd by default, which the peers open through
+`/proc/<pid>/fd`, so that nothing can be left behind at any moment of a kill -9, and the size of
+`/dev/shm` (64 MiB in a default container) does not matter. Where peers cannot see each
+other's `/proc`, or where `LOCKSTEP_SHM_DIR` names a folder, the segment is a file there with a
+random name and mode 0600, unlinked as soon as everybody has mapped it.
+
+Pages are reserved when the segment is made (`posix_fallocate`): a full file system is an
+error here, never a SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import secrets
+import weakref
+from pathlib import Path
+
+import torch
+
+from lockstep import env
+from lockstep.errors import SharedMemoryError
+
+__all__ = ["Segment", "boot_id"]
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+_NONCE_BYTES = 16
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def boot_id() -> str:
+    """What tells this boot of this host from all others; containers of one host share it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _reserve(fd: int, size_bytes: int, where: str) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise SharedMemoryError(
+                error.errno,
+                f"cannot reserve {size_bytes / 2**20:.1f} MiB of shared memory in {where}: {os.strerror(error.errno)}. "
+                "Free some, give the container more (docker run --shm-size), or point LOCKSTEP_SHM_DIR elsewhere",
+            ) from None
+        raise
+
+
+def _map(fd: int, size_bytes: int) -> int:
+    """Map `fd` at an address aligned to a huge page, so that huge pages are possible at all."""
+    span = size_bytes + HUGE_PAGE_BYTES
+    # Reserve more than needed, then put the segment on top at an aligned address.
+    base = _libc.mmap(None, span, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0, 0x22, -1, 0)
+    if base in (None, ctypes.c_void_p(-1).value):
+        raise SharedMemoryError(ctypes.get_errno(), f"cannot map {size_bytes / 2**20:.1f} MiB: address space is full")
+    address = (base + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = _libc.mmap(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+    if mapped != address:
+        code = ctypes.get_errno()
+        _libc.munmap(base, span)
+        raise SharedMemoryError(code, f"cannot map {size_bytes / 2**20:.1f} MiB of shared memory: {os.strerror(code)}")
+    if address > base:
+        _libc.munmap(base, address - base)
+    tail = address + size_bytes
+    if base + span > tail:
+        _libc.munmap(tail, base + span - tail)
+    return int(address)
+
+
+class Segment:
+    """A piece of zeroed memory that several processes map.
+
+    The memory stays mapped for as long as any tensor or view made of it is alive; there is
+    nothing to close by hand but the file (`release`).
+
+    Attributes:
+        size_bytes: its size, a multiple of the page size.
+        handle: text that a peer on the same host hands to `attach`.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, handle: str, path: str | None) -> None:
+        self.size_bytes = size_bytes
+        self.handle = handle
+        self._fd: int | None = fd
+        self._path = path
+        address = _map(fd, size_bytes)
+        self._memory = (ctypes.c_char * size_bytes).from_address(address)
+        # Tensors and memoryviews keep `_memory` alive; the last of them takes the mapping along.
+        weakref.finalize(self._memory, _libc.munmap, address, size_bytes).atexit = False
+
+    @classmethod
+    def create(cls, size_bytes: int, directory: str | None = None) -> Segment:
+        """Make a new segment. Local.
+
+        Args:
+            size_bytes: rounded up to whole pages (to whole huge pages from 2 MiB on).
+            directory: where the file goes; default `LOCKSTEP_SHM_DIR`, else no file at all.
+
+        Raises:
+            SharedMemoryError: not enough space; says how much was asked for and where.
+        """
+        unit = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+        size_bytes = -(-size_bytes // unit) * unit
+        directory = directory or env.LOCKSTEP_SHM_DIR.get()
+        path: str | None = None
+        if directory is None:
+            fd = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+            os.fchmod(fd, 0o600)
+            _reserve(fd, size_bytes, "memory")
+        else:
+            path = os.path.join(directory, f"lockstep-{secrets.token_hex(8)}")
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise SharedMemoryError(
+                    error.errno, f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}"
+                ) from None
+            try:
+                _reserve(fd, size_bytes, directory)
+            except OSError:
+                os.unlink(path)
+                raise
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        handle = json.dumps(
+            {
+                "boot_id": boot_id(),
+                "pid": os.getpid(),
+                "fd": fd,
+                "path": path,
+                "size_bytes": size_bytes,
+                "nonce": nonce.hex(),
+            }
+        )
+        segment = cls(fd, size_bytes, handle, path)
+        segment.memory[:_NONCE_BYTES] = nonce
+        return segment
+
+    @classmethod
+    def attach(cls, handle: str) -> Segment:
+        """Map a segment that a peer on this host made. Local.
+
+        Raises:
+            SharedMemoryError: the peer is on another host, or its segment cannot be opened from here.
+        """
+        description = json.loads(handle)
+        if description["boot_id"] != boot_id():
+            raise SharedMemoryError(errno.EXDEV, "the segment was made on another host")
+        path = description["path"] or f"/proc/{description['pid']}/fd/{description['fd']}"
+        size_bytes = int(description["size_bytes"])
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SharedMemoryError(
+                error.errno,
+                f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}. Ranks in "
+                "different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they share",
+            ) from None
+        if os.fstat(fd).st_size != size_bytes:
+            os.close(fd)
+            raise SharedMemoryError(errno.ESTALE, f"{path} is not the segment that was announced")
+        segment = cls(fd, size_bytes, handle, None)
+        if bytes(segment.memory[:_NONCE_BYTES]).hex() != description["nonce"]:
+            segment.release()
+            raise SharedMemoryError(errno.ESTALE, f"{path} does not hold the nonce that was announced")
+        return segment
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it as bytes. The first 64 bytes belong to the segment itself."""
+        return memoryview(self._memory).cast("B")
+
+    def tensor(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """A uint8 tensor, shape (size_bytes,), over a part of the memory."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=offset_bytes)
+
+    def use_huge_pages(self) -> bool:
+        """Ask the kernel to back the segment by huge pages now. True if it did.
+
+        Shared memory gets none on its own where `shmem_enabled` is `never` (the default);
+        `MADV_COLLAPSE` (Linux 6.1) does not ask that setting.
+        """
+        address = ctypes.addressof(self._memory)
+        return _libc.madvise(address, self.size_bytes, _MADV_COLLAPSE) == 0
+
+    def release(self) -> None:
+        """Close the file and remove its name, once every peer has mapped it. The memory stays."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+            self._path = None

@@ -1,0 +1,211 @@
+"""How the ranks of one host wait for each other: counters in shared memory, no locks, no sockets.
+
+Every rank owns one block of the control segment and is the only one to write it. Its first
+word counts the rank's *steps*. To take a step, a rank stores count + 1 and waits until every
+peer's count has reached it: a barrier of one store and W - 1 loads.
+
+[Note: memory order] What a rank wrote before its step must be visible to a peer that has seen
+the step. x86 keeps stores in order. Elsewhere `fence` goes through an uncontended lock twice:
+the release of the first and the acquire of the second order everything around them.
+
+[Note: waiting] First spin (the peer is on another core and microseconds away), then yield the
+core (ranks outnumber cores), then sleep in short naps (the peer computes). Only the slow part
+looks at clocks and at the state of peers, so trouble is noticed within milliseconds and costs
+nothing when there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+
+from lockstep.shm.liveness import Watch
+
+__all__ = ["Channel", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence"]
+
+_YIELDS_PER_LOOK = 16
+_NAP_AFTER_S = 0.002
+_LONGEST_NAP_S = 0.0005
+_LOOK_EVERY_S = 0.002
+
+
+class PeerState(IntEnum):
+    """Where a rank stands in the life of a group. Only ever moves down this list."""
+
+    ABSENT = 0  # has not mapped the segment yet
+    READY = 1  # has mapped it and takes part
+    LEFT = 2  # has left in good order: its collectives are over
+    FAILED = 3  # has raised; its block says what
+
+
+class TroubleKind(IntEnum):
+    """Why a wait cannot end well, gravest first."""
+
+    DEAD = 0  # the process is gone
+    FAILED = 1  # the rank raised an exception
+    LEFT = 2  # the rank left the group
+    LATE = 3  # the deadline passed
+    CLOSED = 4  # this rank's own group was shut down meanwhile
+
+
+class PeerTrouble(Exception):  # never leaves the package: flight.explain makes a LockstepError of it
+    """A wait cannot end well.
+
+    Attributes:
+        kind: the gravest reason.
+        ranks: group ranks it is about.
+        waited_s: how long this rank had waited.
+    """
+
+    def __init__(self, kind: TroubleKind, ranks: Sequence[int], waited_s: float) -> None:
+        super().__init__(kind, ranks, waited_s)
+        self.kind = kind
+        self.ranks = tuple(ranks)
+        self.waited_s = waited_s
+
+
+if platform.machine() in ("x86_64", "AMD64", "i686"):
+
+    def fence() -> None:
+        """Order the stores before it against the stores after it. See [Note: memory order]."""
+
+else:
+    _fence_lock = threading.Lock()
+
+    def fence() -> None:
+        """Order the stores before it against the stores after it. See [Note: memory order]."""
+        with _fence_lock:
+            pass
+        with _fence_lock:
+            pass
+
+
+class Waiter:
+    """Waits for words of shared memory to reach a value, and notices when they never will.
+
+    Args:
+        words: the control segment as 64-bit words.
+        state_words: index of each rank's state word.
+        rank: this rank.
+        watch: liveness of the peers' processes.
+    """
+
+    def __init__(self, words: memoryview, state_words: Sequence[int], rank: int, watch: Watch) -> None:
+        self._words = words
+        self._state_words = state_words
+        self._rank = rank
+        self._watch = watch
+        self.closed = False
+        cores = len(os.sched_getaffinity(0))
+        # Spinning holds the GIL and a core: a few microseconds where each rank has a core of its
+        # own, next to nothing where a peer may need this very core to arrive.
+        self.spins = 300 if len(state_words) <= cores else 4
+
+    def wait(self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float) -> None:
+        """Return when every pending word is at least `target`.
+
+        Args:
+            words: where the words lie (any shared 64-bit words, not only the control segment).
+            pending: (rank, index of its word) for each peer to wait for.
+            target: the value to reach.
+            timeout_s: seconds until PeerTrouble(LATE).
+
+        Raises:
+            PeerTrouble: a pending rank died, failed or left, or the deadline passed.
+        """
+        for rank, index in pending:
+            if words[index] >= target:
+                continue
+            for _ in range(self.spins):
+                if words[index] >= target:
+                    break
+            else:
+                self._wait_slowly(words, rank, index, target, pending, timeout_s)
+
+    def _wait_slowly(
+        self,
+        words: memoryview,
+        rank: int,
+        index: int,
+        target: int,
+        pending: Sequence[tuple[int, int]],
+        timeout_s: float,
+    ) -> None:
+        start = time.monotonic()
+        next_look = start + _LOOK_EVERY_S
+        while True:
+            for _ in range(_YIELDS_PER_LOOK):
+                if words[index] >= target:
+                    return
+                os.sched_yield()
+            now = time.monotonic()
+            if now >= next_look:
+                self.look(words, pending, target, now - start, timeout_s)
+                next_look = now + _LOOK_EVERY_S
+            if now - start > _NAP_AFTER_S:
+                time.sleep(min(_LONGEST_NAP_S, (now - start) / 20))
+
+    def look(
+        self,
+        words: memoryview,
+        pending: Sequence[tuple[int, int]],
+        target: int,
+        waited_s: float,
+        timeout_s: float,
+    ) -> None:
+        """Raise PeerTrouble if a rank that is still awaited cannot come any more."""
+        if self.closed:
+            raise PeerTrouble(TroubleKind.CLOSED, (self._rank,), waited_s)
+        dead = set(self._watch.dead())
+        states = {rank: self._words[self._state_words[rank]] for rank, _ in pending}
+        # Read the words last: a peer that arrived and left after that has kept its promise.
+        missing = [rank for rank, index in pending if words[index] < target]
+        if not missing:
+            return
+        for kind, ranks in (
+            (TroubleKind.FAILED, [rank for rank in missing if states[rank] == PeerState.FAILED]),
+            (TroubleKind.LEFT, [rank for rank in missing if states[rank] == PeerState.LEFT]),
+            (TroubleKind.DEAD, [rank for rank in missing if rank in dead]),
+        ):
+            if ranks:
+                raise PeerTrouble(kind, ranks, waited_s)
+        if waited_s >= timeout_s:
+            raise PeerTrouble(TroubleKind.LATE, missing, waited_s)
+
+
+class Channel:
+    """The step counter of one group: every rank takes the same steps in the same order.
+
+    Args:
+        words: the control segment as 64-bit words.
+        step_words: index of each rank's step word.
+        rank: this rank.
+        waiter: how to wait.
+    """
+
+    def __init__(self, words: memoryview, step_words: Sequence[int], rank: int, waiter: Waiter) -> None:
+        self._words = words
+        self._mine = step_words[rank]
+        self._peers = [(peer, word) for peer, word in enumerate(step_words) if peer != rank]
+        self._waiter = waiter
+        self.count = 0
+
+    def step(self, timeout_s: float) -> None:
+        """Arrive, and wait until every rank has. Collective.
+
+        Raises:
+            PeerTrouble: a rank cannot come, or did not come in time.
+        """
+        self.count = count = self.count + 1
+        fence()
+        words = self._words
+        words[self._mine] = count
+        for peer in self._peers:
+            if words[peer[1]] < count:
+                self._waiter.wait(words, self._peers, count, timeout_s)
+                break
+        fence()

@@ -1,0 +1,311 @@
+"""`lockstep.init()`: from whatever started this process to a world of ranks that can talk.
+
+[Note: rendezvous] Under our launcher the ranks meet through a file in its private folder, and one
+process alone needs nobody: neither opens a port. Under torchrun, or with `MASTER_ADDR` set by hand,
+they meet as torch does. An explicit `store` or `init_method` always wins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store
+
+from lockstep import env
+from lockstep.comm import clock, registration
+from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.exits import describe_exception
+from lockstep.comm.registration import BACKEND_NAME
+from lockstep.errors import (
+    AlreadyInitialized,
+    BackendUnavailable,
+    InputError,
+    NotInitialized,
+    RendezvousError,
+    SetupError,
+)
+from lockstep.topology import Topology, read_topology
+
+__all__ = ["World", "current_world", "init", "symmetric_empty"]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_current: World | None = None
+
+
+class World:
+    """The ranks of a job, as one of them sees it. Made by `lockstep.init`.
+
+    A context manager: leaving it shuts the world down; leaving it by an exception first tells
+    the other ranks, which then raise `RankLost` with that exception's text.
+
+    Attributes:
+        rank: global rank, 0 … world_size-1.
+        world_size: number of ranks.
+        local_rank: rank among the processes of this host.
+        local_world_size: number of ranks on this host.
+        node_rank: number of this host.
+        launcher: who started this process: "lockstep", "torchrun", "environment" or "single".
+        device: where this rank computes.
+        backend: name of the process group's backend.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, backend: str, owns_group: bool) -> None:
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self.local_rank = topology.local_rank
+        self.local_world_size = topology.local_world_size
+        self.node_rank = topology.node_rank
+        self.launcher = topology.launcher
+        self.device = device
+        self.backend = backend
+        self._owns_group = owns_group
+        self._group: dist.ProcessGroup | None = dist.group.WORLD
+        self._clock_start_s = clock.total()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The default group of `torch.distributed`.
+
+        Raises:
+            NotInitialized: the world was shut down.
+        """
+        if self._group is None:
+            raise NotInitialized("this world was shut down; call lockstep.init() again to open another")
+        return self._group
+
+    def communication_seconds(self) -> float:
+        """Seconds this rank has spent in collectives since init, waiting for others included. Local."""
+        return clock.total() - self._clock_start_s
+
+    def shutdown(self) -> None:
+        """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost."""
+        global _current
+        if self._group is None:
+            return
+        self._group = None
+        if _current is self:
+            _current = None
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def abort(self, reason: str | BaseException) -> None:
+        """Leave the world because something went wrong here: the others raise `RankLost` with the reason. Local.
+
+        Args:
+            reason: an exception, or a sentence.
+        """
+        if isinstance(self._group, LockstepProcessGroup):
+            error = reason if isinstance(reason, BaseException) else None
+            self._group.fail(describe_exception(reason) if isinstance(reason, BaseException) else reason, error)
+        self.shutdown()
+
+    def __enter__(self) -> World:
+        if self._group is None:
+            raise NotInitialized("this world was shut down; call lockstep.init() again to open another")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.shutdown()
+        else:
+            self.abort(error)
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r}, device={self.device})"
+
+
+def current_world() -> World | None:
+    """The world that `init` opened and nobody has shut down yet, or None."""
+    return _current
+
+
+def init(
+    backend: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    store: Store | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta | float | None = None,
+) -> World:
+    """Join the other ranks of this job and initialise `torch.distributed`. Collective.
+
+    Args:
+        backend: "auto" (nccl where every rank of this host has a GPU, else lockstep), "lockstep", "gloo", "nccl", or
+            any name that torch.distributed knows.
+        rank: instead of the launcher's; with `world_size`.
+        world_size: instead of the launcher's; with `rank`.
+        init_method: a torch URL (env://, tcp://host:port, file:///path) to meet at.
+        store: a torch store to meet at.
+        device: where this rank computes; default its GPU with nccl, else the CPU.
+        timeout: seconds, or a timedelta, after which a rank that does not come is an error; default 30 minutes.
+
+    Returns:
+        The world; a context manager.
+
+    Raises:
+        AlreadyInitialized: a world is open.
+        BackendUnavailable: no such backend here; lists those there are.
+        SetupError: contradicting arguments, or more GPU ranks than GPUs.
+        RendezvousError: the others did not come, or nobody said where to meet.
+
+    >>> import lockstep
+    >>> with lockstep.init(device="cpu") as world:
+    ...     world.rank, world.world_size, world.backend
+    (0, 1, 'lockstep')
+    """
+    global _current
+    registration.ensure()
+    if _current is not None:
+        raise AlreadyInitialized(
+            f"lockstep.init() was called before and {_current!r} is still open; call shutdown() on it first, or use "
+            "lockstep.current_world()"
+        )
+    if dist.is_initialized():
+        _current = _adopt(backend, device)
+        return _current
+    topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
+    backend = _choose_backend(backend, topology, device)
+    chosen_device = _choose_device(backend, topology, device)
+    if store is not None and init_method is not None:
+        raise SetupError("both store and init_method were given: they are two ways to meet; give one")
+    limit = _as_timedelta(timeout)
+    if store is None and init_method is None:
+        store, init_method = _meeting_place(topology, rank is not None)
+    dist.init_process_group(
+        backend,
+        store=store,
+        init_method=init_method,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=limit,
+    )
+    _current = World(topology, chosen_device, backend, owns_group=True)
+    return _current
+
+
+def _adopt(backend: str, device: str | torch.device | None) -> World:
+    """A world around the default group that the script has made itself; shutdown leaves that group alone."""
+    actual = dist.get_backend()
+    if backend not in ("auto", actual):
+        raise AlreadyInitialized(
+            f"torch.distributed is already initialised with backend {actual!r}; "
+            f"lockstep.init(backend={backend!r}) cannot change it. Remove one of the two calls"
+        )
+    variables = env.snapshot()
+    env.RANK.set(dist.get_rank(), variables)
+    env.WORLD_SIZE.set(dist.get_world_size(), variables)
+    topology = read_topology(variables)
+    return World(topology, _choose_device(actual, topology, device), actual, owns_group=False)
+
+
+def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
+    if timeout is None:
+        return _DEFAULT_TIMEOUT
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise SetupError(f"timeout is {timeout}; give seconds above 0, or None for 30 minutes")
+    return limit
+
+
+def _available_backends() -> list[str]:
+    """Names that init takes here, besides "auto"."""
+    names = [BACKEND_NAME]
+    if dist.is_gloo_available():
+        names.append("gloo")
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        names.append("nccl")
+    if dist.is_mpi_available():
+        names.append("mpi")
+    return names + sorted(name.lower() for name in dist.Backend._plugins if name.lower() not in {*names, "fake"})
+
+
+def _choose_backend(backend: str, topology: Topology, device: str | torch.device | None) -> str:
+    if not isinstance(backend, str):
+        raise SetupError(f"backend is {backend!r}; give a name such as 'auto', 'lockstep', 'gloo' or 'nccl'")
+    name = backend.lower()
+    if name == "auto":
+        wants_cpu = device is not None and torch.device(device).type == "cpu"
+        if torch.cuda.is_available() and dist.is_nccl_available() and not wants_cpu:
+            return "nccl"
+        return BACKEND_NAME if topology.num_nodes == 1 else "gloo"
+    names = _available_backends()
+    # "cpu:gloo,cuda:nccl" is torch's form for one backend per device type.
+    for part in name.split(","):
+        if part.rpartition(":")[2] not in names:
+            raise BackendUnavailable(f"backend {backend!r} is not available here; there are: auto, {', '.join(names)}")
+    return name
+
+
+def _choose_device(backend: str, topology: Topology, device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", topology.local_rank)
+    elif "nccl" in backend:
+        chosen = torch.device("cuda", topology.local_rank)
+    else:
+        chosen = torch.device("cpu")
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count()
+        if chosen.index >= count:
+            raise SetupError(
+                f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
+                f"{topology.local_world_size} rank(s). Start at most {count} ranks here "
+                f"(--nproc {max(count, 1)}), or run on the CPU with lockstep.init(device='cpu')"
+            )
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _meeting_place(topology: Topology, explicit_rank: bool) -> tuple[Store | None, str | None]:
+    """Where to meet when nobody said: see [Note: rendezvous]."""
+    folder = env.LOCKSTEP_RENDEZVOUS.get()
+    if folder is not None and not explicit_rank:
+        return FileStore(os.path.join(folder, "store"), topology.world_size), None
+    if topology.world_size == 1:
+        return HashStore(), None
+    if env.MASTER_ADDR.get() is None or env.MASTER_PORT.get() is None:
+        raise RendezvousError(
+            f"rank {topology.rank} of {topology.world_size} does not know where to meet the others: MASTER_ADDR and "
+            "MASTER_PORT are not set. Start the script with `lockstep run --nproc N script.py`, or give init_method or "
+            "store"
+        )
+    return None, "env://"
+
+
+def symmetric_empty(
+    shape: int | Sequence[int], dtype: torch.dtype = torch.float32, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A zeroed tensor in memory that all ranks of a host share, at the same offset on each. Collective.
+
+    `dist.all_reduce` of it, or of a contiguous part of it, works in place: nothing is copied in or out.
+
+    Args:
+        shape: the same on all ranks.
+        dtype: the same on all ranks.
+        group: a lockstep group; default the default group.
+
+    Returns:
+        A CPU tensor of that shape. It is this rank's own: others see it only through collectives.
+
+    Raises:
+        InputError: the group has no symmetric memory.
+        SharedMemoryError: not enough memory; on every rank.
+    """
+    chosen = group if group is not None else dist.group.WORLD
+    if chosen is None:
+        raise NotInitialized("symmetric_empty needs a group: call lockstep.init() first")
+    if not isinstance(chosen, LockstepProcessGroup):
+        raise InputError(f"only lockstep groups have symmetric memory; this one is {dist.get_backend(chosen)}")
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    return chosen.symmetric_empty(sizes, dtype)
