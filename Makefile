@@ -1,0 +1,63 @@
+# Everything a person or CI does with this project. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# More arguments for the tool of a target: make test ARGS="-k conformance", make bench ARGS=...
+ARGS ?=
+
+# Nothing is written outside the clone (pip keeps its own cache): what programs would put under
+# the home directory or leave in /tmp goes under the environment's folder.
+VAR := $(CURDIR)/$(VENV)/var
+RUN := MPLCONFIGDIR=$(VAR)/matplotlib XDG_CACHE_HOME=$(VAR)/cache PYTEST_DEBUG_TEMPROOT=$(VAR)/tmp
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test check lint types doctests layers bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
+		printf '  make %-9s %s\n' "$$name" "$$text"; done
+
+venv: $(INSTALLED) ## make the virtual environment .venv with the pinned versions
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+		"Lockstep needs Python 3.10 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned versions into $(VENV); the first time this takes a while."
+	@# The build tool comes from the constraints too, so the build needs no environment of its own.
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@mkdir -p $(VAR)/tmp
+	@touch $@
+
+train: venv ## train on handwritten digits with 2 processes
+	$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)
+
+test: venv ## run the tests
+	$(RUN) $(BIN)/python -m pytest $(ARGS)
+
+check: lint types doctests layers ## all that needs no ranks: style, types, documentation examples, layers
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+doctests: venv
+	$(RUN) $(BIN)/python -m pytest --doctest-modules src/lockstep
+
+layers: venv
+	$(RUN) $(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_public_names.py
+
+bench: venv ## measure against gloo and torch; writes JSON, tables and plots
+	$(RUN) $(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove the virtual environment, caches and runs
+	rm -rf $(VENV) build dist runs src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
