@@ -1,0 +1,277 @@
+"""Checkpoints that survive a kill at any moment, in one folder that keeps the last few.
+
+A checkpoint is one file, and its name says when it was taken and what it must contain::
+
+    runs/digits/checkpoints/
+        step-00000438-5f0ce1d2a9b3c487.pt      step, then the first 16 hex digits of its SHA-256
+        step-00000460-97c1e0a4be55d210.pt
+
+The checksum stands in the name, as in torch.hub's files, so that one rename publishes the
+contents and their checksum together; a second file could be lost between the two. Writing
+goes to a hidden temporary file, fsync, rename, fsync of the folder: whatever is killed, a
+file with a final name is whole. `load` verifies it all the same, since disks fail too, and
+falls back to the newest one that is good.
+
+Files are ordinary `torch.save` archives that `torch.load(..., weights_only=True)` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import CheckpointError, InputError, InputTypeError
+from lockstep.log import get_logger
+from lockstep.rank_zero import collective_device, on_rank_zero
+
+__all__ = ["available", "gather_rng", "load", "restore_rng", "save"]
+
+State = dict[str, Any]
+
+_NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<checksum>[0-9a-f]{16})\.pt")
+_ZIP_MAGIC = b"PK\x03\x04"  # without it, torch.load takes the file for one of torch before 1.6
+_TEMPORARY = ".writing-"
+# What `torch.load(weights_only=True)` reads back, besides tensors; exact types, since a subclass
+# (a numpy scalar is a float) needs an import that it refuses.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+
+
+def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int = 3) -> Path:
+    """Write `state` as the checkpoint of `step`, and delete all but the newest `keep`.
+
+    Collective: every rank calls it; rank 0 alone writes, and all return when the file is on
+    disk, or raise together if it could not be written.
+
+    Args:
+        folder: where this run's checkpoints lie; made if it is not there.
+        state: nested dicts and lists of tensors, numbers and strings. Only rank 0's is used.
+        step: what to number it by, usually the optimizer step; at least 0.
+        keep: how many checkpoints to leave in the folder; at least 1.
+
+    Returns:
+        The path of the new file, the same on every rank.
+
+    Raises:
+        InputTypeError: `state` holds an object that a safe load would refuse; names its place.
+        InputError: `step` or `keep` is out of range.
+        OSError: rank 0 could not write (the disk is full, say); `LockstepError` on the others.
+    """
+    if step < 0:
+        raise InputError(f"checkpoint.save: step is {step}; expected 0 or more")
+    if keep < 1:
+        raise InputError(f"checkpoint.save: keep is {keep}; expected at least 1, or the new checkpoint would go too")
+    return Path(on_rank_zero(lambda: str(_write(Path(folder), state, step, keep))))
+
+
+def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> State:
+    """Read a checkpoint, verified.
+
+    Collective where a process group exists: rank 0 picks the file, every rank reads and verifies
+    that one. Alone, it just reads.
+
+    Args:
+        path: a folder that `save` wrote to, or the folder above a `checkpoints` folder (a run):
+            its newest good checkpoint. Or one file: that one and no other.
+        map_location: the device that tensors come back on.
+
+    Returns:
+        The state as saved, on every rank.
+
+    Raises:
+        CheckpointError: there is none, or none is whole; names what was found and what is wrong.
+    """
+    chosen = Path(on_rank_zero(lambda: str(_choose(Path(path)))))
+    problem = _problem(chosen)
+    if problem:
+        raise CheckpointError(f"checkpoint {chosen} {problem}, though rank 0 could read it: do ranks share the folder?")
+    try:
+        state = torch.load(chosen, map_location=map_location, weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"checkpoint {chosen} cannot be read: {_first_line(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"checkpoint {chosen} holds a {type(state).__name__}; expected a dict, as `save` writes")
+    return state
+
+
+def available(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints in `folder`, newest first, unverified. Local."""
+    found = [(int(match["step"]), entry) for entry in _entries(Path(folder)) if (match := _NAME.fullmatch(entry.name))]
+    return [entry for _, entry in sorted(found, key=lambda pair: (pair[0], _modified(pair[1])), reverse=True)]
+
+
+def gather_rng() -> State:
+    """Every rank's random-number state, to be saved. Collective: every rank calls it.
+
+    Returns:
+        `{"cpu": uint8 (world_size, 5056)}`, with `"cuda"` beside it where GPUs are in use.
+    """
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {kind: torch.stack(_all_gather(state)) for kind, state in states.items()}
+
+
+def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
+    """Take this rank's random-number state back. Local.
+
+    A rank that was not there when the states were saved (the run resumes with more ranks) keeps
+    the state it has.
+    """
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if rank < len(states["cpu"]):
+        torch.set_rng_state(states["cpu"][rank].cpu().clone())  # it takes no view into a larger tensor
+    if torch.cuda.is_available() and rank < len(states.get("cuda", ())):
+        torch.cuda.set_rng_state(states["cuda"][rank].cpu().clone())
+
+
+class _HashingWriter:
+    """A file that `torch.save` writes to front to back, hashed on the way: no second copy in memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write(folder: Path, state: State, step: int, keep: int) -> Path:
+    """Rank 0's part of `save`."""
+    _check_loadable(state, "state")
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in _entries(folder):
+        if leftover.name.startswith(_TEMPORARY):  # of a writer that was killed: there is one writer per folder
+            leftover.unlink()
+    temporary = folder / f"{_TEMPORARY}{os.getpid()}"
+    try:
+        with temporary.open("xb") as file:
+            writer = _HashingWriter(file)
+            torch.save(state, writer)  # type: ignore[arg-type]  # it needs no more than write and flush
+            writer.flush()
+            os.fsync(file.fileno())
+        final = folder / f"step-{step:08d}-{writer.digest.hexdigest()[:16]}.pt"
+        temporary.replace(final)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(folder)
+    others = [entry for entry in available(folder) if entry != final]
+    for old in others[keep - 1 :]:
+        old.unlink(missing_ok=True)
+    return final
+
+
+def _choose(path: Path) -> Path:
+    """The file to load: the one named, or the newest good one of a folder."""
+    if path.is_file():
+        problem = _problem(path)
+        if problem:
+            raise CheckpointError(f"checkpoint {path} {problem}{_alternatives(path)}")
+        if not _NAME.fullmatch(path.name):
+            get_logger(__name__).warning("checkpoint %s has no checksum in its name; it is loaded unverified", path)
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint at {path}: there is no such file or folder")
+    folder = path if available(path) else path / "checkpoints"
+    candidates = available(folder)
+    if not candidates:
+        raise CheckpointError(f"no checkpoint in {path}: expected files named step-<step>-<checksum>.pt")
+    problems = []
+    for candidate in candidates:
+        problem = _problem(candidate)
+        if not problem:
+            return candidate
+        problems.append(f"{candidate.name} {problem}")
+        get_logger(__name__).warning("checkpoint %s %s; falling back to the one before it", candidate, problem)
+    raise CheckpointError(f"no whole checkpoint in {folder}: {'; '.join(problems)}. Restore the folder from a copy")
+
+
+def _problem(path: Path) -> str:
+    """Why `path` must not be loaded, or nothing if its bytes are those that its name promises."""
+    match = _NAME.fullmatch(path.name)
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+                return "is damaged: it does not begin as a torch.save archive"
+            file.seek(0)
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if match and digest.hexdigest()[:16] != match["checksum"]:
+        return f"is damaged: SHA-256 begins {digest.hexdigest()[:16]}, its name says {match['checksum']}"
+    return ""
+
+
+def _alternatives(path: Path) -> str:
+    """Good checkpoints beside a bad one, as the end of a message."""
+    good = [entry.name for entry in available(path.parent) if entry != path and not _problem(entry)]
+    return f". Whole ones beside it: {', '.join(good)}" if good else ""
+
+
+def _check_loadable(value: object, place: str) -> None:
+    """Refuse at saving what could not be loaded: a checkpoint that nobody can read is worse than none."""
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return
+    if type(value) in (dict, OrderedDict):
+        assert isinstance(value, dict)
+        for key, item in value.items():
+            if type(key) not in (str, int, float, bool, type(None)):
+                raise InputTypeError(f"checkpoint.save: {place} has a key of type {type(key).__name__}: {key!r}")
+            _check_loadable(item, f"{place}[{key!r}]")
+    elif type(value) in (list, tuple, set):
+        assert isinstance(value, list | tuple | set)
+        for index, item in enumerate(value):
+            _check_loadable(item, f"{place}[{index}]")
+    else:
+        raise InputTypeError(
+            f"checkpoint.save: {place} is a {type(value).__module__}.{type(value).__qualname__}, which a safe load "
+            "refuses; save tensors, numbers, strings, and dicts or lists of them"
+        )
+
+
+def _all_gather(state: torch.Tensor) -> list[torch.Tensor]:
+    """`state` (uint8, one shape on all ranks) of every rank, in order; just this one without a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [state]
+    state = state.to(collective_device())
+    gathered = [torch.empty_like(state) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, state)
+    return [each.cpu() for each in gathered]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _modified(path: Path) -> int:
+    with contextlib.suppress(OSError):  # deleted since it was listed
+        return path.stat().st_mtime_ns
+    return 0
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

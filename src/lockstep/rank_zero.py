@@ -1,0 +1,81 @@
+"""One rank decides, every rank knows: the safe form of `if rank == 0`.
+
+What only rank 0 should do (name a folder, write a file) can fail there alone. With a bare
+`if rank == 0` the others then run on into their next collective and wait. `on_rank_zero`
+tells them: the same text comes back on every rank, or an error is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from lockstep import errors
+
+__all__ = ["collective_device", "on_rank_zero"]
+
+
+def on_rank_zero(action: Callable[[], str]) -> str:
+    """Run `action` on rank 0 and return its text on every rank.
+
+    Collective over the default group; in a process without one, it just runs `action`.
+
+    Args:
+        action: called without arguments, on rank 0 only; its result may be any text.
+
+    Raises:
+        Exception: on rank 0 whatever `action` raised. On the others the same error of
+            `lockstep.errors` with the same message; `LockstepError` for any other class.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return action()
+    text, failure = "", None
+    if dist.get_rank() == 0:
+        try:
+            text = action()
+        except Exception as error:  # told to the others first, then raised again below
+            failure, text = error, f"{type(error).__name__}\n{error}"
+    failed, text = _broadcast_text(failure is not None, text)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise _rebuilt(*text.split("\n", 1))
+    return text
+
+
+def collective_device() -> torch.device:
+    """Where a tensor has to lie for the default group: the CPU if it takes those, else its accelerator. Local.
+
+    The same on every rank, because the group decides.
+    """
+    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]  # "cpu:gloo,cuda:nccl"
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
+def _broadcast_text(flag: bool, text: str) -> tuple[bool, str]:
+    """Rank 0's flag and text on every rank: two broadcasts, the length first."""
+    device = collective_device()
+    payload = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    header = torch.tensor([int(flag), payload.numel()], dtype=torch.int64, device=device)
+    dist.broadcast(header, src=0)
+    flag, num_bytes = bool(header[0].item()), int(header[1].item())
+    if dist.get_rank() != 0:
+        payload = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if num_bytes:
+        dist.broadcast(payload, src=0)
+    return flag, bytes(payload.tolist()).decode()
+
+
+def _rebuilt(class_name: str, message: str) -> errors.LockstepError:
+    """Rank 0's error for another rank; only classes of our own tree are looked up by name."""
+    kind = getattr(errors, class_name, None) if class_name in errors.__all__ else None
+    if kind is not None:
+        with contextlib.suppress(TypeError):  # a class whose constructor wants more than a message
+            rebuilt = kind(message)
+            assert isinstance(rebuilt, errors.LockstepError)
+            return rebuilt
+        return errors.LockstepError(message)
+    return errors.LockstepError(f"rank 0 failed: {class_name}: {message}")
