@@ -47,7 +47,7 @@ class Plan:
     budget: Budget
 
 
-FULL = Plan((2, 4), SIZES_BYTES, Budget(seconds=3.6, sample_s=0.01))
+FULL = Plan((2, 4), SIZES_BYTES, Budget(seconds=3.2, sample_s=0.01))
 QUICK = Plan((2, 4), (4, 64 * KIB, 4 * MIB), Budget(seconds=0.5, sample_s=0.004, max_rounds=8, sweeps=1))
 
 

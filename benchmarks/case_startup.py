@@ -45,7 +45,7 @@ class Plan:
     """
 
     nproc: int = 2
-    seconds: float = 60
+    seconds: float = 50
     min_rounds: int = 5
     max_rounds: int = 12
 

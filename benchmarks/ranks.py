@@ -1,10 +1,12 @@
 """Rank processes for the benchmarks: start them, wait with a deadline, bring rank 0's answer back.
 
 Written apart from Lockstep's own launcher on purpose: what is measured should not also carry the
-measurement. A rank is `python -m benchmarks.ranks …`; it joins a gloo group over a file store (the
-control plane), calls one function with the job, and rank 0 writes what the function returns.
+measurement. The parent holds a TCP store on a free local port and puts the job into it. A rank is
+`python -m benchmarks.ranks …`; it takes the job from the store, joins a gloo group over it (the
+control plane), calls one function, and rank 0 puts the answer back.
 
-Nothing outlives the parent: ranks ask the kernel to be killed with it.
+Nothing outlives the parent, however it ends: ranks ask the kernel to be killed with it, and no file
+is written.
 """
 
 from __future__ import annotations
@@ -16,12 +18,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import connection
-from pathlib import Path
 
 from benchmarks import REPOSITORY
 from lockstep import env
@@ -29,6 +29,8 @@ from lockstep import env
 __all__ = ["RankFailed", "run_ranks"]
 
 _PR_SET_PDEATHSIG = 1
+_HOST = "127.0.0.1"
+_JOB_KEY, _ANSWER_KEY = "benchmark/job", "benchmark/answer"
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 Job = Mapping[str, object]
@@ -56,23 +58,25 @@ def run_ranks(function: RankFunction, world_size: int, job: Job, *, threads: int
     Raises:
         RankFailed: a rank exited with an error or the deadline passed. All ranks are dead by then.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store.set(_JOB_KEY, json.dumps(dict(job)))
     variables = env.snapshot()
     env.OMP_NUM_THREADS.set(str(threads), variables)
     entry = f"{function.__module__}:{function.__qualname__}"
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
-        (Path(folder) / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(world_size):
-                command = [sys.executable, "-m", "benchmarks.ranks"]
-                command += [entry, folder, str(rank), str(world_size), str(threads), str(os.getpid())]
-                processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdin=subprocess.DEVNULL))
-            _wait(processes, time.monotonic() + timeout_s)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
+            numbers = (store.port, rank, world_size, threads, os.getpid())
+            command = [sys.executable, "-m", "benchmarks.ranks", entry, *map(str, numbers)]
+            processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdin=subprocess.DEVNULL))
+        _wait(processes, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return json.loads(store.get(_ANSWER_KEY))
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
@@ -102,28 +106,23 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def _rank_main(entry: str, folder: str, rank: int, world_size: int, threads: int, parent_pid: int) -> None:
+def _rank_main(entry: str, port: int, rank: int, world_size: int, threads: int, parent_pid: int) -> None:
     """Body of one rank process."""
-    _die_with_parent(parent_pid)
+    _die_with_parent(parent_pid)  # before the imports below, which take seconds
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(threads)
     module_name, _, function_name = entry.partition(":")
     function: RankFunction = getattr(importlib.import_module(module_name), function_name)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
-    answer = function(json.loads((Path(folder) / "job.json").read_text(encoding="utf-8")))
+    store = dist.TCPStore(_HOST, port, is_master=False, timeout=_COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+    answer = function(json.loads(store.get(_JOB_KEY)))
     if rank == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(answer), encoding="utf-8")
+        store.set(_ANSWER_KEY, json.dumps(answer))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _entry, _folder, *_numbers = sys.argv[1:]
-    _rank_main(_entry, _folder, *map(int, _numbers))
+    _entry, *_numbers = sys.argv[1:]
+    _rank_main(_entry, *map(int, _numbers))
