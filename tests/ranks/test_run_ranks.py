@@ -51,13 +51,13 @@ def fail_on(ranks: list[int]) -> int:
 
 
 def die_on(rank: int, signal_number: int) -> str:
-    if dist.get_rank() == rank:
+    if env.RANK.get() == rank:
         os.kill(os.getpid(), signal_number)
     return "alive"
 
 
 def exit_on(rank: int, code: int) -> str:
-    if dist.get_rank() == rank:
+    if env.RANK.get() == rank:
         os._exit(code)
     return "alive"
 
@@ -85,8 +85,9 @@ def return_unpicklable() -> object:
     return threading.Lock()
 
 
-def speak() -> None:
-    print(f"rank {dist.get_rank()} speaks")
+def speak(lines: int) -> None:
+    for _ in range(lines):
+        print("rank", dist.get_rank(), "speaks")
 
 
 def group_deadline() -> timedelta:
@@ -125,7 +126,7 @@ def test_expected_errors_are_returned() -> None:
 
 def test_killed_rank_is_an_outcome_and_is_replaced() -> None:
     before = run_ranks(process_id, 2, init=False)
-    outcomes = run_ranks(die_on, 2, 1, signal.SIGKILL, backend="gloo", expect_errors=True)
+    outcomes = run_ranks(die_on, 2, 1, signal.SIGKILL, init=False, expect_errors=True)
     assert outcomes == ["alive", WorkerDied(rank=1, signal_number=signal.SIGKILL, exit_code=137)]
     assert "SIGKILL" in str(outcomes[1])
     assert not set(before) & set(run_ranks(process_id, 2, init=False))
@@ -133,12 +134,12 @@ def test_killed_rank_is_an_outcome_and_is_replaced() -> None:
 
 def test_killed_rank_raises_worker_failed() -> None:
     with pytest.raises(WorkerFailed, match="rank 0: its process was killed by SIGTERM") as caught:
-        run_ranks(die_on, 2, 0, signal.SIGTERM, backend="gloo")
+        run_ranks(die_on, 2, 0, signal.SIGTERM, init=False)
     assert (caught.value.rank, caught.value.exit_code) == (0, 143)
 
 
 def test_rank_that_exits_is_an_outcome() -> None:
-    outcomes = run_ranks(exit_on, 2, 0, 7, backend="gloo", expect_errors=True)
+    outcomes = run_ranks(exit_on, 2, 0, 7, init=False, expect_errors=True)
     assert outcomes == [WorkerDied(rank=0, signal_number=None, exit_code=7), "alive"]
 
 
@@ -153,8 +154,9 @@ def test_hang_dumps_stacks_and_names_the_rank(capfd: pytest.CaptureFixture[str])
 
 
 def test_output_goes_where_the_callers_goes(capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(speak, 2, backend="gloo")
-    assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0 speaks", "rank 1 speaks"]
+    run_ranks(speak, 2, 100, backend="gloo")
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == ["rank 0 speaks"] * 100 + ["rank 1 speaks"] * 100, "whole lines of both ranks"
 
 
 def test_ranks_see_the_callers_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,10 +23,12 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import traceback
 from multiprocessing import reduction
@@ -159,6 +161,10 @@ class _Nursery:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self.pid:  # It died before the line above.
                 os._exit(1)
+            for stream in (sys.stdout, sys.stderr):
+                # A line is one write, also under PYTHONUNBUFFERED: the lines of ranks do not mix.
+                if isinstance(stream, io.TextIOWrapper):
+                    stream.reconfigure(line_buffering=True, write_through=False)
             faulthandler.enable(file=2)
             # Chained to the default action, which ends the process once the dump is written.
             faulthandler.register(worker.DUMP_SIGNAL, file=2, all_threads=True, chain=True)
