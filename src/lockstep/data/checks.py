@@ -1,0 +1,163 @@
+"""What `DataLoader` says when it is asked for the impossible.
+
+Each check returns the value it accepts, or raises `DataError` with what was given, what was
+expected and what to do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from lockstep.errors import DataError
+
+__all__ = [
+    "STATE_VERSION",
+    "check_dataset",
+    "check_integer",
+    "check_refused",
+    "check_sampler",
+    "check_state",
+    "check_workers",
+]
+
+STATE_VERSION = 1
+
+_STATE_KEYS = ("seed", "epoch", "samples_consumed", "samples_per_epoch", "dataset_length")
+
+
+def check_integer(name: str, value: object, minimum: int, hint: str = "") -> int:
+    """An integer (Python's or numpy's, no bool) of at least `minimum`, as a Python int."""
+    advice = f". {hint}" if hint else ""
+    if isinstance(value, float) and value.is_integer():
+        raise DataError(f"{name} is {value!r}, a float; expected an integer: pass {name}={int(value)}")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise DataError(f"{name} is {value!r} ({type(value).__name__}); expected an integer{advice}") from None
+    if number < minimum:
+        raise DataError(f"{name} is {number}; expected at least {minimum}{advice}")
+    return number
+
+
+def check_dataset(dataset: Any) -> int:
+    """A map-style dataset with at least one sample; returns its length."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
+        raise DataError(
+            f"dataset {name} is iterable-style: it hands out samples in an order of its own, so nobody can tell "
+            "which rank holds which, shuffle them by seed or enter an epoch halfway. Give it __getitem__(index) and "
+            "__len__, or pass list(dataset) if it fits in memory; for an endless stream use "
+            "torch.utils.data.DataLoader and split the stream by rank inside the dataset"
+        )
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise DataError(
+            f"dataset {name} has no length: the batches of an epoch are planned ahead from the number of samples. "
+            "Give it __len__"
+        ) from None
+    if length < 1:
+        raise DataError(
+            f"dataset {name} is empty: expected at least one sample. Check the path it reads from and the filters on it"
+        )
+    return length
+
+
+def check_sampler(sampler: Any, shuffle: bool) -> None:
+    """A sampler that gives the global order of an epoch."""
+    if sampler is None:
+        return
+    name = type(sampler).__name__
+    if shuffle:
+        raise DataError(f"shuffle=True together with sampler {name}: the sampler gives the order. Drop one of the two")
+    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+        raise DataError(
+            f"sampler {name} gives each rank its own part already. The loader splits the global order by itself, "
+            "without padding: drop the sampler and pass shuffle=True and the global batch_size"
+        )
+    if not isinstance(sampler, Iterable) or not isinstance(sampler, Sized):
+        raise DataError(
+            f"sampler {name} must be iterable and have a length: the batches of an epoch are planned ahead. "
+            "Give it __iter__ and __len__, or pass a list of indices"
+        )
+    if len(sampler) < 1:
+        raise DataError(f"sampler {name} is empty: expected at least one index")
+
+
+def check_refused(batch_sampler: object, generator: object, in_order: bool) -> None:
+    """Arguments of torch's loader that contradict what this one promises."""
+    if batch_sampler is not None:
+        raise DataError(
+            "batch_sampler is not supported: the loader splits global batches of batch_size over the ranks itself. "
+            "Pass batch_size, and sampler for an order of your own; for ready-made batches let the dataset return "
+            "one batch per index, with batch_size=world_size and a collate_fn that takes the single item"
+        )
+    if generator is not None:
+        raise DataError(
+            "generator is not supported: its state would differ between ranks, and the order of samples may depend "
+            "on seed and epoch only. Pass an integer instead, such as seed=generator.initial_seed()"
+        )
+    if not in_order:
+        raise DataError(
+            "in_order=False is not supported: ranks would train on parts of different global batches. "
+            "Raise prefetch_factor if single samples are slow"
+        )
+
+
+def check_workers(
+    num_workers: object,
+    prefetch_factor: object,
+    persistent_workers: bool,
+    timeout: float,
+    multiprocessing_context: object,
+) -> int:
+    """Options of the worker processes; returns their number per rank."""
+    count = check_integer("num_workers", num_workers, 0, "0 loads in the training process")
+    if timeout < 0:
+        raise DataError(f"timeout is {timeout}; expected seconds, or 0 to wait as long as the workers live")
+    if prefetch_factor is not None:
+        check_integer("prefetch_factor", prefetch_factor, 1)
+    if count == 0:
+        for name, given in (
+            ("prefetch_factor", prefetch_factor is not None),
+            ("persistent_workers", bool(persistent_workers)),
+            ("timeout", timeout > 0),
+            ("multiprocessing_context", multiprocessing_context is not None),
+        ):
+            if given:
+                raise DataError(f"{name} needs worker processes, but num_workers is 0: pass num_workers, or drop it")
+    return count
+
+
+def check_state(state: Mapping[str, Any], order: str, dataset_length: int, samples_per_epoch: int) -> dict[str, int]:
+    """A state that `DataLoader.state_dict` made for the same data; returns its numbers."""
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if version != STATE_VERSION:
+        raise DataError(
+            f"the loader's state has version {version!r}; this release reads version {STATE_VERSION}. "
+            "Pass what DataLoader.state_dict() returned"
+        )
+    missing = [key for key in (*_STATE_KEYS, "order") if key not in state]
+    if missing:
+        raise DataError(f"the loader's state lacks {', '.join(missing)}: pass what DataLoader.state_dict() returned")
+    numbers = {
+        key: check_integer(f"state[{key!r}]", state[key], -(2**63) if key == "seed" else 0) for key in _STATE_KEYS
+    }
+    for key, here in (("dataset_length", dataset_length), ("samples_per_epoch", samples_per_epoch), ("order", order)):
+        if state[key] != here:
+            raise DataError(
+                f"the loader's state does not fit: its {key} is {state[key]!r}, here it is {here!r}. The samples "
+                "consumed are places in the order of one dataset: resume with the same data and the same order, "
+                "or start the epoch anew with set_epoch"
+            )
+    if numbers["samples_consumed"] > samples_per_epoch:
+        raise DataError(
+            f"the loader's state claims {numbers['samples_consumed']} samples consumed of {samples_per_epoch}"
+        )
+    return numbers

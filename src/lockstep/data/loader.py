@@ -1,0 +1,306 @@
+"""`DataLoader`: torch's loader with the global batch size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.utils.data
+
+from lockstep import log
+from lockstep.data.checks import (
+    STATE_VERSION,
+    check_dataset,
+    check_integer,
+    check_refused,
+    check_sampler,
+    check_state,
+    check_workers,
+)
+from lockstep.data.iteration import EpochIterator, Progress, Publication, RankBatchSampler
+from lockstep.data.order import Order, Plan, Schedule, draw_order, shuffled_order
+from lockstep.data.place import check_place, find_place
+from lockstep.data.seeding import derive_seed
+from lockstep.data.source import Source, TensorSource, WorkerInit, identity, make_source
+from lockstep.errors import DataError
+
+__all__ = ["DataLoader"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """A `torch.utils.data.DataLoader` that takes the global batch size and splits it over the ranks.
+
+    **Order.** The order of samples depends on `seed` and epoch only, never on the number of ranks
+    or workers. Each global batch is `batch_size` consecutive samples of it, split contiguously
+    over the ranks into shares at most one apart, larger ones first. Every sample comes once per
+    epoch, those of a last partial batch too. While training every rank yields the same number of
+    batches: a rank that holds nothing of a batch yields one filler sample (the batch's first),
+    which the engine and the metrics weight with zero.
+
+    **Epochs** advance by themselves: each new iteration is the next epoch, also after a `break`.
+    An iterator that is merely made (`next(iter(loader))`) has begun one, so ranks must iterate
+    alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
+
+    **Weights.** With each batch the loader publishes a `lockstep.batch.BatchShare`, and takes it
+    back when the iteration ends or is dropped.
+
+    **Randomness per sample.** If `dataset.__getitem__` has a keyword `generator`, it is handed a
+    `torch.Generator` seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset`
+    and `StackDataset`.
+    Draws from the process-wide generators of torch, numpy and `random` are covered as well, see
+    `seed_global_rng`. Both give the same samples at any number of ranks and workers.
+
+    Args:
+        dataset: map-style: `__getitem__` and `__len__`; at least one sample. `__getitems__` is used
+            where torch uses it, unless `__getitem__` takes a `generator`.
+        batch_size: samples per step, over all ranks together.
+        shuffle: a new permutation every epoch.
+        seed: of shuffling and per-sample randomness; the same on all ranks.
+        evaluation: no fillers. A rank without a share of a batch does not get that batch, so ranks
+            may differ in their number of batches and every sample counts once.
+        drop_last: leave out the last global batch if it is smaller than `batch_size`.
+        num_workers: worker processes per rank; 0 loads in the training process.
+        collate_fn: as in torch; sees one rank's share of a batch.
+        pin_memory: as in torch.
+        timeout: seconds to wait for a worker's batch; 0 waits as long as the workers live.
+        worker_init_fn: as in torch; called with the worker's number, in the worker.
+        multiprocessing_context: as in torch.
+        persistent_workers: as in torch; then a new iteration ends the one before it.
+        prefetch_factor: batches that each worker loads ahead; they do not count as consumed.
+        pin_memory_device: as in torch.
+        sampler: an order of your own: the indices of one global epoch, with a length. It runs once
+            per epoch with the process-wide generators seeded by (seed, epoch), so stock samplers
+            agree on all ranks; one that draws from elsewhere must be made to. A `set_epoch` of
+            its own is called.
+        seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch,
+            index), and before a `collate_fn` of yours, from its first index. It is on because most
+            transforms draw there and would otherwise depend on ranks and workers. It costs some
+            microseconds per sample, and nothing for `TensorDataset`, lists and arrays; pass False
+            for a dataset in memory that draws nothing. The training process's own streams are not
+            disturbed: they are put back after each batch. A dataset that fetches whole batches
+            (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks:
+            let its `__getitem__` take a `generator` instead. If False, workers start from seeds
+            that depend on (seed, epoch, rank, worker).
+        rank: of this process, together with `world_size`. Without them: the open world, else
+            `torch.distributed`'s default group, else one process; read when an iteration begins.
+        world_size: number of ranks.
+        batch_sampler: refused; here so that the refusal can say what to do.
+        generator: refused; pass `seed`.
+        in_order: False is refused.
+
+    Attributes:
+        batch_size: the global batch size.
+        epoch: the epoch under way, or the next one where none is.
+
+    Raises:
+        DataError: an argument that cannot work, when it is made or when an iteration begins; it
+            names the argument and what to pass instead.
+
+    Local: no call communicates.
+
+        >>> loader = DataLoader(range(10), batch_size=4, rank=1, world_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [6, 7], [9]]
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[T_co],
+        batch_size: int = 1,
+        shuffle: bool | None = False,
+        *,
+        seed: int = 0,
+        evaluation: bool = False,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        pin_memory_device: str = "",
+        sampler: Iterable[int] | None = None,
+        seed_global_rng: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+        batch_sampler: None = None,
+        generator: None = None,
+        in_order: bool = True,
+    ) -> None:
+        check_refused(batch_sampler, generator, in_order)
+        check_dataset(dataset)
+        check_sampler(sampler, bool(shuffle))
+        batch_size = check_integer("batch_size", batch_size, 1, "It counts the samples of all ranks together")
+        num_workers = check_workers(num_workers, prefetch_factor, persistent_workers, timeout, multiprocessing_context)
+        self.seed = check_integer("seed", seed, -(2**63))
+        self.shuffle = bool(shuffle)
+        self.evaluation = bool(evaluation)
+        self.seed_global_rng = bool(seed_global_rng)
+        self._place = check_place(rank, world_size)
+        self._rank_batches = RankBatchSampler()
+        super().__init__(
+            dataset,
+            batch_sampler=cast(Any, self._rank_batches),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            # torch draws the workers' seed from here, and would else take it from the global stream.
+            generator=torch.Generator(),
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+        )
+        # torch has set these to what goes with a batch_sampler, and forbids to assign them.
+        object.__setattr__(self, "batch_size", batch_size)
+        object.__setattr__(self, "drop_last", bool(drop_last))
+        if sampler is not None:
+            object.__setattr__(self, "sampler", sampler)
+        self._ordered_by_sampler = sampler is not None
+        self._next_epoch = 0
+        self._next_start = 0
+        self._progress: Progress | None = None  # of the newest iteration, until another epoch is asked for
+        self._publication = Publication()
+        self._plan()
+
+    def __len__(self) -> int:
+        """Number of global batches in an epoch, the same on every rank.
+
+        When evaluating, a rank may yield fewer: those of which it holds a sample.
+        """
+        return len(self._plan())
+
+    def __iter__(self) -> EpochIterator:  # type: ignore[override]
+        """Begin the next epoch on this rank."""
+        epoch, start = self._next_epoch, self._next_start
+        rank, world_size = self._place or find_place()
+        order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
+        schedule = Schedule(order, self._plan(start), self.seed, epoch, rank, world_size, self.evaluation)
+        assert self.generator is not None
+        self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
+        self._publication.close()
+        self._rank_batches.schedule = schedule
+        batches = super().__iter__()
+        self._next_epoch, self._next_start = epoch + 1, 0
+        self._progress, self._publication = Progress(epoch, start), Publication()
+        return EpochIterator(
+            batches,
+            schedule,
+            self._progress,
+            self._publication,
+            preserve_rngs=self.num_workers == 0 and self._source().seeds_global_rngs,
+            shared_workers=self._rank_batches if self.persistent_workers else None,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration run `epoch`, from its first sample.
+
+        Epochs advance without it; a script written for torch's `DistributedSampler` may go on
+        calling it. Naming the epoch that `load_state_dict` has just restored keeps the place in it.
+
+        Raises:
+            DataError: `epoch` is no integer, or negative.
+        """
+        epoch = check_integer("epoch", epoch, 0)
+        if epoch != self._next_epoch:
+            self._next_epoch, self._next_start = epoch, 0
+        self._progress = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or the next one where none is. Counted from 0."""
+        return self._position()[0]
+
+    def _position(self) -> tuple[int, int]:
+        """Epoch, and samples of it consumed."""
+        progress = self._progress
+        if progress is None or progress.finished:
+            return self._next_epoch, self._next_start
+        return progress.epoch, progress.consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, in global samples; JSON-serialisable, the same on every rank.
+
+        Taken inside a loop, after the k-th batch was yielded, it leads to batch k+1 of that epoch;
+        so take it when the step on the k-th is done. After a `break` it leads to the batch that
+        would have come next, although iterating on in the same process begins the next epoch.
+        After the end of an epoch it leads to the next one. Batches that workers have loaded ahead
+        do not count. With several iterators alive it describes the newest.
+
+        An evaluation loader whose batches are smaller than the world counts only what this rank
+        was given: take the state on rank 0, which holds a part of every batch.
+        """
+        epoch, consumed = self._position()
+        return {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "epoch": epoch,
+            "samples_consumed": consumed,
+            "samples_per_epoch": self._samples_per_epoch(),
+            "dataset_length": check_dataset(self.dataset),
+            "order": self._order_name(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration continue where `state` was taken, at any world size.
+
+        Every rank loads the same state. The batch size may differ from that of the run which wrote
+        it: the rest of the epoch is cut into batches anew. The state's seed is taken over.
+
+        Raises:
+            DataError: the state is of another version, dataset length or kind of order.
+        """
+        numbers = check_state(state, self._order_name(), check_dataset(self.dataset), self._samples_per_epoch())
+        if numbers["seed"] != self.seed:
+            log.get_logger(__name__).warning(
+                f"DataLoader: seed={self.seed} is replaced by {numbers['seed']}, with which the state was written"
+            )
+        self.seed = numbers["seed"]
+        self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
+        self._progress = None
+
+    def _get_iterator(self) -> Any:
+        # torch's iterator copies what it needs from the loader it is given. A shallow copy of this
+        # one shows it the seeded source, while `loader.dataset` stays the user's.
+        view = copy.copy(self)
+        source = self._source()
+        object.__setattr__(view, "dataset", source)
+        view.worker_init_fn = WorkerInit(self.worker_init_fn)
+        if isinstance(source, TensorSource):
+            view.collate_fn = identity
+        return super(DataLoader, view)._get_iterator()
+
+    def _source(self) -> Source | TensorSource:
+        return make_source(self.dataset, self.collate_fn, self.seed_global_rng)
+
+    def _samples_per_epoch(self) -> int:
+        length = check_dataset(self.dataset)
+        return len(cast(Any, self.sampler)) if self._ordered_by_sampler else length
+
+    def _order_name(self) -> str:
+        return "sampler" if self._ordered_by_sampler else "shuffled" if self.shuffle else "sequential"
+
+    def _order(self, epoch: int) -> Order:
+        if self._ordered_by_sampler:
+            return draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
+        length = self._samples_per_epoch()
+        return shuffled_order(length, self.seed, epoch) if self.shuffle else range(length)
+
+    def _plan(self, start: int = 0) -> Plan:
+        """The batches of an epoch; read anew each time, as the dataset may have grown."""
+        assert self.batch_size is not None
+        plan = Plan(self._samples_per_epoch(), self.batch_size, self.drop_last, start)
+        if len(plan) == 0 and start == 0:
+            raise DataError(
+                f"drop_last=True leaves no batch: {plan.num_samples} samples make no full batch of {self.batch_size}. "
+                "batch_size counts the samples of all ranks together: lower it, or pass drop_last=False"
+            )
+        return plan

@@ -1,0 +1,192 @@
+"""Which samples, in which order, on which rank: pure functions of a few integers.
+
+One epoch is an order of `num_samples` indices. A global batch is a run of `batch_size`
+consecutive places in it, and a rank's share is a run of the batch:
+
+    order      7 2 9 4 | 0 8 1 6 | 5 3          10 samples, batch_size 4
+    rank 0     7 2     | 0 8     | 5            world_size 2
+    rank 1         9 4 |     1 6 |   3
+
+So putting the ranks' shares side by side gives back the batch, and putting the batches behind
+each other gives back the order, at any number of ranks. The order itself is an int64 tensor (or
+a `range` when nothing is shuffled), never a list: Python integers exist for one batch at a time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.batch import BatchShare
+from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
+from lockstep.errors import DataError
+
+__all__ = ["Fetch", "Order", "Plan", "Schedule", "draw_order", "share_bounds", "shuffled_order"]
+
+Order: TypeAlias = npt.NDArray[np.int64] | range  # [num_samples]; numpy slices small runs faster than torch
+
+
+def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The part of a batch that one rank holds: contiguous, sizes at most one apart, larger first.
+
+    Args:
+        num_samples: samples in the global batch.
+        rank: 0 … world_size-1.
+        world_size: number of ranks.
+
+    Returns:
+        Begin and end, counted from the batch's first sample; equal when the rank gets none.
+
+    >>> [share_bounds(5, rank, 3) for rank in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    size, larger_shares = divmod(num_samples, world_size)
+    begin = rank * size + min(rank, larger_shares)
+    return begin, begin + size + (rank < larger_shares)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the global batches of one epoch begin and end.
+
+    Attributes:
+        num_samples: samples in the epoch, at least 1.
+        batch_size: samples in a global batch, at least 1.
+        drop_last: leave out a last batch smaller than `batch_size`.
+        start: samples consumed before the first batch; more than 0 when an epoch is resumed.
+    """
+
+    num_samples: int
+    batch_size: int
+    drop_last: bool = False
+    start: int = 0
+
+    def __len__(self) -> int:
+        """Number of global batches from `start` on."""
+        rest = max(self.num_samples - self.start, 0)
+        return rest // self.batch_size if self.drop_last else -(-rest // self.batch_size)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Begin and end, as places in the order, of batch `number` (0 is the one at `start`)."""
+        begin = self.start + number * self.batch_size
+        return begin, min(begin + self.batch_size, self.num_samples)
+
+
+def shuffled_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of one epoch: a permutation that depends on its arguments only.
+
+    Returns:
+        int64 [num_samples].
+    """
+    permutation: npt.NDArray[np.int64] = torch.randperm(
+        num_samples, generator=make_generator(b"shuffle", seed, epoch)
+    ).numpy()
+    return permutation
+
+
+def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Run a user's sampler once, from the same random state on every rank.
+
+    The process-wide generators are seeded with (seed, epoch) while it runs and put back
+    afterwards, so a `RandomSampler` or `WeightedRandomSampler` without a generator of its own
+    draws alike on all ranks. A sampler with a `set_epoch` method is told the epoch.
+
+    Returns:
+        int64 [len(sampler)].
+
+    Raises:
+        DataError: it yields something else than integers, or not as many as its length says.
+    """
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    with preserve_global_rngs():
+        seed_global_rngs(derive_seed(b"sampler", seed, epoch))
+        try:
+            indices = np.fromiter(map(operator.index, sampler), dtype=np.int64)
+        except (TypeError, OverflowError) as error:
+            raise DataError(
+                f"sampler {type(sampler).__name__} yields something that is no index ({error}); expected an "
+                "integer per sample. A sampler that yields lists is a batch_sampler: pass batch_size instead"
+            ) from error
+    assert isinstance(sampler, Sized)  # checked when the loader was made
+    if len(indices) != len(sampler):
+        raise DataError(
+            f"sampler {type(sampler).__name__} yielded {len(indices)} indices in epoch {epoch}, but its length is "
+            f"{len(sampler)}. The number of batches follows from the length, so the two must agree: fix its __len__"
+        )
+    return indices
+
+
+class Fetch(NamedTuple):
+    """What is asked of the dataset for one batch of one rank; travels to the worker processes.
+
+    Attributes:
+        seed: the loader's.
+        epoch: number of the epoch; with seed and index it seeds each sample.
+        indices: what to fetch, in order; never empty.
+    """
+
+    seed: int
+    epoch: int
+    indices: list[int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The batches of one rank in one epoch.
+
+    Iterating gives a `Fetch` per batch. Batch `number` of it is always global batch `number` of
+    the plan: when evaluating, only the last batches of a rank can be missing, because a rank
+    without a share of a full batch has no share of a smaller one.
+
+    Attributes:
+        order: the indices of the epoch, the same on every rank.
+        plan: the global batches.
+        seed: the loader's.
+        epoch: number of the epoch.
+        rank: this rank.
+        world_size: number of ranks.
+        evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
+    """
+
+    order: Order
+    plan: Plan
+    seed: int
+    epoch: int
+    rank: int
+    world_size: int
+    evaluation: bool = False
+
+    def __len__(self) -> int:
+        """Number of batches that this rank yields."""
+        total = len(self.plan)
+        if not self.evaluation or total == 0 or self.share(total - 1).local_samples > 0:
+            return total
+        return total - 1 if self.share(0).local_samples > 0 else 0
+
+    def __iter__(self) -> Iterator[Fetch]:
+        for number in range(len(self)):
+            first, last = self.plan.bounds(number)
+            begin, end = share_bounds(last - first, self.rank, self.world_size)
+            if begin == end:
+                # The filler: the step needs a forward and backward pass on every rank. Its weight is 0.
+                begin, end = 0, 1
+            picked = self.order[first + begin : first + end]
+            yield Fetch(self.seed, self.epoch, list(picked) if isinstance(picked, range) else picked.tolist())
+
+    def share(self, number: int) -> BatchShare:
+        """What this rank holds of batch `number`."""
+        first, last = self.plan.bounds(number)
+        begin, end = share_bounds(last - first, self.rank, self.world_size)
+        return BatchShare(end - begin, last - first, self.world_size)
+
+    def consumed(self, number: int) -> int:
+        """Samples of the epoch used up once batch `number` has been yielded."""
+        return self.plan.bounds(number)[1]

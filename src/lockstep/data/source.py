@@ -1,0 +1,210 @@
+"""Fetching samples so that their randomness depends on seed, epoch and index alone.
+
+torch's fetcher, in the main process or in a worker, asks its dataset for one batch through
+`__getitems__`. What it holds here is a `Source` around the user's dataset. Two kinds of
+randomness are served:
+
+- a dataset whose `__getitem__` takes a keyword `generator` is handed a `torch.Generator` of its
+  own for each sample. This is the clean way, and free of the process-wide generators. torch's
+  wrappers (`Subset`, `ConcatDataset`, `StackDataset`) are looked into, and hand it on.
+- everything else may draw from the process-wide generators of torch, numpy or `random`, as most
+  transforms do. They are seeded anew before each sample, which takes some microseconds, unless the dataset is one
+  of those known to draw nothing. A collate function of the user's is seeded once per batch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from lockstep.data.order import Fetch
+from lockstep.data.seeding import derive_seed, make_generator, seed_global_rngs
+
+__all__ = ["Source", "TensorSource", "WorkerInit", "identity", "is_deterministic", "make_source", "takes_generator"]
+
+# Indexing these runs no code of the user's, so nothing can be drawn.
+_DETERMINISTIC_TYPES = (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
+
+
+def _parts(dataset: Any) -> Sequence[Any]:
+    """The datasets inside one of torch's wrappers; empty for any other dataset.
+
+    A subclass that picks samples in a way of its own is not looked into.
+    """
+    for wrapper in (Subset, ConcatDataset, StackDataset):
+        if isinstance(dataset, wrapper) and type(dataset).__getitem__ is wrapper.__getitem__:
+            if isinstance(dataset, Subset):
+                return [dataset.dataset]
+            return list(dataset.datasets.values()) if isinstance(dataset.datasets, dict) else dataset.datasets
+    return ()
+
+
+def is_deterministic(dataset: Any) -> bool:
+    """Whether indexing is known to draw no random numbers; False when in doubt."""
+    parts = _parts(dataset)
+    return all(map(is_deterministic, parts)) if parts else type(dataset) in _DETERMINISTIC_TYPES
+
+
+@lru_cache(maxsize=256)
+def _getitem_takes_generator(getitem: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(getitem).parameters.get("generator")
+    except (TypeError, ValueError):  # written in C, without a readable signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def takes_generator(dataset: Any) -> bool:
+    """Whether `dataset[index]` wants a `generator`; looks into torch's wrappers."""
+    parts = _parts(dataset)
+    return any(map(takes_generator, parts)) if parts else _getitem_takes_generator(type(dataset).__getitem__)
+
+
+def _fetches_batches(dataset: Any) -> bool:
+    """Whether `__getitems__` is the user's own; those of torch's wrappers hand on what they wrap."""
+    if getattr(type(dataset), "__getitems__", None) in (Subset.__getitems__, StackDataset.__getitems__):
+        return any(map(_fetches_batches, _parts(dataset)))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
+    """`dataset[index]`, handing `generator` to whichever dataset inside takes one."""
+    if not _parts(dataset):
+        if _getitem_takes_generator(type(dataset).__getitem__):
+            return dataset.__getitem__(index, generator=generator)
+        return dataset[index]
+    if isinstance(dataset, Subset):
+        return _read(dataset.dataset, dataset.indices[index], generator)
+    if isinstance(dataset, ConcatDataset):
+        place = index + len(dataset) if index < 0 else index
+        part = bisect.bisect_right(dataset.cumulative_sizes, place)
+        offset = dataset.cumulative_sizes[part - 1] if part else 0
+        return _read(dataset.datasets[part], place - offset, generator)
+    if isinstance(dataset.datasets, dict):
+        return {name: _read(inner, index, generator) for name, inner in dataset.datasets.items()}
+    return tuple(_read(inner, index, generator) for inner in dataset.datasets)
+
+
+class Source:
+    """A dataset that fetches one batch of one rank, seeded.
+
+    Args:
+        dataset: the user's.
+        seed_samples: seed the process-wide generators before each sample. A dataset with a
+            `__getitems__` of its own (and no `generator`) fetches its batch in one go and is
+            seeded once, from the first index.
+        seed_collate: seed them before the batch is collated, from the first index.
+    """
+
+    def __init__(self, dataset: Any, *, seed_samples: bool, seed_collate: bool) -> None:
+        self.dataset = dataset
+        self.seed_samples = seed_samples
+        self.seed_collate = seed_collate
+        self._takes_generator = takes_generator(dataset)
+        self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
+
+    @property
+    def seeds_global_rngs(self) -> bool:
+        """Whether fetching changes the process-wide generators."""
+        return self.seed_samples or self.seed_collate
+
+    def __getitems__(self, fetch: Fetch) -> list[Any]:
+        samples = self._samples(fetch)
+        if self.seed_collate:
+            seed_global_rngs(derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.indices[0]))
+        return samples
+
+    def _samples(self, fetch: Fetch) -> list[Any]:
+        dataset, (seed, epoch, indices) = self.dataset, fetch
+        if self._fetches_batches:
+            self._seed(seed, epoch, indices[0])
+            fetched: list[Any] = dataset.__getitems__(indices)
+            return fetched
+        if not self._takes_generator and not self.seed_samples:
+            return [dataset[index] for index in indices]
+        samples = []
+        for index in indices:
+            self._seed(seed, epoch, index)
+            if self._takes_generator:
+                samples.append(_read(dataset, index, make_generator(b"sample", seed, epoch, index)))
+            else:
+                samples.append(dataset[index])
+        return samples
+
+    def _seed(self, seed: int, epoch: int, index: int) -> None:
+        if self.seed_samples:
+            # Not the stream of the sample's own generator: a dataset may draw from both.
+            seed_global_rngs(derive_seed(b"global", seed, epoch, index))
+
+
+class TensorSource:
+    """A `TensorDataset` under the default collate: whole batches by one gather per tensor.
+
+    The same values as picking rows one by one and stacking them, without the Python object per
+    row. Goes with `identity` for a collate function.
+    """
+
+    seeds_global_rngs = False
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, fetch: Fetch) -> list[torch.Tensor]:
+        rows = torch.tensor(fetch.indices)
+        # A gather also for consecutive rows: a slice would alias the dataset, and a script that
+        # normalises its batch in place would change the data.
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.dataset.tensors]
+
+    @staticmethod
+    def fits(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> bool:
+        """Whether the two ways give the same batch."""
+        return (
+            type(dataset) is TensorDataset
+            and collate_fn is default_collate
+            and all(
+                type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+                for tensor in dataset.tensors
+            )
+        )
+
+
+def identity(batch: Any) -> Any:
+    """The collate function of a source whose batches are collated already."""
+    return batch
+
+
+def make_source(dataset: Any, collate_fn: Callable[[list[Any]], Any], seed_global_rng: bool) -> Source | TensorSource:
+    """The source for a dataset: the gather where it fits, else one sample after the other."""
+    if TensorSource.fits(dataset, collate_fn):
+        return TensorSource(dataset)
+    return Source(
+        dataset,
+        seed_samples=seed_global_rng and not is_deterministic(dataset),
+        seed_collate=seed_global_rng and collate_fn is not default_collate,
+    )
+
+
+class WorkerInit:
+    """Runs first in a worker: shows the user's dataset, then calls the user's `worker_init_fn`.
+
+    `torch.utils.data.get_worker_info().dataset` is how a `worker_init_fn` reaches the worker's copy
+    of the dataset. torch puts there what its fetcher holds, which is a source.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None, "called outside a worker"
+        source: Any = info.dataset
+        object.__setattr__(info, "dataset", source.dataset)  # the info is frozen
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)

@@ -1,0 +1,38 @@
+"""Metrics that count every sample once, on any number of ranks.
+
+A metric is a few float64 sums that add up over batches and over ranks, and a function from the
+sums to a value. `update` adds a batch on this rank and never waits for a device; `synchronize`
+adds up all metrics of all ranks in one collective::
+
+    loss, accuracy = Mean(), Accuracy()
+    for images, labels in lockstep.DataLoader(test_set, batch_size=256, evaluation=True):
+        logits = model(images)
+        loss.update(cross_entropy(logits, labels))
+        accuracy.update(logits, labels)
+    results = synchronize({"loss": loss, "accuracy": accuracy})
+
+Inside a `lockstep.DataLoader` the metrics know what the rank holds of the batch
+(`lockstep.batch`): a scalar that is a mean over the rank's samples counts as many times as there
+are samples, and a filler batch, which repeats a sample that another rank holds, counts nothing.
+
+Counts are exact below 2**53. Sums of values are float64 sums; their last bits depend on how the
+samples were grouped into batches and ranks, and repeat from run to run on a group that adds in a
+fixed order, as Lockstep's does.
+
+A metric of your own is a subclass that says how many sums it keeps::
+
+    class Recall(Metric):
+        num_sums = 2
+
+        def update(self, found, relevant):             # bool [N] each
+            self.accumulate((found & relevant).sum(), relevant.sum())
+
+        def from_sums(self, sums):
+            return sums[0] / sums[1] if sums[1] else math.nan
+"""
+
+from lockstep.metrics.kinds import Accuracy, Mean, Sum
+from lockstep.metrics.metric import Metric
+from lockstep.metrics.reduction import synchronize
+
+__all__ = ["Accuracy", "Mean", "Metric", "Sum", "synchronize"]

@@ -1,0 +1,108 @@
+"""The values of metrics over all ranks, by one collective."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import cast, overload
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import CollectiveMismatch, InputTypeError
+from lockstep.metrics.metric import Metric
+from lockstep.world import current_world
+
+__all__ = ["synchronize"]
+
+
+@overload
+def synchronize(
+    metrics: Mapping[str, Metric], /, *, process_group: dist.ProcessGroup | None = None
+) -> dict[str, float]: ...
+@overload
+def synchronize(*metrics: Metric, process_group: dist.ProcessGroup | None = None) -> tuple[float, ...]: ...
+def synchronize(
+    *metrics: Metric | Mapping[str, Metric], process_group: dist.ProcessGroup | None = None
+) -> dict[str, float] | tuple[float, ...]:
+    """The values of metrics over all ranks, by one all_reduce for all of them.
+
+    Collective: every rank calls it with the same metrics, also ranks that saw no batch. The
+    metrics keep this rank's sums, so more batches may follow. With one process, or no process
+    group, the values are those of this rank.
+
+    Args:
+        *metrics: metrics, or one mapping from names to metrics (in any order of names).
+        process_group: default: that of the open world, else `torch.distributed`'s default one.
+
+    Returns:
+        The values, a mapping for a mapping and a tuple otherwise. Metrics that no rank has
+        updated are nan (`Sum`: 0.0).
+
+    Raises:
+        CollectiveMismatch: ranks passed different metrics.
+        CollectiveError: a rank was lost, or did not call it.
+
+        >>> from lockstep.metrics import Mean
+        >>> mean = Mean()
+        >>> mean.update(1.5)
+        >>> synchronize({"loss": mean})
+        {'loss': 1.5}
+    """
+    if len(metrics) == 1 and isinstance(metrics[0], Mapping):
+        mapping = metrics[0]
+        values = _synchronize([mapping[name] for name in sorted(mapping)], sorted(mapping), process_group)
+        by_name = dict(zip(sorted(mapping), values, strict=True))
+        return {name: by_name[name] for name in mapping}
+    listed = [metric for metric in metrics if isinstance(metric, Metric)]
+    if len(listed) != len(metrics):
+        given = ", ".join(type(metric).__name__ for metric in metrics)
+        raise InputTypeError(f"synchronize: expected metrics, or one mapping from names to metrics; got {given}")
+    return tuple(_synchronize(listed, [str(place) for place in range(len(listed))], process_group))
+
+
+def _synchronize(metrics: list[Metric], names: list[str], process_group: dist.ProcessGroup | None) -> list[float]:
+    """Values over all ranks, in the order of `metrics`."""
+    group = process_group or _open_group()
+    world_size = 1 if group is None else dist.get_world_size(group)
+    if not metrics or world_size == 1:
+        return [metric.compute() for metric in metrics]
+    layout = ", ".join(f"{name}: {metric.label()}" for name, metric in zip(names, metrics, strict=True))
+    fingerprint = float(int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=2).digest(), "little"))
+    device = _device_of(group)
+    parts = [torch.tensor([fingerprint, fingerprint**2], dtype=torch.float64, device=device)]
+    parts += [metric.state().to(device) for metric in metrics]
+    reduced = torch.cat(parts)
+    dist.all_reduce(reduced, group=group)
+    fingerprint_sum, square_sum, *sums = reduced.tolist()
+    # Equal on all ranks if and only if their variance is zero. Exact: 16 bits, squared, summed.
+    if fingerprint_sum**2 != world_size * square_sum:
+        raise CollectiveMismatch(
+            f"synchronize: ranks passed different metrics. This rank ({dist.get_rank(group)} of {world_size}) passed "
+            f"{layout}. Pass the same metrics under the same names on every rank, also where a rank saw no batch"
+        )
+    values = []
+    for metric in metrics:
+        values.append(metric.from_sums(sums[: metric.num_sums]))
+        del sums[: metric.num_sums]
+    return values
+
+
+def _open_group() -> dist.ProcessGroup | None:
+    """The group of the open world, else torch's default one, else None."""
+    world = current_world()
+    if world is not None:
+        return world.process_group
+    if dist.is_available() and dist.is_initialized():
+        return cast("dist.ProcessGroup", dist.group.WORLD)
+    return None
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """A device whose tensors the group reduces: the CPU if it can, else its accelerator.
+
+    All ranks must choose alike, so the group decides and not where a rank's sums happen to be.
+    """
+    backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    device_types = [entry.partition(":")[0] for entry in backends.split(",")]
+    return torch.device("cpu" if "cpu" in device_types else device_types[0])

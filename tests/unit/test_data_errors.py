@@ -1,0 +1,77 @@
+"""What the loader refuses, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from lockstep.data import DataLoader
+from lockstep.errors import DataError
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Lengthless(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dataset": []}, "list is empty"),
+        ({"dataset": Endless()}, "Endless is iterable-style.*__getitem__"),
+        ({"dataset": iter([1])}, "iterable-style"),
+        ({"dataset": Lengthless()}, "Lengthless has no length.*__len__"),
+        ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
+        ({"batch_size": -3}, "batch_size is -3"),
+        ({"batch_size": 32.0}, "batch_size is 32.0, a float; expected an integer: pass batch_size=32"),
+        ({"batch_size": 2.5}, r"batch_size is 2.5 \(float\)"),
+        ({"batch_size": None}, "batch_size is None"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"batch_size": "8"}, "batch_size is '8'"),
+        ({"batch_size": 11, "drop_last": True}, "leaves no batch: 10 samples make no full batch of 11"),
+        ({"num_workers": -1}, "num_workers is -1; expected at least 0"),
+        ({"num_workers": 1.0}, "pass num_workers=1"),
+        ({"timeout": -1, "num_workers": 1}, "timeout is -1"),
+        ({"timeout": 5}, "timeout needs worker processes"),
+        ({"prefetch_factor": 2}, "prefetch_factor needs worker processes"),
+        ({"prefetch_factor": 0, "num_workers": 1}, "prefetch_factor is 0"),
+        ({"persistent_workers": True}, "persistent_workers needs worker processes"),
+        ({"multiprocessing_context": "fork"}, "multiprocessing_context needs worker processes"),
+        ({"rank": 2, "world_size": 2}, "rank is 2, but world_size is 2: expected 0 … 1"),
+        ({"rank": -1, "world_size": 2}, "rank is -1"),
+        ({"rank": 0}, "rank was given without world_size"),
+        ({"world_size": 2}, "world_size was given without rank"),
+        ({"world_size": 0, "rank": 0}, "world_size is 0"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"sampler": [0], "shuffle": True}, "shuffle=True together with sampler list"),
+        ({"sampler": iter([0])}, "must be iterable and have a length"),
+        ({"sampler": []}, "sampler list is empty"),
+        (
+            {"sampler": torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)},
+            "DistributedSampler gives each rank its own part already",
+        ),
+        ({"batch_sampler": [[0, 1]]}, "batch_sampler is not supported"),
+        ({"generator": torch.Generator()}, r"generator is not supported.*seed=generator.initial_seed\(\)"),
+        ({"in_order": False}, "in_order=False is not supported"),
+    ],
+)
+def test_impossible_arguments_are_refused(options, expected):
+    with pytest.raises(DataError, match=expected):
+        DataLoader(**{"dataset": range(10), **options})
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, None])
+def test_set_epoch_wants_a_number(epoch):
+    with pytest.raises(DataError, match="epoch is"):
+        DataLoader(range(3)).set_epoch(epoch)
+
+
+def test_batch_sampler_is_the_loaders_own():
+    with pytest.raises(DataError, match="iterate the loader itself"):
+        list(DataLoader(range(3)).batch_sampler)
