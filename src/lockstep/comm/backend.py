@@ -1,7 +1,8 @@
 """The process group "lockstep" of torch.distributed.
 
-`import lockstep` registers the name (`registration.py`); torch then asks `create` for a group. Everything of `torch.distributed` then works on it: the functions of
-`dist`, `new_group`, torch's own DDP, FSDP2 and DTensor.
+`import lockstep` registers the name (`registration.py`); torch then asks `create` for a group.
+Everything of `torch.distributed` works on it: the functions of `dist`, `new_group`, torch's own DDP,
+FSDP2 and DTensor.
 
 torch hands each verb to a method of this class, under its own, older names (`allreduce`,
 `_allgather_base`); each only sorts its arguments and calls the op table in `engine.py`. Should

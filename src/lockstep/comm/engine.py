@@ -11,9 +11,9 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 
 from lockstep.comm import clock
 from lockstep.comm.flight import Flight, call_site, describe_tensor, fingerprint
@@ -151,9 +151,7 @@ class Engine:
             timeout_s,
         )
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: ReduceOp, is_async: bool, timeout_s: float | None
-    ) -> Work:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce each of `tensors` in place over all ranks. Collective."""
         kernels = [find_kernel(op, check_tensor(tensor, "all_reduce").dtype) for tensor in tensors]
         if len(tensors) == 1:
@@ -181,7 +179,7 @@ class Engine:
         algorithms.all_reduce(self.team, item.flat, kernel, limit_s)
         item.write_back()
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int, is_async: bool, timeout_s: float | None) -> Work:
+    def reduce(self, tensor: torch.Tensor, op: Any, root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce into the root's `tensor`. Collective."""
         kernel = find_kernel(op, check_tensor(tensor, "reduce").dtype)
 
@@ -236,7 +234,8 @@ class Engine:
             if row[self.team.rank].numel() != tensor.numel():
                 raise InputError(
                     f"all_gather: the output for this rank ({self.team.rank}) is "
-                    f"{describe_tensor(row[self.team.rank])}, its input is {describe_tensor(tensor)}; they must hold the same number of elements"
+                    f"{describe_tensor(row[self.team.rank])}, its input is {describe_tensor(tensor)}; they must hold the same "
+                    "number of elements"
                 )
 
         def body(limit_s: float) -> None:
@@ -318,7 +317,7 @@ class Engine:
         self,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[Sequence[torch.Tensor]],
-        op: ReduceOp,
+        op: Any,
         is_async: bool,
         timeout_s: float | None,
     ) -> Work:
@@ -429,6 +428,23 @@ class Engine:
         self._region_starts.insert(index, own.data_ptr())
         self._regions.insert(index, (own.data_ptr() + region.part_bytes, region))
         return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
+        """One collective of two steps with work in between, for protocols over a region of their own. Collective.
+
+        Args:
+            key: decides the fingerprint.
+            describe: the text behind the fingerprint.
+            between: called when all ranks have come; all have done with it when this returns.
+        """
+
+        def body(limit_s: float) -> None:
+            self.team.begin_transfer()
+            self.team.step(limit_s)
+            between()
+            self.team.step(limit_s)
+
+        self._submit(key, describe, body, [], False, None)
 
     def _find_region(self, tensor: torch.Tensor) -> tuple[Region, int] | None:
         if not self._region_starts or not tensor.is_contiguous():

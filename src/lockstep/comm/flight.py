@@ -246,8 +246,8 @@ class Flight:
             places.append(f"{self.name(rank)} {where}")
         return CollectiveTimeout(
             f"{self.name(self._rank)} waited {trouble.waited_s:.1f} s in collective #{self.number} of "
-            f"{self._group_name}, {self._own_call()}. Missing: {'; '.join(places)}. It may be stopped, stuck or far behind: look at its "
-            "stack (py-spy dump --pid …), or give a longer timeout if it had work to do",
+            f"{self._group_name}, {self._own_call()}. Missing: {'; '.join(places)}. It may be stopped, stuck "
+            "or far behind: look at its stack (py-spy dump --pid …), or give a longer timeout if it had work to do",
             self._globals(trouble.ranks),
         )
 

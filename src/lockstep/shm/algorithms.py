@@ -27,6 +27,7 @@ __all__ = [
     "reduce_in_place",
     "reduce_scatter",
     "scatter",
+    "share_bounds",
 ]
 
 # Up to this size more than two ranks reduce everything redundantly: one step instead of two.
@@ -40,7 +41,7 @@ def _chunks(numel: int, chunk: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk, numel)) for start in range(0, numel, chunk)] or [(0, 0)]
 
 
-def _shares(numel: int, world_size: int) -> list[int]:
+def share_bounds(numel: int, world_size: int) -> list[int]:
     """Bounds that share `numel` elements among ranks at whole cache lines; world_size + 1 numbers."""
     return [min(numel, numel * rank // world_size // _ALIGNMENT * _ALIGNMENT) for rank in range(world_size)] + [numel]
 
@@ -84,7 +85,7 @@ def _all_reduce_shared(team: Team, tensor: torch.Tensor, kernel: Kernel, num_byt
     chunk = team.slot_bytes(num_bytes) // tensor.element_size()
     for start, stop in _chunks(tensor.numel(), chunk):
         part = tensor[start:stop]
-        bounds = _shares(stop - start, world_size)
+        bounds = share_bounds(stop - start, world_size)
         views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
         low, high = bounds[rank], bounds[rank + 1]
         mine = views[rank]
@@ -112,7 +113,7 @@ def all_reduce_symmetric(
         tensor.mul_(kernel.factor)
     team.begin_transfer()
     team.step(timeout_s)
-    bounds = _shares(tensor.numel(), team.world_size)
+    bounds = share_bounds(tensor.numel(), team.world_size)
     reduce_in_place(parts, team.rank, bounds[team.rank], bounds[team.rank + 1], kernel)
     team.step(timeout_s)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -91,18 +92,23 @@ class Kernel:
 _cache: dict[tuple[object, torch.dtype], Kernel] = {}
 
 
-def op_name(op: ReduceOp) -> str:
-    """The name of a reduce operation: SUM, AVG, …"""
-    return str(op.op.name if isinstance(op, ReduceOp) else op.name)
+def _kind(op: Any) -> Any:
+    # `ReduceOp.SUM` is a plain enum member; options carry it wrapped in a ReduceOp. isinstance says yes to both.
+    return op.op if type(op) is ReduceOp else op
 
 
-def find_kernel(op: ReduceOp, dtype: torch.dtype) -> Kernel:
+def op_name(op: Any) -> str:
+    """The name of a reduce operation (a `ReduceOp` or one of its members): SUM, AVG, …"""
+    return str(_kind(op).name)
+
+
+def find_kernel(op: Any, dtype: torch.dtype) -> Kernel:
     """The kernel for a reduce operation on a dtype.
 
     Raises:
         InputTypeError: the operation makes no sense for the dtype; names those that do.
     """
-    kind = op.op if isinstance(op, ReduceOp) else op
+    kind = _kind(op)
     kernel = _cache.get((kind, dtype))
     if kernel is not None:
         return kernel

@@ -1,0 +1,98 @@
+"""Which parameter's gradient lies where: pure planning, no communication.
+
+Gradients arrive in about the reverse of the order in which parameters were registered, so
+buckets are filled in that order: the first bucket is complete first and can be reduced while the rest
+of the backward pass runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import InputError
+
+__all__ = ["BucketPlan", "Placement", "plan_buckets"]
+
+# Gradients start at whole cache lines, so that no two ranks ever write one line.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter's place in its bucket.
+
+    Attributes:
+        index: of the parameter in the list that was planned for.
+        offset: first element in the bucket.
+        numel: number of elements.
+    """
+
+    index: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket.
+
+    Attributes:
+        placements: its parameters in the order in which their gradients are expected.
+        numel: elements of the whole bucket, padding included.
+        dtype: of all its gradients.
+        device: of all its gradients.
+    """
+
+    placements: tuple[Placement, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the bucket in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+def plan_buckets(parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_bytes: int) -> list[BucketPlan]:
+    """Share out parameters to buckets.
+
+    Args:
+        parameters: in order of registration.
+        cap_bytes: a bucket is closed when it holds at least this much; one larger gradient has a bucket alone.
+        first_cap_bytes: the same for the first bucket of each dtype, smaller so that the first reduction starts early.
+
+    Returns:
+        Buckets in the order in which they are expected to be complete.
+
+    >>> plans = plan_buckets([torch.empty(4), torch.empty(100)], cap_bytes=1 << 20, first_cap_bytes=256)
+    >>> [[placement.index for placement in plan.placements] for plan in plans]
+    [[1], [0]]
+    """
+    if cap_bytes < 1 or first_cap_bytes < 1:
+        raise InputError(f"bucket sizes must be at least one byte, got {cap_bytes} and {first_cap_bytes}")
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Placement]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    closed: list[BucketPlan] = []
+    seen: set[tuple[torch.dtype, torch.device]] = set()
+
+    def close(key: tuple[torch.dtype, torch.device]) -> None:
+        closed.append(BucketPlan(tuple(open_buckets.pop(key)), sizes.pop(key), *key))
+        seen.add(key)
+
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        key = (parameter.dtype, parameter.device)
+        alignment = max(1, _ALIGNMENT_BYTES // parameter.dtype.itemsize)
+        offset = sizes.get(key, 0)
+        open_buckets.setdefault(key, []).append(Placement(index, offset, parameter.numel()))
+        sizes[key] = -(-(offset + parameter.numel()) // alignment) * alignment
+        cap = cap_bytes if key in seen else first_cap_bytes
+        if sizes[key] * parameter.dtype.itemsize >= cap:
+            close(key)
+    for key in list(open_buckets):
+        close(key)
+    return closed

@@ -1,0 +1,246 @@
+"""From gradients in `.grad` to their mean over ranks in `.grad`, once for each backward pass.
+
+[Note: when gradients move] Autograd gives a parameter whose `.grad` is None the gradient tensor it
+has just computed, without a copy. The reducer copies it into the parameter's place in a bucket
+while it is in cache, makes that place the new `.grad`, and frees the original. Accumulating into a
+zeroed bucket instead would read and write every line once more.
+
+[Note: sentinels] A Python hook for each parameter costs more than the reduction of a thin layer.
+So only one parameter of each bucket has one, its sentinel: the one whose gradient came last. When
+it fires and all gradients of the bucket are there, the bucket goes out. If one is missing, the
+bucket waits for the end of the backward pass, and the missing parameter becomes the sentinel. This
+needs every `.grad` to have been None when the forward pass began: then a gradient that is there
+belongs to this backward pass. Otherwise (gradients accumulated under `no_sync`, or not
+set to None) everything goes out at the end. `rearm` looks, once per forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.errors import ModelError
+from lockstep.parallel.buckets import BucketPlan
+from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.transports import Transport
+
+__all__ = ["CommHook", "Reducer"]
+
+CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
+
+
+class _Phase(Enum):
+    """Where the reducer stands between two forward passes."""
+
+    IDLE = "idle"  # nothing to do: gradients may accumulate
+    ARMED = "armed"  # a backward pass will reduce; buckets may go out early
+    DEFERRED = "deferred"  # a backward pass will reduce; all buckets go out at its end
+
+
+class Reducer:
+    """Averages the gradients of a fixed list of parameters.
+
+    Args:
+        parameters: those that require gradients.
+        names: of the parameters, for errors.
+        plans: the buckets.
+        transport: moves and averages the buckets.
+        may_go_early: whether buckets may go out before the backward pass ends.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        plans: Sequence[BucketPlan],
+        transport: Transport,
+        may_go_early: bool,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._plans = plans
+        self._transport = transport
+        self._may_go_early = may_go_early
+        self._members = [[placement.index for placement in plan.placements] for plan in plans]
+        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
+        for bucket, plan in enumerate(plans):
+            for placement in plan.placements:
+                like = self._parameters[placement.index]
+                self._views[placement.index] = transport.view(bucket, placement.offset, like)
+        self._phase = _Phase.IDLE
+        self._out: set[int] = set()
+        self._versions: dict[int, int] = {}
+        self._hook: tuple[Any, CommHook] | None = None
+        self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
+        self._handles: list[RemovableHandle | None] = [None] * len(plans)
+        # The last bucket goes out at the end anyway: it needs no sentinel.
+        for bucket in range(len(plans) - 1):
+            if may_go_early:
+                self._set_sentinel(bucket, self._members[bucket][-1])
+
+    # ---- during the backward pass --------------------------------------------------------------
+
+    def _set_sentinel(self, bucket: int, index: int) -> None:
+        handle = self._handles[bucket]
+        if handle is not None:
+            handle.remove()
+        # The hook lives as long as the parameter, which may outlive the engine.
+        reference = weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            reducer = reference()
+            if reducer is not None and reducer._phase is _Phase.ARMED:
+                reducer._try_bucket(bucket)
+
+        self._handles[bucket] = self._parameters[index].register_post_accumulate_grad_hook(on_gradient)
+
+    def _try_bucket(self, bucket: int) -> None:
+        """Send a bucket out if all its gradients are there."""
+        if bucket in self._out:
+            return
+        for index in self._members[bucket]:
+            if self._parameters[index].grad is None:
+                self._set_sentinel(bucket, index)
+                return
+        self._send(bucket)
+        if self._hook is None:
+            self._transport.progress()
+
+    def _send(self, bucket: int) -> None:
+        """Copy the gradients of a bucket to their places and publish it."""
+        copied: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        for index in self._members[bucket]:
+            parameter, view = self._parameters[index], self._views[index]
+            grad = parameter.grad
+            if grad is view:
+                continue
+            if grad is None:
+                view.zero_()
+                continue
+            if grad.layout is not torch.strided:
+                raise ModelError(
+                    f"parameter {self._names[index]} has a sparse gradient, which DistributedDataParallel does not "
+                    "average; build its embedding with sparse=False"
+                )
+            copied.append(grad.detach() if grad.requires_grad else grad)
+            places.append(view)
+            parameter.grad = view
+        if copied:
+            with torch.no_grad():
+                torch._foreach_copy_(places, copied)
+        self._out.add(bucket)
+        if self._hook is not None:
+            self._run_hook(bucket)
+            return
+        if self._phase is _Phase.ARMED:
+            for index in self._members[bucket]:
+                self._versions[index] = self._views[index]._version
+        self._transport.publish(bucket)
+
+    # ---- around the backward pass ----------------------------------------------------------------
+
+    def rearm(self) -> None:
+        """A forward pass begins whose backward pass will reduce. Local."""
+        fresh = self._may_go_early and self._hook is None
+        if fresh:
+            fresh = all(parameter.grad is None for parameter in self._parameters)
+        self._phase = _Phase.ARMED if fresh else _Phase.DEFERRED
+
+    def disarm(self) -> None:
+        """A forward pass begins whose backward pass will not reduce. Local."""
+        self._phase = _Phase.IDLE
+
+    def missing(self) -> list[int]:
+        """Parameters that have no gradient now."""
+        return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+
+    def finish(self, keep_none: Sequence[int] = ()) -> None:
+        """The backward pass is over: average everything. Collective.
+
+        Args:
+            keep_none: parameters that no rank used; their `.grad` is left as it is.
+
+        Raises:
+            ModelError: a gradient changed after its bucket had gone out.
+        """
+        self._check_versions()
+        self._phase = _Phase.DEFERRED
+        for bucket in range(len(self._plans)):
+            if bucket not in self._out:
+                self._send(bucket)
+        if self._hook is None:
+            self._transport.finish()
+        else:
+            self._finish_hooks()
+        for index in range(len(self._parameters)):
+            if self._parameters[index].grad is None and index not in keep_none:
+                self._parameters[index].grad = self._views[index]
+        self._out.clear()
+        self._phase = _Phase.DEFERRED
+
+    def finish_with_zeros(self) -> None:
+        """Take part in the averaging of a step with zeros and keep the own gradients. Collective."""
+        with torch.no_grad():
+            for bucket in range(len(self._plans)):
+                if bucket not in self._out:
+                    self._transport.buffer(bucket).zero_()
+        own = [parameter.grad for parameter in self._parameters]
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+        self.finish()
+        for parameter, grad in zip(self._parameters, own, strict=True):
+            parameter.grad = grad
+
+    def _check_versions(self) -> None:
+        for index, version in self._versions.items():
+            if self._views[index]._version != version:
+                raise ModelError(
+                    f"parameter {self._names[index]} received a second gradient in one backward pass, after its bucket "
+                    "had been averaged. This happens with re-entrant checkpointing and with a second backward pass "
+                    "over shared layers: pass static_graph=True, which averages at the end of the pass, or use no_sync()"
+                )
+        self._versions.clear()
+
+    # ---- communication hooks ---------------------------------------------------------------------
+
+    def register_hook(self, state: Any, hook: CommHook) -> None:
+        """Have `hook(state, bucket)` reduce the buckets instead. Local, the same on all ranks."""
+        if self._hook is not None:
+            raise ModelError("a communication hook is registered already; there can be only one")
+        self._hook = (state, hook)
+
+    def _run_hook(self, bucket: int) -> None:
+        assert self._hook is not None
+        state, hook = self._hook
+        members = self._members[bucket]
+        grad_bucket = GradBucket(
+            bucket,
+            self._transport.buffer(bucket),
+            [self._views[index] for index in members],
+            [self._parameters[index] for index in members],
+            bucket == len(self._plans) - 1,
+        )
+        future = hook(state, grad_bucket)
+        if not isinstance(future, torch.futures.Future):
+            raise ModelError(
+                f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
+                "the reduced flat tensor"
+            )
+        self._hook_futures.append((bucket, future))
+
+    def _finish_hooks(self) -> None:
+        for bucket, future in self._hook_futures:
+            result = future.wait()
+            if isinstance(result, (list, tuple)):
+                (result,) = result
+            buffer = self._transport.buffer(bucket)
+            if result.data_ptr() != buffer.data_ptr():
+                with torch.no_grad():
+                    buffer.copy_(result.view(-1))
+        self._hook_futures.clear()
