@@ -34,7 +34,8 @@ def describe() -> dict[str, object]:
     return {
         "cwd": os.getcwd(),
         "variable": os.environ.get("LOCKSTEP_TESTING_EXAMPLE"),
-        "threads": torch.get_num_threads(),
+        "torch_threads": torch.get_num_threads(),
+        "threads": len(os.listdir("/proc/self/task")),
         "random": torch.rand(()).item(),
         "initialized": dist.is_initialized(),
         "launcher": [v.get() for v in (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE)],
@@ -166,7 +167,7 @@ def test_ranks_see_the_callers_surroundings(monkeypatch: pytest.MonkeyPatch, tmp
     (seen,) = run_ranks(describe, 1, backend="gloo")
     assert seen["cwd"] == str(tmp_path)
     assert seen["variable"] == "here"
-    assert seen["threads"] == 1
+    assert seen["torch_threads"] == 1
     assert seen["initialized"] is True
     assert seen["launcher"] == [None] * 4
     monkeypatch.undo()
@@ -179,6 +180,8 @@ def test_without_init_the_launchers_variables_are_set() -> None:
     seen = run_ranks(describe, 2, init=False)
     assert [one["launcher"] for one in seen] == [[0, 2, 0, 2], [1, 2, 1, 2]]
     assert not any(one["initialized"] for one in seen)
+    # A thread of the nursery would not survive the fork, and its locks would stay locked.
+    assert [one["threads"] for one in seen] == [1, 1], "something that is imported starts a thread"
     (folder,) = {str(one["rendezvous"]) for one in seen}
     assert not os.path.exists(folder), "the folder outlives its call"
     (again, _) = run_ranks(describe, 2, init=False)

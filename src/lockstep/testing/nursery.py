@@ -22,7 +22,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import io
 import os
 import select
@@ -64,8 +63,7 @@ def main(control_descriptor: int) -> None:
     """
     caller = os.getppid()
     for name in _PRELOADED:
-        if _is_there(name):
-            importlib.import_module(name)
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # A collection in a worker then leaves the shared pages alone.
     control = Connection(control_descriptor)
@@ -80,13 +78,6 @@ def main(control_descriptor: int) -> None:
         if os.getpid() == nursery.pid:
             nursery.kill_all()
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 class _Nursery:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import os
 import pickle
 import random
@@ -158,9 +157,6 @@ def _run(job: Job) -> Any:
 def _init_process_group(job: Job) -> None:
     import torch.distributed as dist
 
-    if job.backend == "lockstep":
-        import lockstep.comm.backend  # noqa: F401  registers it
-
     store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
         job.backend,
@@ -176,12 +172,11 @@ def _clean_up(_: Job) -> None:
     import torch
     import torch.distributed as dist
 
-    if importlib.util.find_spec("lockstep.world") is not None:
-        from lockstep import world
+    from lockstep.world import current_world
 
-        left_open = world.current_world()
-        if left_open is not None:
-            left_open.shutdown()
+    left_open = current_world()
+    if left_open is not None:
+        left_open.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
     batch.clear()

@@ -174,8 +174,6 @@ def _run_on_rank(backend: str, names: list[str], folder: str, register: str | No
     """On every rank: run the cases, writing a line to this rank's journal after each."""
     if register is not None:
         importlib.import_module(register)
-    elif backend == "lockstep":
-        importlib.import_module("lockstep.comm.backend")
     by_name = {one.name: one for one in CASES}
     rank, world_size = env.RANK.get(), env.WORLD_SIZE.get()
     assert rank is not None
