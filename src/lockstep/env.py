@@ -103,6 +103,17 @@ TORCHELASTIC_RESTART_COUNT = Variable(
 TORCHELASTIC_MAX_RESTARTS = Variable(
     "TORCHELASTIC_MAX_RESTARTS", int, "How often the job may restart; set by torchrun and by `lockstep run`."
 )
+TORCHELASTIC_USE_AGENT_STORE = Variable(
+    "TORCHELASTIC_USE_AGENT_STORE", str, "True where torchrun's agent hosts the store; `lockstep run` sets False."
+)
+TORCHELASTIC_ERROR_FILE = Variable(
+    "TORCHELASTIC_ERROR_FILE", str, "Where torch.distributed.elastic's `@record` writes an exception as JSON."
+)
+GROUP_WORLD_SIZE = Variable("GROUP_WORLD_SIZE", int, "Number of hosts, in torchrun's words.")
+ROLE_RANK = Variable("ROLE_RANK", int, "Rank within its role; there is one role, so the rank.")
+ROLE_WORLD_SIZE = Variable("ROLE_WORLD_SIZE", int, "Number of ranks of the role; there is one role, so all.")
+ROLE_NAME = Variable("ROLE_NAME", str, "Name of the role; torchrun's own default is `default`.")
+CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", str, "The GPUs a process may use; empty for none.")
 PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 
@@ -113,6 +124,12 @@ LOCKSTEP_RENDEZVOUS = Variable(
     "Private folder (mode 0700) of one attempt of one job on one host, made by the launcher and removed by it.",
 )
 LOCKSTEP_PARENT_PID = Variable("LOCKSTEP_PARENT_PID", int, "Pid of the launcher; a rank whose parent differs exits.")
+LOCKSTEP_JOB = Variable(
+    "LOCKSTEP_JOB",
+    str,
+    "Id of the job, after those of the jobs it is nested in, joined by ':'. Every process of a job carries it, "
+    "which is how the launcher finds those that left the session of their rank.",
+)
 LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's logger: DEBUG, INFO, WARNING (default).")
 LOCKSTEP_SHM_DIR = Variable("LOCKSTEP_SHM_DIR", str, "Folder for shared-memory segments; default /dev/shm.")
 LOCKSTEP_DEBUG = Variable("LOCKSTEP_DEBUG", _flag, "1 keeps Lockstep's own frames in the tracebacks it prints.")

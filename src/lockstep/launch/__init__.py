@@ -1,0 +1,48 @@
+"""Start N processes, watch over them, leave nothing behind. Never imports torch.
+
+General layout, from the bottom up:
+
+* `guardian`: finds and kills every process of a job; also the program that does so when
+  the launcher itself was killed.
+* `rendezvous`: the private folder and the port of one attempt.
+* `environment`: the variables that each rank gets.
+* `report`, `verdict`: how a failing rank says why, and which failure was the first.
+* `output`: many ranks, one terminal.
+* `signals`, `process`, `attempt`: one start of all ranks, from the first fork to the last process gone.
+* `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.
+* `worker`: what runs inside a rank before the user's script does.
+* `payload`, `spawn`: the same for a Python function.
+* `cli`: the `lockstep` command.
+
+Names resolve lazily, because a rank imports this package on its way to the user's script.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.launch.config import LaunchConfig
+    from lockstep.launch.supervisor import Supervisor, launch_job
+
+_PUBLIC = {
+    "LaunchConfig": "lockstep.launch.config",
+    "Supervisor": "lockstep.launch.supervisor",
+    "launch_job": "lockstep.launch.supervisor",
+}
+
+__all__ = ["LaunchConfig", "Supervisor", "launch_job"]
+
+
+def __getattr__(name: str) -> object:
+    module_name = _PUBLIC.get(name)
+    if module_name is None:
+        raise AttributeError(f"module 'lockstep.launch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module_name), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

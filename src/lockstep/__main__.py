@@ -1,0 +1,10 @@
+"""`python -m lockstep` is the `lockstep` command."""
+
+from __future__ import annotations
+
+import sys
+
+from lockstep.launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

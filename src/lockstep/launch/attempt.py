@@ -1,0 +1,219 @@
+"""One start of all ranks, from the first fork to the last process gone.
+
+[Note: phases of an attempt]
+RUNNING   all ranks work. A rank that exits with 0 is simply done.
+   │ a rank fails: the others get `settle_s`, so that they notice the loss by themselves and
+   │ say which call met it
+SETTLING
+   │ time is over (a rank that reported a failure but hangs on its way out gets here from
+   │ RUNNING after `grace_s`): SIGTERM to every group
+   │ (an interrupt gets here at once, with its own signal)
+STOPPING
+   │ `grace_s` is over, or a second interrupt: SIGKILL to every group
+KILLED
+   │ all ranks have exited, which any phase may be the last before
+GONE      what ranks left behind is swept away, pids are let go of
+"""
+
+from __future__ import annotations
+
+import enum
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+from lockstep.launch.guardian import Guardian, sweep
+from lockstep.launch.process import RankCommand, RankExit, RankProcess
+from lockstep.launch.rendezvous import Rendezvous
+
+__all__ = ["Attempt", "Phase"]
+
+# How long to wait for processes to go after a SIGKILL before giving up on them (uninterruptible sleep).
+_KILL_TIMEOUT_S = 10.0
+
+
+class Phase(enum.Enum):
+    """See [Note: phases of an attempt]."""
+
+    RUNNING = enum.auto()
+    SETTLING = enum.auto()
+    STOPPING = enum.auto()
+    KILLED = enum.auto()
+
+
+class Attempt:
+    """The processes of all ranks, started once.
+
+    Args:
+        rendezvous: where ranks announce failures.
+        guardian: learns of every session before anything can happen in it.
+        job: the job's id, for the final sweep.
+        grace_s: from the signal that asks ranks to stop to SIGKILL.
+        settle_s: from the first failure to that signal.
+
+    Attributes:
+        exits: rank -> how it ended; complete when `wait` has returned.
+        interrupted_by: the signal of the first interrupt, or None.
+        is_cut_short: an interrupt, and not a failure, ended the attempt.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, guardian: Guardian, *, job: str, grace_s: float, settle_s: float
+    ) -> None:
+        self.exits: dict[int, RankExit] = {}
+        self.interrupted_by: int | None = None
+        self.is_cut_short = False
+        self._rendezvous = rendezvous
+        self._guardian = guardian
+        self._job = job
+        self._grace_s = grace_s
+        self._settle_s = settle_s
+        self._phase = Phase.RUNNING
+        self._deadline: float | None = None  # monotonic; when the current phase ends by itself
+        self._processes: dict[int, RankProcess] = {}
+        self._alive: set[int] = set()
+        self._announced: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(rendezvous.events_fd, selectors.EVENT_READ, self._on_announcement)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call `callback` from `wait` whenever `fd` is readable."""
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def start(self, commands: Iterable[RankCommand]) -> None:
+        """Start the ranks. If one cannot be started, the caller's `close` ends those that were.
+
+        Raises:
+            LaunchError: a process cannot be started.
+        """
+        for command in commands:
+            process = RankProcess(command)
+            self._processes[command.rank] = process
+            self._alive.add(command.rank)
+            self._guardian.watch_session(process.pid)
+            self._selector.register(process.pidfd, selectors.EVENT_READ, self._make_exit_callback(process))
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank -> pid."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def failed_ranks(self) -> set[int]:
+        """Ranks that exited with another code than 0, or announced that an exception went through."""
+        return self._announced | {rank for rank, ended in self.exits.items() if ended.code != 0}
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Watch the ranks until all have exited, ending them where need be.
+
+        Args:
+            timeout_s: give up watching after this time; the ranks go on. None: a job has no time limit,
+                each phase of its ending has.
+
+        Returns:
+            True if all have exited, False if the time was over first.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._alive:
+            marks = [mark for mark in (self._deadline, end) if mark is not None]
+            left_s = max(0.0, min(marks) - time.monotonic()) if marks else None
+            for key, _ in self._selector.select(left_s):
+                key.data()
+            now = time.monotonic()
+            if self._alive and self._deadline is not None and now >= self._deadline:
+                self._next_phase()
+            if end is not None and now >= end:
+                break
+        return not self._alive
+
+    def interrupt(self, number: int) -> None:
+        """Ask all ranks to end by this signal; a second call, or one while they are being stopped, kills them."""
+        self.interrupted_by = self.interrupted_by or number
+        # A failure that came first is the one to tell of, in whatever order the two are read.
+        for rank in sorted(self._alive):
+            self._on_exit(self._processes[rank])
+        if self._phase is Phase.RUNNING:
+            self.is_cut_short = True
+            self._stop(number)
+        else:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every group, now."""
+        self._phase = Phase.KILLED
+        self._deadline = time.monotonic() + _KILL_TIMEOUT_S
+        self._send(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """SIGSTOP to every group."""
+        self._send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT to every group."""
+        self._send(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End whatever is left of the attempt and release everything.
+
+        After success, processes that left their rank's session on purpose are left alone, as
+        under any shell. After anything else they go too.
+        """
+        succeeded = not self._alive and not self.failed_ranks and self.interrupted_by is None
+        # Exited ranks included: their children may still be there.
+        for process in self._processes.values():
+            process.send(signal.SIGKILL)
+        sweep(set(self.pids.values()), None if succeeded else self._job, _KILL_TIMEOUT_S)
+        self._selector.close()
+        for process in self._processes.values():
+            process.reap()
+
+    def _make_exit_callback(self, process: RankProcess) -> Callable[[], None]:
+        return lambda: self._on_exit(process)
+
+    def _on_exit(self, process: RankProcess) -> None:
+        # Seen already, if an interrupt was handled between the selector's answer and this.
+        ended = process.poll() if process.rank in self._alive else None
+        if ended is None:
+            return
+        self._selector.unregister(process.pidfd)
+        self._alive.discard(process.rank)
+        self.exits[process.rank] = ended
+        # What it announced may be read only after its exit is seen: the order of two descriptors is chance.
+        self._on_announcement()
+        if process.rank in self.failed_ranks and self._phase is Phase.RUNNING:
+            self._phase = Phase.SETTLING
+            self._deadline = time.monotonic() + self._settle_s
+
+    def _on_announcement(self) -> None:
+        failures = self._rendezvous.read_failures()
+        self._announced.update(failures)
+        # It should exit within moments. If it cannot (a thread of it blocks, a destructor hangs), nobody else would
+        # ever know that it failed, so its exit is not waited for without end.
+        if failures and self._phase is Phase.RUNNING and self._deadline is None:
+            self._deadline = time.monotonic() + self._grace_s
+
+    def _next_phase(self) -> None:
+        """The current phase has used up its time."""
+        if self._phase in (Phase.RUNNING, Phase.SETTLING):
+            self._stop(signal.SIGTERM)
+        elif self._phase is Phase.STOPPING:
+            self.kill()
+        else:
+            # Even SIGKILL did not end them: uninterruptible sleep in the kernel. Report them as killed.
+            for rank in self._alive:
+                pid = self._processes[rank].pid
+                self.exits[rank] = RankExit(rank, pid, 128 + signal.SIGKILL, signal.SIGKILL, time.time(), True)
+            self._alive.clear()
+
+    def _stop(self, number: int) -> None:
+        self._phase = Phase.STOPPING
+        self._deadline = time.monotonic() + self._grace_s
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for rank in sorted(self._alive):
+            process = self._processes[rank]
+            # One that has just exited by itself is not one that was told to stop.
+            if process.poll() is None:
+                process.send(number)

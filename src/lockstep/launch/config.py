@@ -1,0 +1,144 @@
+"""What to start and how: the options of one job, checked before anything is started."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import LaunchError
+from lockstep.launch.environment import visible_cores, visible_gpus
+
+__all__ = ["LaunchConfig", "check_target", "resolve_nproc"]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One job on this host.
+
+    Attributes:
+        target: path of a script (or of a folder or zip file with a `__main__.py`), or name of a module.
+        args: handed to it untouched.
+        nproc: number of ranks, "auto" (GPUs if there are any, else cores), "gpu" or "cpu".
+        is_module: `target` is a module, run as `python -m` does.
+        prefix: put `[rank] ` before every line. False: ranks write to the launcher's own stdout and stderr.
+        log_dir: folder for one file per rank, rank<r>.log, which then gets stdout and stderr. Made if missing.
+        max_restarts: how often to start all ranks again after a failure.
+        grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL.
+        settle_s: seconds that the other ranks get, after a failure, to say what they lost.
+        master_addr: MASTER_ADDR for the ranks.
+        master_port: MASTER_PORT for the ranks; None for a free one, a new one for every attempt.
+        environment: for the ranks to start from; None for the launcher's own.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    nproc: int | str = "auto"
+    is_module: bool = False
+    prefix: bool = True
+    log_dir: str | None = None
+    max_restarts: int = 0
+    grace_s: float = 5.0
+    settle_s: float = 1.0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    environment: Mapping[str, str] | None = None
+
+    def check(self) -> None:
+        """Find what cannot work before anything is started.
+
+        Raises:
+            LaunchError: names the option, what it got and what it takes.
+        """
+        check_target(self.target, self.is_module)
+        if self.max_restarts < 0:
+            raise LaunchError(f"max_restarts is {self.max_restarts}; expected 0 or more")
+        for name, value in (("grace", self.grace_s), ("settle_s", self.settle_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise LaunchError(f"{name} is {value}; expected a number of seconds, 0 or more")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise LaunchError(f"master_port is {self.master_port}; expected 1 to 65535")
+
+
+def resolve_nproc(nproc: int | str, variables: Mapping[str, str]) -> int:
+    """The number of ranks.
+
+    Args:
+        nproc: a number, as int or text, or "auto", "gpu" or "cpu".
+        variables: the environment, for CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        LaunchError: not a number, less than one, or "gpu" where there is none.
+
+    >>> resolve_nproc("3", {})
+    3
+    """
+    text = str(nproc).strip().lower()
+    if text in ("auto", "gpu"):
+        gpus = visible_gpus(variables)
+        if gpus > 0:
+            return gpus
+        if text == "gpu":
+            raise LaunchError("nproc is 'gpu', but there is no GPU here or CUDA_VISIBLE_DEVICES hides them all")
+        return visible_cores()
+    if text == "cpu":
+        return visible_cores()
+    try:
+        number = int(text)
+    except ValueError:
+        raise LaunchError(
+            f"nproc is {str(nproc)!r}; expected a number of processes, or 'auto' for one per GPU, else one per core"
+        ) from None
+    if number < 1:
+        raise LaunchError(f"nproc is {number}; expected at least 1 process")
+    return number
+
+
+def _has_module(name: str) -> bool:
+    """Whether the outermost package of a dotted name can be found; imports nothing."""
+    outermost = name.partition(".")[0]
+    if not outermost.isidentifier():
+        return False
+    # `python -m` looks in the current folder first, where a console script does not look.
+    if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd()]) is not None:
+        return True
+    try:
+        return importlib.util.find_spec(outermost) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def check_target(target: str, is_module: bool) -> None:
+    """Make sure that there is something to run.
+
+    Raises:
+        LaunchError: no such script or module, or a folder without `__main__.py`; suggests what was meant.
+    """
+    if is_module:
+        if not _has_module(target):
+            hint = "; it is a file: leave out -m" if os.path.exists(target) else ""
+            raise LaunchError(f"module {target!r} not found{hint}")
+        return
+    if os.path.isdir(target):
+        if not os.path.isfile(os.path.join(target, "__main__.py")):
+            raise LaunchError(f"{target!r} is a folder without a __main__.py; name the script in it to run")
+    elif not os.path.exists(target):
+        raise LaunchError(f"script {target!r} not found in {os.getcwd()}{_hint_for_missing(target)}")
+    elif not os.access(target, os.R_OK):
+        raise LaunchError(f"script {target!r} cannot be read; check its permissions")
+    elif zipfile.is_zipfile(target):
+        with zipfile.ZipFile(target) as archive:
+            if "__main__.py" not in archive.namelist():
+                raise LaunchError(f"{target!r} is a zip file without a __main__.py")
+
+
+def _hint_for_missing(target: str) -> str:
+    if os.path.exists(f"{target}.py"):
+        return f"; did you mean {target}.py?"
+    if _has_module(target):
+        return f"; it looks like a module: put -m before it (lockstep run -m {target})"
+    return ""

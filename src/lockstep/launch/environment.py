@@ -1,0 +1,121 @@
+"""The variables that each rank gets, and nothing else about it.
+
+On top of the launcher's own environment, every rank has
+
+* `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`: who it is among whom;
+* `MASTER_ADDR`, `MASTER_PORT`: where rank 0 puts the store if the script asks torch for `env://`;
+* `GROUP_RANK=0`, `GROUP_WORLD_SIZE=1`, `ROLE_NAME=default`, `ROLE_RANK`, `ROLE_WORLD_SIZE`,
+  `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_MAX_RESTARTS`,
+  `TORCHELASTIC_USE_AGENT_STORE=False`, `TORCHELASTIC_ERROR_FILE`: as torchrun sets them;
+* `OMP_NUM_THREADS`: cores divided by ranks, at least 1; only if it is not set already;
+* `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt;
+* `LOCKSTEP_PARENT_PID`: the launcher; a rank that finds another parent exits;
+* `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import env
+
+__all__ = ["AttemptEnvironment", "guardian_environment", "new_job_id", "visible_cores", "visible_gpus"]
+
+
+def new_job_id() -> str:
+    """A name that no other job has: 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def visible_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
+    """GPUs that CUDA would show to a process with these variables, without asking CUDA.
+
+    Args:
+        variables: an environment; CUDA_VISIBLE_DEVICES restricts the count as CUDA reads it, up to
+            the first entry that names no GPU.
+        devices: folder with the driver's device files.
+    """
+    try:
+        installed = sum(
+            name.startswith("nvidia") and name.removeprefix("nvidia").isdigit() for name in os.listdir(devices)
+        )
+    except OSError:
+        installed = 0
+    # Read directly: set but empty means no GPU, and `get` does not tell that from unset.
+    allowed = variables.get(env.CUDA_VISIBLE_DEVICES.name)
+    if allowed is None or installed == 0:
+        return installed
+    count = 0
+    for entry in (word.strip() for word in allowed.split(",")):
+        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))):
+            break
+        count += 1
+    return count
+
+
+def guardian_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without the mark of an outer job, whose sweep must not find the guardian."""
+    bare = dict(variables)
+    env.LOCKSTEP_JOB.unset(bare)
+    return bare
+
+
+@dataclass(frozen=True)
+class AttemptEnvironment:
+    """What the ranks of one attempt have in common.
+
+    Attributes:
+        base: the environment to start from, usually the launcher's.
+        job: the job's id.
+        folder: the attempt's private folder.
+        world_size: number of ranks, all on this host.
+        master_addr: address for env://.
+        master_port: port for env://.
+        restart_count: how many attempts there were before.
+        max_restarts: how many restarts there may be.
+    """
+
+    base: Mapping[str, str]
+    job: str
+    folder: Path
+    world_size: int
+    master_addr: str
+    master_port: int
+    restart_count: int = 0
+    max_restarts: int = 0
+
+    def of_rank(self, rank: int) -> dict[str, str]:
+        """The whole environment of one rank."""
+        variables = dict(self.base)
+        env.RANK.set(rank, variables)
+        env.LOCAL_RANK.set(rank, variables)
+        env.ROLE_RANK.set(rank, variables)
+        for size in (env.WORLD_SIZE, env.LOCAL_WORLD_SIZE, env.ROLE_WORLD_SIZE):
+            size.set(self.world_size, variables)
+        env.GROUP_RANK.set(0, variables)
+        env.GROUP_WORLD_SIZE.set(1, variables)
+        env.ROLE_NAME.set("default", variables)
+        env.MASTER_ADDR.set(self.master_addr, variables)
+        env.MASTER_PORT.set(self.master_port, variables)
+        env.TORCHELASTIC_RUN_ID.set(self.job, variables)
+        env.TORCHELASTIC_RESTART_COUNT.set(self.restart_count, variables)
+        env.TORCHELASTIC_MAX_RESTARTS.set(self.max_restarts, variables)
+        # There is no agent, so rank 0 must host the store itself.
+        env.TORCHELASTIC_USE_AGENT_STORE.set("False", variables)
+        env.TORCHELASTIC_ERROR_FILE.set(str(self.folder / f"torchelastic-rank{rank}.json"), variables)
+        env.LOCKSTEP_RENDEZVOUS.set(str(self.folder), variables)
+        env.LOCKSTEP_PARENT_PID.set(os.getpid(), variables)
+        outer = env.LOCKSTEP_JOB.get(variables)
+        env.LOCKSTEP_JOB.set(f"{outer}:{self.job}" if outer else self.job, variables)
+        if env.OMP_NUM_THREADS.get(variables) is None:
+            env.OMP_NUM_THREADS.set(str(max(1, visible_cores() // self.world_size)), variables)
+        return variables

@@ -1,0 +1,222 @@
+"""Ends every process of a job, and is the small program that does so when the launcher cannot.
+
+A rank leads a session of its own, so whatever it starts (DataLoader workers, subprocesses,
+their children) is in that session, process groups and ignored signals notwithstanding. Who
+left the session with setsid still carries the job's id in its environment. `sweep` kills both.
+
+The launcher sweeps when a job ends. For the case that the launcher is killed with -9, it
+starts this file as a program of its own session, which holds the read end of a pipe: the
+launcher writes down each session and folder of the job, and when the pipe or the launcher
+ends, the guardian sweeps and removes the folders. The launcher's goodbye is to kill it.
+
+It is started by path as `python -I -S guardian.py`, and not forked, because a launch from
+Python may come from a process with threads and gigabytes of memory, and because a `pkill -9 -f
+"lockstep run"` must not find it. So it imports nothing but a few modules of the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterable
+
+__all__ = ["Guardian", "sweep"]
+
+# The one name of env.py that is repeated: this file must run without the package.
+_JOB_VARIABLE = b"LOCKSTEP_JOB="
+
+
+def _session_of(pid: int) -> int | None:
+    """Session of a process, or None if it is gone or only waits to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command name stands in brackets and may hold anything, brackets too.
+            state, _parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
+    except (OSError, ValueError):
+        return None
+    return None if state in (b"Z", b"X") else int(session)
+
+
+def _carries(pid: int, job: str) -> bool:
+    """Whether the process was started inside `job`, as its environment tells."""
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+            return False
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return False
+    for variable in variables:
+        if variable.startswith(_JOB_VARIABLE):
+            return job.encode() in variable[len(_JOB_VARIABLE) :].split(b":")
+    return False
+
+
+def _belongs(pid: int, sessions: Collection[int], job: str | None) -> bool:
+    session = _session_of(pid)
+    if session is None or pid == os.getpid():
+        return False
+    return session in sessions or (job is not None and _carries(pid, job))
+
+
+def _strike(pid: int, sessions: Collection[int], job: str | None) -> int | None:
+    """Kill the process if it belongs to the job; its pidfd, or None if there was nothing to do.
+
+    Looking twice closes the gap in which the number could come to mean another process:
+    once the pidfd is open, it stays the one that was looked at the second time.
+    """
+    if not _belongs(pid, sessions, job):
+        return None
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        if _belongs(pid, sessions, job):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return pidfd
+    except OSError:
+        pass  # Ended by itself, or runs as another user: nothing that we could do.
+    os.close(pidfd)
+    return None
+
+
+def _wait_for_exits(pidfds: Iterable[int], deadline: float) -> None:
+    poll = select.poll()
+    waiting = set(pidfds)
+    for pidfd in waiting:
+        poll.register(pidfd, select.POLLIN)
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for pidfd, _ in poll.poll(left_s * 1000):
+            poll.unregister(pidfd)
+            waiting.discard(pidfd)
+
+
+def sweep(sessions: Collection[int], job: str | None, timeout_s: float = 5.0) -> bool:
+    """Kill every process of these sessions and of this job, until there is none.
+
+    Local. Repeats until a pass over /proc finds nobody, so a process that was being
+    started meanwhile is found in the next pass.
+
+    Args:
+        sessions: session ids, which are the pids of the ranks.
+        job: the job's id, to find processes that left their session too; None leaves those alone.
+        timeout_s: how long to wait for killed processes to be gone.
+
+    Returns:
+        True if none is left; False if the time was over first (a process in uninterruptible sleep).
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        pidfds = [pidfd for pid in pids if (pidfd := _strike(pid, sessions, job)) is not None]
+        if not pidfds:
+            return True
+        try:
+            _wait_for_exits(pidfds, deadline)
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
+        if time.monotonic() >= deadline:
+            return False
+
+
+class Guardian:
+    """The launcher's handle on its guardian process.
+
+    Args:
+        job: the job's id, as it stands in the ranks' environment.
+        environment: for the guardian; must not carry the id of any job, or a sweep would find it.
+    """
+
+    def __init__(self, job: str, environment: dict[str, str]) -> None:
+        # Here and not above: the guardian itself has no use for it, and starts quicker without.
+        import subprocess
+
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), job],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            env=environment,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Pid of the guardian process."""
+        return self._process.pid
+
+    def watch_session(self, session: int) -> None:
+        """From now on the session dies with this process."""
+        self._tell(f"session {session}")
+
+    def watch_folder(self, folder: str) -> None:
+        """From now on the folder is removed with this process."""
+        self._tell(f"folder {folder}")
+
+    def _tell(self, record: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(os.fsencode(record) + b"\0")
+        except BrokenPipeError:
+            # Somebody killed the guardian. The job is still ours to end, and ranks have a death signal.
+            return
+
+    def dismiss(self) -> None:
+        """The job ended and was swept: the guardian has nothing left to guard."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+def _listen(launcher: int) -> list[str]:
+    """Everything the launcher had to say, once it is gone.
+
+    The pipe alone would do if nobody else held its write end, but a process that the user's
+    own code forked may. The launcher's pidfd settles it. The one wait without a deadline:
+    the guardian lives as long as its launcher.
+    """
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    try:
+        pidfd = os.pidfd_open(launcher)
+    except OSError:
+        pidfd = -1
+    # If our parent is another process by now, the pid may be somebody else's.
+    gone = pidfd < 0 or os.getppid() != launcher
+    if not gone:
+        poll.register(pidfd, select.POLLIN)
+    heard = b""
+    while True:
+        ready = {fd for fd, _ in poll.poll(0 if gone else None)}
+        if 0 in ready:
+            text = os.read(0, 65536)
+            if not text:
+                break
+            heard += text
+        elif gone or pidfd in ready:
+            break
+    return [os.fsdecode(record) for record in heard.split(b"\0")[:-1]]
+
+
+def _main(launcher: int, job: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    records = [record.partition(" ") for record in _listen(launcher)]
+    sweep({int(value) for kind, _, value in records if kind == "session"}, job)
+    import shutil
+
+    for kind, _, value in records:
+        if kind == "folder":
+            shutil.rmtree(value, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,231 @@
+"""A function call on its way to the ranks, and its result on the way back.
+
+The way there is multiprocessing's "spawn" method without its Process class: the same
+preparation (module path, `__main__` imported again as `__mp_main__`, authentication key) and the
+same pickler, so what can be an argument of a spawned `multiprocessing.Process` can be one here: queues, locks,
+pipes, tensors in shared memory. Process itself cannot be used, because a rank must be in its own session and
+tied to the launcher's life before the user's modules are imported, and must not be reaped behind the supervisor's back.
+
+The call travels in anonymous memory that only the ranks inherit. Results and exceptions come
+back as pickles in the attempt's private folder (mode 0700): written by our own children, read by us.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing import context, process, resource_tracker, spawn
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+from lockstep import env
+from lockstep.errors import InputTypeError, LaunchError
+
+__all__ = ["PackedCall", "check_main_is_ready", "load_exception", "load_result", "run_call"]
+
+
+class _DupFd:
+    """A file descriptor that the rank inherits under the same number."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def detach(self) -> int:
+        return self._fd
+
+
+class _Spawning:
+    """What multiprocessing's reducers ask for while a process is being started."""
+
+    DupFd = _DupFd
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.fds.append(fd)
+        return fd
+
+
+def check_main_is_ready() -> None:
+    """Refuse to start ranks from a rank that is only importing the main module again.
+
+    Raises:
+        LaunchError: the main module starts ranks without a `__main__` guard.
+    """
+    if getattr(process.current_process(), "_inheriting", False):
+        raise LaunchError(
+            "lockstep.spawn was called while a rank imports the main module, so ranks would start ranks without end; "
+            "put the call under `if __name__ == '__main__':`"
+        )
+
+
+def _name_of(fn: Callable[..., object]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+def _check_importable(fn: Callable[..., object]) -> None:
+    main = sys.modules["__main__"]
+    is_interactive = getattr(main, "__file__", None) is None and getattr(main, "__spec__", None) is None
+    if is_interactive and getattr(fn, "__module__", None) == "__main__":
+        raise InputTypeError(
+            f"{_name_of(fn)} was defined interactively, so the ranks, which are new interpreters, cannot import it; "
+            f"put it into a .py file and import it from there"
+        )
+
+
+class PackedCall:
+    """`fn(*args)`, pickled once for all ranks.
+
+    Args:
+        fn: a function of a module's top level.
+        args: its arguments, the same for every rank.
+
+    Attributes:
+        fds: what every rank must inherit, `call_fd` and `tracker_fd` included.
+
+    Raises:
+        InputTypeError: `fn` cannot be called or pickled, or `args` cannot be pickled.
+    """
+
+    def __init__(self, fn: Callable[..., object], args: Sequence[object]) -> None:
+        if not callable(fn):
+            raise InputTypeError(f"fn must be a function, got {type(fn).__name__}")
+        _check_importable(fn)
+        # Before anything is pickled: a semaphore among the arguments is registered with it.
+        self.tracker_fd = resource_tracker.getfd()
+        assert self.tracker_fd is not None
+        spawning = _Spawning()
+        context.set_spawning_popen(spawning)  # type: ignore[arg-type]  # all that the reducers use of it
+        try:
+            content = ForkingPickler.dumps(spawn.get_preparation_data("LockstepRank"))
+            self.call_fd = os.memfd_create("lockstep-call", os.MFD_CLOEXEC)
+            try:
+                with os.fdopen(os.dup(self.call_fd), "wb") as file:
+                    file.write(content)
+                    file.write(_dump_call(fn, tuple(args)))
+            except BaseException:
+                self.close()
+                raise
+        finally:
+            context.set_spawning_popen(None)
+        self.fds = (self.call_fd, self.tracker_fd, *spawning.fds)
+
+    def close(self) -> None:
+        """Free the memory; ranks that have started keep their own hold on it."""
+        os.close(self.call_fd)
+
+
+def _dump_call(fn: Callable[..., object], args: tuple[object, ...]) -> memoryview:
+    try:
+        return ForkingPickler.dumps((fn, args))
+    except Exception as error:
+        try:
+            ForkingPickler.dumps(fn)
+        except Exception:
+            raise InputTypeError(
+                f"{_name_of(fn)} cannot be sent to the ranks, which are new interpreters ({error}); move it to the top "
+                f"level of a module (no lambda, no function inside a function) and pass what it uses in args"
+            ) from error
+        raise InputTypeError(
+            f"the args of {_name_of(fn)} cannot be sent to the ranks ({error}); pass plain data, and make the rest "
+            f"inside the function"
+        ) from error
+
+
+def run_call(call_fd: int, tracker_fd: int) -> None:
+    """In a rank: unpack the call, run it, leave its result in the private folder. Local.
+
+    Raises:
+        whatever the function raises, after leaving that in the folder too if it can be pickled.
+    """
+    # The ranks share the parent's tracker, or theirs would unlink what they only borrowed.
+    resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
+    folder, rank = env.LOCKSTEP_RENDEZVOUS.get(), env.RANK.get()
+    assert folder is not None
+    assert rank is not None
+    try:
+        fn, args = _unpack(call_fd)
+        try:
+            value = fn(*args)
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+            value = None
+        _write(_result_path(Path(folder), rank), _dump_result(value, fn, rank))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        if (content := _dump_exception(error)) is not None:
+            _write(_exception_path(Path(folder), rank), content)
+        raise
+
+
+def _unpack(call_fd: int) -> tuple[Callable[..., object], tuple[object, ...]]:
+    current = process.current_process()
+    # Opened anew, as the inherited descriptors of all ranks share one position.
+    with open(f"/proc/self/fd/{call_fd}", "rb") as file:
+        os.close(call_fd)
+        current._inheriting = True  # type: ignore[attr-defined]
+        try:
+            spawn.prepare(pickle.load(file))
+            call: tuple[Callable[..., object], tuple[object, ...]] = pickle.load(file)
+        finally:
+            del current._inheriting  # type: ignore[attr-defined]
+    return call
+
+
+def _dump_result(value: object, fn: Callable[..., object], rank: int) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise InputTypeError(
+            f"rank {rank}: {_name_of(fn)} returned a {type(value).__name__} that cannot be sent back ({error}); return "
+            f"plain data or tensors"
+        ) from error
+
+
+def _dump_exception(error: BaseException) -> bytes | None:
+    """None if it would not come out again as what it was, as with a constructor of several arguments."""
+    try:
+        content = pickle.dumps(error)
+        return content if type(pickle.loads(content)) is type(error) else None
+    except Exception:
+        return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    draft = path.with_suffix(".tmp")
+    draft.write_bytes(content)
+    os.replace(draft, path)
+
+
+def _result_path(folder: Path, rank: int) -> Path:
+    return folder / f"result-rank{rank}.pkl"
+
+
+def _exception_path(folder: Path, rank: int) -> Path:
+    return folder / f"exception-rank{rank}.pkl"
+
+
+def load_result(folder: Path, rank: int) -> object:
+    """What rank's call returned.
+
+    Raises:
+        FileNotFoundError: it left without returning.
+        Exception: whatever unpickling raises.
+    """
+    with open(_result_path(folder, rank), "rb") as file:
+        return pickle.load(file)
+
+
+def load_exception(folder: Path, rank: int) -> BaseException | None:
+    """What rank's call raised, or None if that could not be carried over."""
+    try:
+        with open(_exception_path(folder, rank), "rb") as file:
+            error = pickle.load(file)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None

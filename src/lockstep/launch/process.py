@@ -1,0 +1,162 @@
+"""One rank's process: started in a session of its own, watched through a pidfd, signalled as a group.
+
+An exited rank is looked at but not reaped until the whole attempt ends. As long as it is not
+reaped, its pid, which names its process group and its session too, cannot come to mean
+anything else, so a signal to the group never meets a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+
+__all__ = ["RankCommand", "RankExit", "RankProcess", "worker_command_line"]
+
+# Somebody else reaped the process (the parent ignores SIGCHLD, or waits for any child): nobody can know.
+_UNKNOWN_CODE = 255
+_REAP_TIMEOUT_S = 2.0
+
+
+def worker_command_line() -> tuple[str, ...]:
+    """Beginning of the command line that starts a rank by worker.py; what to run follows.
+
+    Interpreter options (-W, -X, -O, …) are handed on, as multiprocessing does for its children.
+    """
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return (sys.executable, *options, os.path.abspath(Path(__file__).with_name("worker.py")))
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """How to start one rank.
+
+    Attributes:
+        rank: global rank.
+        argv: program and arguments.
+        environment: all of its variables.
+        stdin: file descriptor, `subprocess.DEVNULL`, or None to inherit; likewise the next two.
+        stdout: see stdin.
+        stderr: see stdin.
+        pass_fds: file descriptors that it gets under the same numbers.
+    """
+
+    rank: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    stdin: int | None = subprocess.DEVNULL
+    stdout: int | None = None
+    stderr: int | None = None
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended.
+
+    Attributes:
+        rank: global rank.
+        pid: of its process.
+        code: exit code, 128 + signal number if a signal killed it.
+        signal: number of that signal, or None.
+        time: when the launcher saw it, in seconds since the epoch.
+        stopped: the launcher had already told it to stop.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    signal: int | None
+    time: float
+    stopped: bool
+
+
+@contextlib.contextmanager
+def _sigint_held_back() -> Iterator[None]:
+    """A process started meanwhile inherits a blocked SIGINT and gets one sent early when it unblocks it.
+
+    So a Ctrl-C between the start of the interpreter and the bootstrap's own handling is neither
+    lost nor answered with a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class RankProcess:
+    """A running rank, leader of its own session and process group.
+
+    Args:
+        command: what to start.
+
+    Attributes:
+        rank: global rank.
+        pid: of the process, and of its group and session.
+        pidfd: readable once it has exited.
+        told_to_stop: whether this launcher has sent it a signal.
+
+    Raises:
+        LaunchError: the process cannot be started.
+    """
+
+    def __init__(self, command: RankCommand) -> None:
+        self.rank = command.rank
+        self.told_to_stop = False
+        try:
+            with _sigint_held_back():
+                self._popen = subprocess.Popen(
+                    command.argv,
+                    env=command.environment,
+                    stdin=command.stdin,
+                    stdout=command.stdout,
+                    stderr=command.stderr,
+                    pass_fds=command.pass_fds,
+                    # A session rather than just a group: reading the terminal stays allowed, as
+                    # job control concerns only the terminal's own session.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]}: {error}") from error
+        self.pid = self._popen.pid
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError as error:
+            self._popen.kill()
+            self._popen.wait()
+            raise LaunchError(f"rank {self.rank}: cannot watch its process: {error} (needs Linux 5.4)") from error
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank's whole process group."""
+        self.told_to_stop = self.told_to_stop or number not in (signal.SIGCONT, signal.SIGSTOP)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def poll(self) -> RankExit | None:
+        """How it ended, or None while it runs. Leaves it unreaped."""
+        try:
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return RankExit(self.rank, self.pid, _UNKNOWN_CODE, None, time.time(), self.told_to_stop)
+        if found is None:
+            return None
+        killed = found.si_code != os.CLD_EXITED
+        number = found.si_status if killed else None
+        code = 128 + found.si_status if killed else found.si_status
+        return RankExit(self.rank, self.pid, code, number, time.time(), self.told_to_stop)
+
+    def reap(self) -> None:
+        """Let go of the pid. Only after nothing is to be sent to the group any more."""
+        # It has exited by now; the deadline is for one that not even SIGKILL could end.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout=_REAP_TIMEOUT_S)
+        os.close(self.pidfd)

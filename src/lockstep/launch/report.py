@@ -1,0 +1,212 @@
+"""How a failing rank says why: one JSON file in the private folder of the attempt.
+
+Written in the rank by the bootstrap, read by the launcher. JSON and not pickle, so reading
+it runs nobody's code. The file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["ErrorReport", "capture", "is_echo", "read_reports", "without_leading_frames"]
+
+# A report goes to a terminal in the end. Keeps head and tail of what is longer.
+_MAX_TEXT_CHARS = 64 * 1024
+
+_ECHO_TYPES = frozenset({"lockstep.errors.RankLost", "lockstep.errors.CollectiveAborted"})
+_TORCH_ECHO_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
+_ECHO_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """An uncaught exception of one rank.
+
+    Attributes:
+        rank: global rank.
+        pid: of the rank's process.
+        host: where it ran.
+        type: name of the exception, with its module unless it is a builtin.
+        message: its text.
+        traceback: as Python prints it, without Lockstep's own leading frames.
+        file: where it was raised, in the user's code if it passed through any; empty if unknown.
+        line: the line there; 0 if unknown.
+        time: seconds since the epoch.
+        secondary: an echo of another rank's failure, such as `RankLost`.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    type: str
+    message: str
+    traceback: str
+    file: str
+    line: int
+    time: float
+    secondary: bool
+
+    def write(self, folder: Path) -> None:
+        """Put it into `folder` as error-rank<r>.json, in one step."""
+        final = _report_path(folder, self.rank)
+        draft = final.with_suffix(f".{self.pid}.tmp")
+        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(draft, final)
+
+
+def _report_path(folder: Path, rank: int) -> Path:
+    return folder / f"error-rank{rank}.json"
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_TEXT_CHARS:
+        return text
+    half = _MAX_TEXT_CHARS // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def without_leading_frames(trace: TracebackType | None, files: frozenset[str]) -> TracebackType | None:
+    """The traceback from the first frame that is not in one of `files` on.
+
+    Frames of the import system that directly follow count as ours too: it was our call.
+    """
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name not in files and not name.startswith("<frozen "):
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _qualified_name(kind: type[BaseException]) -> str:
+    if kind.__module__ in ("builtins", "__main__"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<its text cannot be made: str() of it fails>"
+
+
+def _is_echo_itself(error: BaseException) -> bool:
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    if names & _ECHO_TYPES:
+        return True
+    # torch's own, told apart by name because torch must not be imported to find out.
+    if any(name.startswith("torch.") and name.rpartition(".")[2] in _TORCH_ECHO_TYPES for name in names):
+        return True
+    if isinstance(error, RuntimeError | ConnectionError):
+        text = _text_of(error).lower()
+        return any(phrase in text for phrase in _ECHO_PHRASES)
+    return False
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether the exception only says that another rank failed, itself or through what it was raised from."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if _is_echo_itself(current):
+            return True
+        seen.add(id(current))
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return False
+
+
+def _library_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {sysconfig.get_paths()[name] for name in names}
+    folders.add(str(Path(__file__).resolve().parents[1]))
+    return tuple(folder.rstrip(os.sep) + os.sep for folder in folders)
+
+
+def _place_of(error: BaseException, trace: TracebackType | None) -> tuple[str, int]:
+    """File and line to point at: the innermost frame of the user's own code, else the innermost frame."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    libraries = _library_folders()
+    own = [place for place in places if not place[0].startswith((*libraries, "<frozen "))]
+    return (own or places or [("", 0)])[-1]
+
+
+def capture(error: BaseException, trace: TracebackType | None, rank: int) -> ErrorReport:
+    """Describe an uncaught exception.
+
+    Args:
+        error: the exception.
+        trace: its traceback, already without the bootstrap's frames.
+        rank: of this process.
+    """
+    file, line = _place_of(error, trace)
+    return ErrorReport(
+        rank=rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        type=_qualified_name(type(error)),
+        message=_shorten(_text_of(error)),
+        traceback=_shorten("".join(traceback.format_exception(type(error), error, trace))),
+        file=file,
+        line=line,
+        time=time.time(),
+        secondary=is_echo(error),
+    )
+
+
+def _parse(text: str) -> ErrorReport | None:
+    try:
+        content = json.loads(text)
+        return ErrorReport(**{field.name: content[field.name] for field in fields(ErrorReport)})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
+    """What torch.distributed.elastic's `@record` wrote for a rank that then left by another way."""
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        kind, _, text = str(message["message"]).partition(": ")
+        extra = message["extraInfo"]
+        trace, moment = str(extra["py_callstack"]), float(extra["timestamp"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    secondary = any(phrase in text.lower() for phrase in _ECHO_PHRASES)
+    return ErrorReport(rank, pid, socket.gethostname(), kind, text, trace, "", 0, moment, secondary)
+
+
+def read_reports(folder: Path, pids: dict[int, int]) -> dict[int, ErrorReport]:
+    """The reports of the ranks that wrote one.
+
+    Args:
+        folder: private folder of the attempt.
+        pids: rank -> pid of all ranks of the attempt.
+
+    Returns:
+        rank -> report. A file that cannot be read as a report is passed over, with a line on stderr:
+        it must not hide the failure itself.
+    """
+    reports: dict[int, ErrorReport] = {}
+    for rank, pid in pids.items():
+        try:
+            text = _report_path(folder, rank).read_text(encoding="utf-8")
+        except OSError:
+            report = _parse_elastic(folder / f"torchelastic-rank{rank}.json", rank, pid)
+        else:
+            report = _parse(text)
+            if report is None:
+                print(f"lockstep: the error report of rank {rank} cannot be read", file=sys.stderr)
+        if report is not None:
+            reports[rank] = report
+    return reports

@@ -1,0 +1,65 @@
+"""Signals to the launcher, as something that a selector can wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+__all__ = ["SignalWatch"]
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The number also went through the wakeup pipe; nothing is done inside a handler."""
+
+
+class SignalWatch:
+    """While it is entered, SIGINT, SIGTERM, SIGHUP and SIGTSTP arrive at `fileno()` instead of ending the process.
+
+    A signal that was ignored before stays ignored (`nohup`, or `&` in a script). Outside the
+    main thread Python allows no handlers, and signals stay what they are.
+    """
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._previous: dict[int, signal._HANDLER] = {}
+        self._previous_wakeup_fd = -1
+        self._is_installed = False
+
+    def __enter__(self) -> SignalWatch:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._is_installed = True
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in (*_ENDING, signal.SIGTSTP):
+            # None: a handler that Python did not install and could not put back.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._previous[number] = signal.signal(number, _ignore)
+        # Ranks are waited for by pid, which an inherited "ignore" would make impossible.
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_installed:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def fileno(self) -> int:
+        """Readable when a signal has arrived."""
+        return self._read_fd
+
+    def read(self) -> list[int]:
+        """Numbers of the signals that arrived since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return [number for number in os.read(self._read_fd, 4096) if number in self._previous]
+        return []

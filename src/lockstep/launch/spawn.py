@@ -1,0 +1,157 @@
+"""`lockstep.spawn`: a Python function on N processes, from Python."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar, cast
+
+from lockstep.env import snapshot
+from lockstep.errors import InputError, WorkerFailed
+from lockstep.launch.attempt import Attempt
+from lockstep.launch.config import resolve_nproc
+from lockstep.launch.environment import AttemptEnvironment, guardian_environment, new_job_id
+from lockstep.launch.guardian import Guardian
+from lockstep.launch.payload import PackedCall, check_main_is_ready, load_exception, load_result
+from lockstep.launch.process import RankCommand, worker_command_line
+from lockstep.launch.rendezvous import Rendezvous, find_free_port
+from lockstep.launch.report import read_reports
+from lockstep.launch.verdict import Failure, find_first_failure
+
+__all__ = ["RankTraceback", "spawn"]
+
+T = TypeVar("T")
+
+_GRACE_S = 5.0
+_SETTLE_S = 1.0
+# What `timeout` of coreutils exits with.
+_TIMEOUT_CODE = 124
+
+
+class RankTraceback(Exception):
+    """Cause of an exception that `spawn` raises: where it was raised, in the rank, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+def spawn(
+    fn: Callable[..., T],
+    args: Sequence[object] = (),
+    nproc: int | str = "auto",
+    *,
+    timeout: float | timedelta | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Run `fn(*args)` on `nproc` new processes and return what each returned. Local.
+
+    Inside, `lockstep.init()` and torch's `env://` find the same environment as under `lockstep run`. Each
+    process imports the caller's main module again, as multiprocessing's "spawn" does, so a script calls
+    this under `if __name__ == "__main__":`. When a rank fails the others are stopped; none outlives this call,
+    nor the calling process, even when that is killed.
+
+    Args:
+        fn: a function of a module's top level. Its result must be picklable; tensors come back by value.
+        args: arguments, the same for every rank; anything a spawned `multiprocessing.Process` takes.
+        nproc: number of ranks; "auto" for one per GPU, else one per core.
+        timeout: stop everything after this time (seconds, or a timedelta); None for no limit.
+        env: further environment variables for the ranks.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        InputTypeError: `fn` or `args` cannot be sent, or a result cannot be sent back.
+        LaunchError: nproc makes no sense, or a process cannot be started.
+        WorkerFailed: a rank was killed, left with an exit code, raised something that cannot be carried
+            over, or was not done within `timeout`.
+        Exception: what the first failing rank raised, of its own type; its `__cause__` holds the traceback.
+    """
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if limit_s is not None and not limit_s > 0:
+        raise InputError(f"timeout is {limit_s} s; expected more than 0, or None for no limit")
+    check_main_is_ready()
+    variables = {**snapshot(), **(env or {})}
+    num_ranks = resolve_nproc(nproc, variables)
+    job = new_job_id()
+    with contextlib.ExitStack() as stack:
+        call = PackedCall(fn, args)
+        stack.callback(call.close)
+        rendezvous = Rendezvous()
+        stack.callback(rendezvous.remove)
+        guardian = Guardian(job, guardian_environment(variables))
+        stack.callback(guardian.dismiss)
+        guardian.watch_folder(str(rendezvous.folder))
+        shared = AttemptEnvironment(variables, job, rendezvous.folder, num_ranks, "127.0.0.1", find_free_port())
+        with contextlib.ExitStack() as processes:
+            attempt = Attempt(rendezvous, guardian, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
+            processes.callback(attempt.close)
+            _run(attempt, _commands(call, shared), limit_s)
+        reports = read_reports(rendezvous.folder, attempt.pids)
+        failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks)
+        if failures:
+            _raise_failure(failures[0], rendezvous.folder)
+        return [cast(T, _load(rendezvous.folder, rank, attempt.pids[rank])) for rank in range(num_ranks)]
+
+
+def _commands(call: PackedCall, shared: AttemptEnvironment) -> list[RankCommand]:
+    argv = (*worker_command_line(), "--call", str(call.call_fd), str(call.tracker_fd))
+    return [RankCommand(rank, argv, shared.of_rank(rank), pass_fds=call.fds) for rank in range(shared.world_size)]
+
+
+def _run(attempt: Attempt, commands: list[RankCommand], limit_s: float | None) -> None:
+    """Start the ranks and wait for their end.
+
+    Raises:
+        WorkerFailed: they were not done in time.
+    """
+    try:
+        attempt.start(commands)
+        is_over = attempt.wait(limit_s)
+    except KeyboardInterrupt:
+        # The ranks are not in the terminal's session: this is the only Ctrl-C they get. A second one
+        # leaves from here, and the caller's `close` kills them.
+        attempt.interrupt(signal.SIGINT)
+        attempt.wait()
+        raise
+    if is_over:
+        return
+    late = [command.rank for command in commands if command.rank not in attempt.exits]
+    if not attempt.failed_ranks:
+        attempt.interrupt(signal.SIGTERM)
+    attempt.wait()
+    if attempt.is_cut_short:
+        names = ", ".join(map(str, late))
+        who = f"ranks {names} were" if len(late) > 1 else f"rank {names} was"
+        raise WorkerFailed(
+            f"{who} not done after {limit_s:g} s, and all ranks were stopped; give a longer timeout if that is "
+            f"to be expected",
+            rank=late[0],
+            exit_code=_TIMEOUT_CODE,
+        )
+
+
+def _raise_failure(failure: Failure, folder: Path) -> NoReturn:
+    text = failure.report.traceback if failure.report is not None else ""
+    error = load_exception(folder, failure.rank)
+    if error is not None:
+        raise error from RankTraceback(f"rank {failure.rank} (pid {failure.ended.pid})\n{text}")
+    message = failure.describe() + (f"\n\n{text}" if text else "")
+    raise WorkerFailed(message, rank=failure.rank, exit_code=failure.exit_code)
+
+
+def _load(folder: Path, rank: int, pid: int) -> object:
+    try:
+        return load_result(folder, rank)
+    except FileNotFoundError:
+        reason = "left with exit code 0 before the function had returned"
+    except Exception as error:
+        reason = f"returned something that cannot be read here: {type(error).__name__}: {error}"
+    raise WorkerFailed(f"rank {rank} (pid {pid}) {reason}", rank=rank, exit_code=0)

@@ -1,0 +1,217 @@
+"""What runs in a rank before the user's script does.
+
+Started by path as `python worker.py script.py args…` or `python worker.py -m module args…`, and
+not with `-m`, because that would put the current folder first on the module path before the
+bootstrap has imported what it needs. It
+
+1. asks the kernel to be killed when the launcher dies, and checks that the launcher is still there;
+2. makes stdout write line by line, so the lines of several ranks stay whole wherever they go;
+3. runs the script in a real `__main__`, as plain `python` does: `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`,
+   pickling of classes defined there, and multiprocessing's spawn children that import it again;
+4. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
+   `python` does, without frames of this file (LOCKSTEP_DEBUG=1 keeps them), and exits with 1.
+
+It sets no environment variables; those a rank finds are listed in environment.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    # The folder of this file, which is nobody's business. Before any other import.
+    del sys.path[0]
+
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import importlib.machinery
+import importlib.util
+import io
+import os
+import signal
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+try:
+    from lockstep import env
+except ModuleNotFoundError:
+    # Not installed: the launcher was found another way, and so must the script be able to.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from lockstep import env
+
+from lockstep.launch.rendezvous import announce_failure
+from lockstep.launch.report import capture, without_leading_frames
+
+__all__ = ["run_module", "run_rank", "run_script"]
+
+_PR_SET_PDEATHSIG = 1
+_INTERRUPTED_CODE = 128 + signal.SIGINT
+# Frames that stand between the interpreter and the user's code, and say nothing.
+_LIBRARY = Path(os.__file__).parent
+_OWN_FILES = frozenset(
+    {__file__, str(Path(__file__).with_name("payload.py"))}
+    | {str(_LIBRARY / name) for name in ("runpy.py", "multiprocessing/spawn.py")}
+)
+
+
+def _die_with_launcher() -> None:
+    """Ask for SIGKILL when the launcher dies. If it is dead already, exit."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != env.LOCKSTEP_PARENT_PID.get():
+        os._exit(128 + signal.SIGKILL)
+
+
+def _write_line_by_line() -> None:
+    """Also into a pipe or file, where Python would hold text back."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+def _become_main(loader: object, spec: importlib.machinery.ModuleSpec | None, file: str | None) -> types.ModuleType:
+    """Put a fresh `__main__` in place of this bootstrap, with the attributes that plain `python` gives it."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __builtins__=builtins,
+        __loader__=loader,
+        __spec__=spec,
+        __package__=None if spec is None else spec.parent,
+        __cached__=None if spec is None else spec.cached,
+    )
+    if file is not None:
+        main.__file__ = file
+    sys.modules["__main__"] = main
+    return main
+
+
+def run_script(path: str, args: list[str]) -> None:
+    """Run a script, or a folder or zip file with a `__main__.py`, as `python path args…` does."""
+    sys.argv = [path, *args]
+    # Only folders and zip files have a finder. Asked directly, so that no other `__main__` can be meant.
+    file = os.path.abspath(path)
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [file])
+    if spec is not None:
+        _put_first_on_path(file)
+        return _run_spec(spec)
+    _put_first_on_path(os.path.dirname(os.path.realpath(path)))
+    if file.endswith(".pyc"):
+        compiled = importlib.machinery.SourcelessFileLoader("__main__", file)
+        code = compiled.get_code("__main__")
+        main = _become_main(compiled, None, file)
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", file)
+        main = _become_main(loader, None, file)
+        code = loader.source_to_code(loader.get_data(file), file)
+    assert code is not None
+    return exec(code, main.__dict__)
+
+
+def _put_first_on_path(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Run a module as `python -m name args…` does.
+
+    Raises:
+        ModuleNotFoundError: there is no such module, or it is a package that cannot be run.
+    """
+    sys.argv = ["-m", *args]
+    _put_first_on_path(os.getcwd())
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        package, spec = name, importlib.util.find_spec(f"{name}.__main__")
+        if spec is None:
+            raise ModuleNotFoundError(f"{package!r} is a package without __main__, it cannot be run", name=package)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if spec.origin is not None:
+        sys.argv[0] = spec.origin
+    _run_spec(spec)
+
+
+def _run_spec(spec: importlib.machinery.ModuleSpec) -> None:
+    loader = spec.loader
+    get_code = getattr(loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise ImportError(f"no Python code found for module {spec.name!r}", name=spec.name)
+    main = _become_main(loader, spec, spec.origin if spec.has_location else None)
+    exec(code, main.__dict__)
+
+
+def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn:
+    """Report, print unless quiet, and exit as an uncaught exception does."""
+    keep_all = env.LOCKSTEP_DEBUG.get() is True
+    trace = error.__traceback__ if keep_all else without_leading_frames(error.__traceback__, _OWN_FILES)
+    error = error.with_traceback(trace)
+    rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
+    if may_report and rank is not None and folder is not None:
+        try:
+            capture(error, trace, rank).write(Path(folder))
+        except OSError as problem:
+            is_quiet = False
+            print(f"lockstep: rank {rank} cannot write its error report: {problem}", file=sys.stderr)
+        announce_failure(Path(folder), rank)
+    if not is_quiet:
+        try:
+            # The script may have installed its own, as rich and IPython do.
+            sys.excepthook(type(error), error, trace)
+        except Exception:
+            traceback.print_exception(type(error), error, trace)
+    sys.exit(1)
+
+
+def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
+    """Run `body` as this rank's program: exits the process unless it returns.
+
+    Args:
+        body: the program.
+        is_quiet: do not print an exception that the launcher has been told of, as it raises it again.
+
+    Raises:
+        SystemExit: as raised by `body`; with 1 after an uncaught exception, which has been reported
+            and printed; with 130 and no word after Ctrl-C.
+    """
+    pid = os.getpid()
+    try:
+        # Held back by the launcher up to here; one that came meanwhile is raised now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        body()
+    except KeyboardInterrupt:
+        # No second one while the interpreter tidies up; the launcher has SIGKILL if that takes too long.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sys.exit(_INTERRUPTED_CODE)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # A process that the script forked comes by here too; it is not the rank.
+        is_rank = os.getpid() == pid
+        _fail(error, may_report=is_rank, is_quiet=is_quiet and is_rank)
+
+
+def _main(argv: list[str]) -> None:
+    _die_with_launcher()
+    _write_line_by_line()
+    with contextlib.suppress(Exception):  # Without a stderr there is nowhere to say it.
+        faulthandler.enable()  # A crash in native code then at least says where Python was.
+    kind, *rest = argv
+    if kind == "--call":
+        from lockstep.launch.payload import run_call
+
+        run_rank(lambda: run_call(int(rest[0]), int(rest[1])), is_quiet=True)
+    elif kind == "-m":
+        run_rank(lambda: run_module(rest[0], rest[1:]))
+    else:
+        run_rank(lambda: run_script(kind, rest))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

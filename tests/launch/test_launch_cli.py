@@ -1,0 +1,121 @@
+"""The `lockstep` command: help, errors in one line, and the recipes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import Launches
+
+import lockstep
+from lockstep.launch import cli
+
+
+def run_main(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_main(capfd, "--version") == (0, f"lockstep {lockstep.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",), ("help",)])
+def test_overview(capfd: pytest.CaptureFixture[str], arguments: tuple[str]) -> None:
+    code, out, _ = run_main(capfd, *arguments)
+    assert code == 0
+    assert "lockstep run --nproc 2 train.py" in out
+
+
+def test_no_command_shows_the_overview(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_main(capfd)
+    assert (code, out) == (2, "")
+    assert "usage: lockstep" in err
+
+
+def test_help_of_run_explains_every_option(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["run", "--help"])
+    assert leaving.value.code == 0
+    out = capfd.readouterr().out
+    for option in (
+        "--nproc",
+        "-m",
+        "--no-prefix",
+        "--log-dir",
+        "--max-restarts",
+        "--grace",
+        "--master-addr",
+        "--master-port",
+    ):
+        assert f"  {option}" in out or f", {option}" in out, option
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rum"], "there is no command 'rum', did you mean 'run'?; there are: run, train"),
+        (["train.py"], "did you mean `lockstep run train.py`?"),
+        (["run"], "name a script to run; see `lockstep run --help`"),
+        (["run", "-m"], "name a module to run after -m"),
+        (["run", "--nproc", "two", __file__], "nproc is 'two'"),
+        (["run", "--nproc", "0", __file__], "nproc is 0; expected at least 1 process"),
+        (["run", "--nproc"], "expected one argument"),
+        (["run", "--nprocs", "2", __file__], "unrecognized arguments: --nprocs"),
+        (["run", "--grace", "soon", __file__], "invalid float value: 'soon'"),
+        (["run", "missing.py"], "script 'missing.py' not found in"),
+        (["run", "--no-prefix", "--log-dir", "x", __file__], "not allowed with argument"),
+        (["run", "--nproc", "1", "--log-dir", "/proc/none", __file__], "log_dir '/proc/none' cannot be written"),
+        (["train", "digit"], "there is no recipe 'digit', did you mean 'digits'?"),
+        (["train", "digits", "--epoch", "x"], "see `lockstep train digits --help`"),
+    ],
+)
+def test_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    code, out, err = run_main(capfd, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("lockstep: error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_options_end_where_the_script_begins() -> None:
+    split = cli._split_at_script
+    assert split(["--nproc", "2", "-m", "a.b", "-m"]) == (["--nproc", "2", "-m"], "a.b", ("-m",))
+    assert split(["--nproc=2", "x.py", "--", "y"]) == (["--nproc=2"], "x.py", ("--", "y"))
+    assert split(["--no-prefix", "--", "-odd.py"]) == (["--no-prefix"], "-odd.py", ())
+    assert split(["--help"]) == (["--help"], None, ())
+    assert split([]) == ([], None, ())
+
+
+def test_recipe_runs_as_a_module_on_the_bare_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(cli, "launch_job", lambda config: seen.append(config) or 0)
+    assert cli.main(["train", "digits", "--nproc", "2", "--epochs", "3", "--grace", "1"]) == 0
+    (config,) = seen
+    assert (config.target, config.is_module, config.prefix) == ("lockstep.recipes.digits", True, False)
+    assert (config.nproc, config.grace_s, config.args) == ("2", 1.0, ("--epochs", "3"))
+
+
+def test_recipe_options_are_asked_for_without_torch() -> None:
+    program = """
+import sys
+from lockstep.launch.cli import main
+try:
+    main(['train', 'digits', '--help'])
+except SystemExit as leaving:
+    assert leaving.code == 0
+sys.exit('torch is imported' if 'torch' in sys.modules else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--nproc N" in done.stdout
+    assert "--epochs" in done.stdout
+
+
+def test_command_is_installed(launches: Launches) -> None:
+    command = [Path(sys.executable).with_name("lockstep"), "run", "--nproc", "1", launches.script("print('up')")]
+    done = subprocess.run(command, cwd=launches.folder, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0] up\n", "")

@@ -1,0 +1,295 @@
+"""However a job ends, nothing of it is left: no process, no folder; and Ctrl-C is quiet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import NOTE_PID, Launches, children_of, is_alive, wait_until
+
+# Each rank has a child, which has a child that ignores SIGTERM, one that left the process group and one that
+# left even the session. The last line of every child is to wait for long.
+FAMILY = (
+    NOTE_PID
+    + """
+if os.fork() == 0:
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        note(f'stubborn{RANK}')
+        time.sleep(60)
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        note(f'regrouped{RANK}')
+        time.sleep(60)
+    if os.fork() == 0:
+        os.setsid()
+        note(f'detached{RANK}')
+        time.sleep(60)
+    note(f'child{RANK}')
+    time.sleep(60)
+note(f'rank{RANK}')
+"""
+)
+MEMBERS = ("rank", "child", "stubborn", "regrouped", "detached")
+
+
+def family_of(launches: Launches, nproc: int = 2) -> list[int]:
+    return launches.pids(*(f"{member}{rank}" for rank in range(nproc) for member in MEMBERS))
+
+
+def wait_until_gone(pids: list[int], timeout_s: float) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), f"all of {pids} are gone", timeout_s)
+
+
+@pytest.mark.usefixtures("bystander")
+def test_killed_launcher_takes_everything_with_it(launches: Launches) -> None:
+    process = launches.start("--nproc", "2", launches.script(FAMILY + "time.sleep(60)"))
+    pids = [*family_of(launches), *children_of(process.pid)]
+    assert len(set(pids)) == 11, "two families and the guardian"
+    process.kill()
+    wait_until_gone(pids, 2)
+    wait_until(lambda: not launches.leftovers(), "the private folder is removed", 2)
+
+
+def test_launcher_killed_while_it_starts(launches: Launches) -> None:
+    """At moments spread over the first 150 ms: whatever exists by then is gone soon after."""
+    script = launches.script("time.sleep(60)")
+    variables = launches.environment(LOCKSTEP_TEST_MARK=str(launches.folder))
+    for delay_ms in range(30, 180, 15):
+        process = launches.start("--nproc", "2", script, env=variables)
+        time.sleep(delay_ms / 1000)
+        process.kill()
+        process.communicate()
+    wait_until(lambda: not _marked_processes(launches), "all processes are gone", 3)
+    wait_until(lambda: not launches.leftovers(), "all private folders are removed", 3)
+
+
+def _marked_processes(launches: Launches) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                variables = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if f"LOCKSTEP_TEST_MARK={launches.folder}".encode() in variables:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.usefixtures("bystander")
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_failing_job_leaves_nothing(launches: Launches, end: str) -> None:
+    script = launches.script(
+        FAMILY
+        + f"""
+if RANK == 0:
+    while not all(os.path.exists(f'{{member}}{{rank}}') for member in {MEMBERS} for rank in range(2)):
+        time.sleep(0.005)
+    {end}
+time.sleep(60)
+"""
+    )
+    done = launches.run("--nproc", "2", "--grace", "0.3", script)
+    assert done.returncode in (3, 137)
+    wait_until_gone(family_of(launches), 0.5)
+
+
+def test_successful_job_leaves_only_what_detached_itself(launches: Launches) -> None:
+    script = launches.script(
+        FAMILY
+        + f"""
+while not all(os.path.exists(f'{{member}}{{RANK}}') for member in {MEMBERS}):
+    time.sleep(0.005)
+"""
+    )
+    done = launches.run("--nproc", "1", script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert done.returncode == 0
+    *others, detached = family_of(launches, 1)
+    assert not any(map(is_alive, others))
+    assert is_alive(detached), "setsid is how a process asks to stay"
+    os.kill(detached, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("options", [(), ("--no-prefix",)], ids=["prefix", "no-prefix"])
+def test_signal_to_the_launcher_ends_all_ranks_quietly(launches: Launches, number: int, options: tuple[str]) -> None:
+    script = launches.script(NOTE_PID + "note(f'rank{RANK}')\nprint('up', flush=True)\ntime.sleep(60)")
+    process = launches.start("--nproc", "2", *options, script)
+    pids = launches.pids("rank0", "rank1")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert sorted(line[-2:] for line in out.splitlines()) == ["up", "up"]
+    assert err == ""
+    assert not any(map(is_alive, pids))
+
+
+def test_ctrl_c_at_any_moment_of_the_start_is_quiet(launches: Launches) -> None:
+    script = launches.script("time.sleep(60)")
+    codes = []
+    for delay_ms in range(100, 260, 20):
+        process = launches.start("--nproc", "2", script)
+        # The launcher's own import of its modules is Python's to answer for: wait until it has begun its work.
+        wait_until(launches.leftovers, "the private folder is made")
+        time.sleep((delay_ms - 100) / 1000)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+        codes.append(process.returncode)
+        assert (out, err) == ("", ""), f"{delay_ms} ms"
+    assert codes == [130] * len(codes)
+
+
+def test_rank_may_finish_its_work_within_the_grace(launches: Launches) -> None:
+    script = launches.script(
+        NOTE_PID
+        + """
+try:
+    note(f'rank{RANK}')
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    print('saved', flush=True)
+"""
+    )
+    process = launches.start("--nproc", "2", script)
+    launches.pids("rank0", "rank1")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+
+
+def test_second_ctrl_c_kills_at_once(launches: Launches) -> None:
+    script = launches.script(
+        NOTE_PID
+        + """
+signal.signal(signal.SIGINT, lambda *_: note(f'heard{RANK}'))
+note('rank0')
+while True:
+    time.sleep(60)
+"""
+    )
+    process = launches.start("--nproc", "1", "--grace", "60", script)
+    (pid,) = launches.pids("rank0")
+    process.send_signal(signal.SIGINT)
+    launches.pids("heard0")
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert not is_alive(pid)
+
+
+def test_ignored_hangup_stays_ignored(launches: Launches) -> None:
+    """`nohup lockstep run …` goes on when the terminal is closed, and so do its ranks."""
+    script = launches.script(
+        NOTE_PID + "note('rank0')\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('done')"
+    )
+    program = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv)"
+    command = [sys.executable, "-m", "lockstep", "run", "--nproc", "1", script]
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.argv = {command!r}; {program}"],
+        cwd=launches.folder, env=launches.environment(), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    (rank,) = launches.pids("rank0")
+    process.send_signal(signal.SIGHUP)
+    os.kill(rank, signal.SIGHUP)
+    (launches.folder / "go").touch()
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (0, "[0] done\n")
+
+
+def test_ctrl_z_stops_and_continues_the_ranks(launches: Launches) -> None:
+    script = launches.script(NOTE_PID + "note('rank0')\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    process = launches.start("--nproc", "1", script)
+    (rank,) = launches.pids("rank0")
+
+    def state(pid: int) -> bytes:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+
+    process.send_signal(signal.SIGTSTP)
+    wait_until(lambda: state(rank) == state(process.pid) == b"T", "launcher and rank are stopped")
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: state(rank) != b"T", "the rank goes on")
+    (launches.folder / "go").touch()
+    assert process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_reader_that_goes_away_ends_the_job_quietly(launches: Launches, stream: str) -> None:
+    script = launches.script(f"while True: print('line', file=sys.{stream}, flush=True); time.sleep(0.01)")
+    process = launches.start("--nproc", "2", script, bufsize=0)
+    pipe = getattr(process, stream)
+    assert pipe.readline()[3:] == " line\n"
+    pipe.close()
+    other = process.stderr if stream == "stdout" else process.stdout
+    assert other is not None
+    assert other.read() == ""
+    assert process.wait(timeout=10) == 128 + signal.SIGPIPE
+
+
+def test_slow_reader_gets_everything(launches: Launches) -> None:
+    """The ranks have long finished when the reader begins to read."""
+    script = launches.script("note = open('written', 'w'); os.write(1, b'x' * 150_000 + b'\\n'); note.write('1\\n')")
+    process = launches.start("--nproc", "1", script)
+    launches.pids("written")
+    out, _ = process.communicate(timeout=10)
+    assert out == "[0] " + "x" * 150_000 + "\n"
+
+
+def test_job_inside_a_job_ends_with_it(launches: Launches) -> None:
+    launches.script(FAMILY + "time.sleep(60)", "inner.py")
+    outer = launches.script(
+        "import subprocess\n"
+        "subprocess.run([sys.executable, '-m', 'lockstep', 'run', '--nproc', '1', 'inner.py'], start_new_session=True)"
+    )
+    process = launches.start("--nproc", "1", outer)
+    pids = family_of(launches, 1)
+    process.kill()
+    wait_until_gone(pids, 3)
+    wait_until(lambda: not launches.leftovers(), "both private folders are removed", 3)
+
+
+def test_killed_guardian_does_not_hurt(launches: Launches) -> None:
+    script = launches.script(NOTE_PID + "note('rank0')\nwhile not os.path.exists('go'): time.sleep(0.01)\nsys.exit(6)")
+    process = launches.start("--nproc", "1", "--max-restarts", "1", script)
+    (rank,) = launches.pids("rank0")
+    (guardian,) = set(children_of(process.pid)) - {rank}
+    os.kill(guardian, signal.SIGKILL)
+    (launches.folder / "go").touch()
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 6
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_while_failing_prevents_the_restart(launches: Launches) -> None:
+    script = launches.script(
+        NOTE_PID
+        + """
+if RANK == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note('rank1')
+    time.sleep(60)
+while not os.path.exists('rank1'):
+    time.sleep(0.005)
+note('rank0')
+raise ValueError('first')
+"""
+    )
+    process = launches.start("--nproc", "2", "--grace", "60", "--max-restarts", "5", script)
+    failing, pid = launches.pids("rank0", "rank1")
+    wait_until(lambda: not is_alive(failing), "rank 0 has failed")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert "failed with ValueError" in err
+    assert "restart" not in err
+    assert not is_alive(pid)

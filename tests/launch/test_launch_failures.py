@@ -1,0 +1,263 @@
+"""When a rank fails: who is named, with which traceback, which exit code, and what becomes of the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from launching import Launches, is_alive
+
+RULE = "=" * 88
+
+
+def verdict_of(stderr: str) -> str:
+    """What stands between the last two rules."""
+    _, block, after = stderr.rsplit(RULE, 2)
+    assert after == "\n", "the verdict is the last word"
+    return block.strip("\n")
+
+
+def test_first_failing_rank_is_named_last_with_its_traceback(launches: Launches) -> None:
+    script = launches.script(
+        """
+        def step(values):
+            return values[3]
+        if RANK == 1:
+            step([])
+        time.sleep(60)
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 1
+    lines = verdict_of(done.stderr).splitlines()
+    assert lines[0].startswith("lockstep: rank 1 (pid ")
+    assert lines[0].endswith(
+        ") failed with IndexError at script.py:4: list index out of range; the other ranks were stopped"
+    )
+    assert lines[1:3] == ["", "Traceback (most recent call last):"]
+    assert f'File "{launches.folder}/script.py", line 6, in <module>' in lines[3]
+    assert lines[-1] == "IndexError: list index out of range"
+    assert "worker.py" not in done.stderr
+    assert "[1] IndexError: list index out of range\n" in done.stderr
+
+
+def test_echoes_do_not_bury_the_cause(launches: Launches) -> None:
+    """The ranks that lose another one say so by themselves; the one that they lost is the verdict."""
+    script = launches.script(
+        """
+        from pathlib import Path
+        from lockstep.errors import RankLost
+        if RANK == 2:
+            Path('gone').touch()
+            raise KeyError('lr')
+        while not os.path.exists('gone'):
+            time.sleep(0.005)
+        try:
+            raise RankLost('rank 2 left', (2,))
+        except RankLost as error:
+            if RANK == 1:
+                raise RuntimeError('training failed') from error
+            raise
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 1
+    verdict = verdict_of(done.stderr)
+    assert verdict.startswith("lockstep: rank 2 ")
+    assert "failed with KeyError at script.py:7: 'lr'; other ranks failed after it\n\nTraceback" in verdict
+    assert "RankLost" not in verdict
+    assert "training failed" not in verdict
+    assert "[0] lockstep.errors.RankLost: rank 2 left\n" in done.stderr
+
+
+def test_second_cause_is_mentioned(launches: Launches) -> None:
+    script = launches.script("time.sleep(RANK * 0.3); raise ValueError(f'rate {RANK}')")
+    done = launches.run("--nproc", "2", script)
+    lines = verdict_of(done.stderr).splitlines()
+    assert "rank 0 " in lines[0]
+    assert "rate 0; other ranks failed after it" in lines[0]
+    assert lines[1].startswith("lockstep: after it, rank 1 ")
+    assert lines[1].endswith("failed with ValueError at script.py:3: rate 1")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "signal 9 (SIGKILL; out of memory?)"), (signal.SIGUSR1, "signal 10 (SIGUSR1)")],
+)
+def test_killed_rank(launches: Launches, number: int, words: str) -> None:
+    """The others notice and fail with an error of their own, later: the killed one is still the cause."""
+    script = launches.script(
+        f"""
+        if RANK == 0:
+            os.kill(os.getpid(), {int(number)})
+        time.sleep(0.4)
+        raise RuntimeError('Connection closed by peer [127.0.0.1]:1234' if RANK == 1 else 'strange')
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 128 + number
+    first = verdict_of(done.stderr).splitlines()[0]
+    assert first.startswith("lockstep: rank 0 (pid ")
+    assert f"was killed by {words}; other ranks failed after it" in first
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "exited with code 7"),
+        ("sys.exit('no data')", 1, "exited with code 1"),
+        ("os._exit(3)", 3, "exited with code 3"),
+        ("def f(:", 1, "failed with SyntaxError at script.py:3"),
+        ("import nonsense_module", 1, "failed with ModuleNotFoundError at script.py:3: No module named"),
+        ("class Odd(BaseException): pass\nraise Odd('x')", 1, "failed with Odd at script.py:4: x"),
+    ],
+)
+def test_ways_to_fail(launches: Launches, statement: str, code: int, words: str) -> None:
+    done = launches.run("--nproc", "1", launches.script(statement))
+    assert done.returncode == code
+    first = verdict_of(done.stderr).splitlines()[0]
+    assert words in first
+    assert "other ranks" not in first
+    assert "no data" not in statement or "[0] no data\n" in done.stderr
+
+
+@pytest.mark.parametrize("statement", ["sys.exit()", "sys.exit(0)", "sys.exit(None)", "raise SystemExit", "pass"])
+def test_ways_to_succeed(launches: Launches, statement: str) -> None:
+    done = launches.run("--nproc", "1", launches.script(statement))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_missing_module_below_an_existing_package(launches: Launches) -> None:
+    done = launches.run("--nproc", "1", "-m", "json.nonsense")
+    assert done.returncode == 1
+    assert "failed with ModuleNotFoundError: No module named 'json.nonsense'" in verdict_of(done.stderr)
+    done = launches.run("--nproc", "1", "-m", "json")
+    assert "'json' is a package without __main__" in verdict_of(done.stderr)
+
+
+def test_own_excepthook_is_used(launches: Launches) -> None:
+    script = launches.script(
+        """
+        sys.excepthook = lambda kind, error, trace: print('hook:', kind.__name__, trace.tb_lineno, file=sys.stderr)
+        raise ValueError
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert "[0] hook: ValueError 4\n" in done.stderr
+    assert done.stderr.count("Traceback") == 1, "only in the verdict"
+
+
+def test_rank_that_hangs_on_its_way_out_is_noticed(launches: Launches) -> None:
+    """An exception went through, but a thread that blocks keeps the process alive, and SIGTERM is ignored."""
+    script = launches.script(
+        """
+        import threading
+        if RANK == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            raise ValueError('stuck')
+        time.sleep(60)
+        """
+    )
+    start = time.monotonic()
+    done = launches.run("--nproc", "2", "--grace", "0.5", script)
+    assert time.monotonic() - start < 10
+    assert done.returncode == 1
+    assert "rank 1 " in verdict_of(done.stderr).splitlines()[0]
+    assert "stuck; the other ranks were stopped" in verdict_of(done.stderr)
+
+
+def test_rank_that_ignores_sigterm_is_killed_after_the_grace(launches: Launches) -> None:
+    script = launches.script(
+        """
+        open(f'pid{RANK}', 'w').write(str(os.getpid()))
+        if RANK == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            open('ready', 'w').close()
+            time.sleep(60)
+        while not os.path.exists('ready'):
+            time.sleep(0.005)
+        sys.exit(5)
+        """
+    )
+    start = time.monotonic()
+    done = launches.run("--nproc", "2", "--grace", "0.3", script)
+    assert 1.3 < time.monotonic() - start < 10, "settling takes 1 s, then the grace"
+    assert done.returncode == 5
+    assert not is_alive(int((launches.folder / "pid1").read_text()))
+
+
+def test_log_of_the_failing_rank_is_named(launches: Launches) -> None:
+    done = launches.run("--nproc", "2", "--log-dir", "logs", launches.script("sys.exit(RANK)"))
+    assert done.returncode == 1
+    assert "its output is in logs/rank1.log" in verdict_of(done.stderr)
+    assert "other ranks had finished" in verdict_of(done.stderr)
+
+
+def test_restarts_begin_afresh(launches: Launches) -> None:
+    script = launches.script(
+        """
+        count = os.environ['TORCHELASTIC_RESTART_COUNT']
+        with open(f'attempts{RANK}', 'a') as file:
+            print(count, os.environ['TORCHELASTIC_MAX_RESTARTS'], os.environ['LOCKSTEP_RENDEZVOUS'],
+                  os.environ['MASTER_PORT'], sorted(os.listdir(os.environ['LOCKSTEP_RENDEZVOUS'])), sep='|', file=file)
+        if count != '2' and RANK == 1:
+            raise ValueError('not yet')
+        """
+    )
+    done = launches.run("--nproc", "2", "--max-restarts", "3", script)
+    assert done.returncode == 0, done.stderr
+    own = [line for line in done.stderr.splitlines() if line.startswith("lockstep: ")]
+    assert len(own) == 2
+    assert own[0].endswith("ValueError at script.py:8: not yet; starting all ranks again (restart 1 of 3)")
+    assert own[1].endswith("(restart 2 of 3)")
+    attempts = [line.split("|") for line in (launches.folder / "attempts1").read_text().splitlines()]
+    assert [line[:2] for line in attempts] == [["0", "3"], ["1", "3"], ["2", "3"]]
+    assert len({line[2] for line in attempts}) == 3
+    assert len({line[3] for line in attempts}) == 3
+    assert {line[4] for line in attempts} == {"['events']"}
+
+
+def test_restarts_end_with_the_verdict(launches: Launches) -> None:
+    script = launches.script("print(1); sys.exit(4)")
+    done = launches.run("--nproc", "1", "--max-restarts", "1", "--log-dir", "logs", script)
+    assert done.returncode == 4
+    assert done.stderr.count("restart 1 of 1") == 1
+    assert "exited with code 4" in verdict_of(done.stderr)
+    log = (launches.folder / "logs/rank0.log").read_text().splitlines()
+    assert [line if line.isdigit() else "restart" for line in log] == ["1", "restart", "1"]
+
+
+def test_exception_recorded_for_torchrun_is_shown(launches: Launches) -> None:
+    """As torch.distributed.elastic's @record leaves it, when the script then goes by os._exit."""
+    script = launches.script(
+        """
+        import json
+        record = {'message': 'OSError: disk', 'extraInfo': {'py_callstack': 'Traceback: here', 'timestamp': '12'}}
+        json.dump({'message': record}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))
+        os._exit(1)
+        """
+    )
+    verdict = verdict_of(launches.run("--nproc", "1", script).stderr)
+    assert "failed with OSError: disk\n\nTraceback: here" in verdict
+
+
+def test_own_frames_are_kept_on_request(launches: Launches) -> None:
+    script = launches.script("raise ValueError")
+    done = launches.run("--nproc", "1", script, env=launches.environment(LOCKSTEP_DEBUG="1"))
+    assert "worker.py" in verdict_of(done.stderr)
+
+
+def test_exception_in_a_forked_child_is_not_the_ranks(launches: Launches) -> None:
+    script = launches.script(
+        """
+        pid = os.fork()
+        if pid == 0:
+            raise ValueError('of the child')
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert (done.returncode, done.stdout) == (0, "[0] 1\n")
+    assert "[0] ValueError: of the child\n" in done.stderr

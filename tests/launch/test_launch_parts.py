@@ -1,0 +1,252 @@
+"""The launcher's pure parts: options, environment, ports, reports, which failure was the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import CollectiveAborted, CollectiveMismatch, LaunchError, RankLost
+from lockstep.launch import rendezvous
+from lockstep.launch.config import LaunchConfig, check_target, resolve_nproc
+from lockstep.launch.environment import AttemptEnvironment, visible_cores, visible_gpus
+from lockstep.launch.process import RankExit
+from lockstep.launch.rendezvous import Rendezvous, announce_failure, find_free_port
+from lockstep.launch.report import ErrorReport, capture, is_echo, read_reports
+from lockstep.launch.verdict import find_first_failure, format_verdict
+
+
+@pytest.mark.parametrize(
+    ("allowed", "count"),
+    [(None, 3), ("", 0), ("-1", 0), ("1", 1), ("0,2", 2), ("0,-1,2", 1), ("GPU-8a2b,MIG-3", 2), ("0, 1", 2)],
+)
+def test_gpus_are_counted_as_cuda_counts(tmp_path: Path, allowed: str | None, count: int) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    variables = {} if allowed is None else {"CUDA_VISIBLE_DEVICES": allowed}
+    assert visible_gpus(variables, str(tmp_path)) == count
+
+
+def test_no_gpu_where_there_is_no_device(tmp_path: Path) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, str(tmp_path)) == 0
+    assert visible_gpus({}, str(tmp_path / "missing")) == 0
+
+
+def test_nproc() -> None:
+    assert resolve_nproc(4, {}) == 4
+    assert resolve_nproc(" 4 ", {}) == 4
+    assert resolve_nproc("cpu", {}) == visible_cores()
+    assert resolve_nproc("auto", {"CUDA_VISIBLE_DEVICES": ""}) == visible_cores()
+    for wrong, words in (("0", "at least 1"), (-3, "at least 1"), ("two", "'two'"), ("1.5", "'1.5'")):
+        with pytest.raises(LaunchError, match=words):
+            resolve_nproc(wrong, {})
+    with pytest.raises(LaunchError, match="no GPU here"):
+        resolve_nproc("gpu", {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_target_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "folder").mkdir()
+    check_target("train.py", is_module=False)
+    check_target("train", is_module=True)
+    for target, is_module, words in (
+        ("missing.py", False, f"'missing.py' not found in {tmp_path}$"),
+        ("train", False, r"did you mean train\.py\?"),
+        ("json.tool", False, r"put -m before it \(lockstep run -m json\.tool\)"),
+        ("folder", False, "without a __main__"),
+        ("nonsense_module.x", True, "module 'nonsense_module.x' not found$"),
+        ("./train.py", True, "leave out -m"),
+    ):
+        with pytest.raises(LaunchError, match=words):
+            check_target(target, is_module=is_module)
+    if os.geteuid() != 0:
+        (tmp_path / "train.py").chmod(0)
+        with pytest.raises(LaunchError, match="cannot be read"):
+            check_target("train.py", is_module=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("max_restarts", -1, "max_restarts is -1"),
+        ("grace_s", -0.5, "grace is -0.5"),
+        ("grace_s", float("nan"), "grace is nan"),
+        ("master_port", 70000, "expected 1 to 65535"),
+    ],
+)
+def test_options_are_checked(option: str, value: float, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        LaunchConfig(target=__file__, **{option: value}).check()
+
+
+def test_jobs_in_jobs_carry_both_ids(tmp_path: Path) -> None:
+    outer = AttemptEnvironment({}, "outer", tmp_path, 2, "127.0.0.1", 1).of_rank(0)
+    inner = AttemptEnvironment(outer, "inner", tmp_path, 1, "127.0.0.1", 2).of_rank(0)
+    assert inner["LOCKSTEP_JOB"] == "outer:inner"
+    assert (inner["WORLD_SIZE"], inner["MASTER_PORT"]) == ("1", "2")
+    assert inner["LOCKSTEP_PARENT_PID"] == str(os.getpid())
+
+
+def test_port_is_free_and_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", find_free_port()))
+    for text, ports in (("32768 60999", range(10_000, 32768)), ("1024 50000", range(50_001, 65536))):
+        (tmp_path / "range").write_text(text)
+        monkeypatch.setattr(rendezvous, "_PORT_RANGE_FILE", str(tmp_path / "range"))
+        assert rendezvous._candidate_ports() == ports
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        assert not rendezvous._is_free(port)
+        monkeypatch.setattr(rendezvous, "_candidate_ports", lambda: range(port, port + 1))
+        with pytest.raises(LaunchError, match="--master-port"):
+            find_free_port()
+
+
+def test_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = Rendezvous()
+    assert place.folder.stat().st_mode & 0o777 == 0o700
+    assert place.read_failures() == []
+    announce_failure(place.folder, 3)
+    announce_failure(place.folder, 0)
+    assert place.read_failures() == [3, 0]
+    place.remove()
+    place.remove()
+    assert not place.folder.exists()
+    announce_failure(place.folder, 1)  # A rank that outlives the folder must not fail for it.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(LaunchError, match="set TMPDIR"):
+        Rendezvous()
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+class DistBackendError(RuntimeError):
+    """Stands in for torch's."""
+
+
+DistBackendError.__module__ = "torch.distributed"
+
+
+@pytest.mark.parametrize(
+    ("error", "echo"),
+    [
+        (RankLost("rank 1 died", (1,)), True),
+        (CollectiveAborted("shut down"), True),
+        (CollectiveMismatch("shapes differ"), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection reset by peer, says the user"), False),
+        (raised(RuntimeError("training failed"), RankLost("x")), True),
+    ],
+)
+def test_echoes_are_told_from_causes(error: BaseException, echo: bool) -> None:
+    assert is_echo(error) is echo
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_report_survives_the_way_through_the_file(tmp_path: Path) -> None:
+    error = raised(json.JSONDecodeError("bad", "doc", 0))
+    report = capture(error, error.__traceback__, rank=3)
+    assert (report.type, report.file, report.pid) == ("json.decoder.JSONDecodeError", __file__, os.getpid())
+    assert report.line == raised.__code__.co_firstlineno + 2
+    report.write(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["error-rank3.json"]
+    assert read_reports(tmp_path, {2: 1, 3: os.getpid()}) == {3: report}
+
+
+def test_report_points_at_the_users_own_code() -> None:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        report = capture(error, error.__traceback__, rank=0)
+    assert report.file == __file__
+
+
+def test_report_of_an_exception_without_text() -> None:
+    error = raised(Unprintable())
+    report = capture(error, error.__traceback__, rank=0)
+    assert "str() of it fails" in report.message
+    huge = raised(ValueError("x" * 1_000_000))
+    assert len(capture(huge, huge.__traceback__, rank=0).traceback) < 70_000
+
+
+def test_unreadable_report_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "error-rank0.json").write_text('{"rank": 0')
+    assert read_reports(tmp_path, {0: 1}) == {}
+    assert "error report of rank 0 cannot be read" in capsys.readouterr().err
+
+
+def left(rank: int, code: int = 1, time: float = 0.0, *, signal: int | None = None, stopped: bool = False) -> RankExit:
+    return RankExit(rank, 1000 + rank, code, signal, time, stopped)
+
+
+def wrote(rank: int, time: float, *, secondary: bool = False) -> ErrorReport:
+    kind = "RankLost" if secondary else "ValueError"
+    return ErrorReport(rank, 1000 + rank, "host", kind, "text", "Traceback", "/x/train.py", 8, time, secondary)
+
+
+def first_of(exits: list[RankExit], reports: list[ErrorReport], announced: set[int] | None = None) -> list[int]:
+    by_rank = {report.rank: report for report in reports}
+    failures = find_first_failure({ended.rank: ended for ended in exits}, by_rank, announced or set())
+    return [failure.rank for failure in failures]
+
+
+def test_first_failure() -> None:
+    assert first_of([left(0, 0), left(1, 0)], []) == []
+    # By the time of the exception, not of the exit that follows it.
+    assert first_of([left(0, time=5), left(1, time=4)], [wrote(0, 1), wrote(1, 2)]) == [0, 1]
+    # An echo may come before its cause is seen to exit.
+    assert first_of([left(0, time=2), left(1, 137, 3, signal=9)], [wrote(0, 1, secondary=True)]) == [1, 0]
+    # Who was stopped by us is no cause, whatever the time.
+    assert first_of([left(0, 143, 1, signal=15, stopped=True), left(1, time=2)], [wrote(1, 2)]) == [1, 0]
+    # A rank killed before another one's error is the cause of it.
+    assert first_of([left(0, 139, 1, signal=11), left(1, time=2)], [wrote(1, 1.5)]) == [0, 1]
+    # Only echoes: the first of them.
+    assert first_of([left(0), left(1)], [wrote(0, 2, secondary=True), wrote(1, 1, secondary=True)]) == [1, 0]
+    # An exception went through, whatever the exit code says.
+    assert first_of([left(0, 0), left(1, 0)], [wrote(1, 1)], {1}) == [1]
+
+
+def test_exit_code_of_a_rank_that_was_stopped_after_its_exception() -> None:
+    (failure,) = find_first_failure({0: left(0, 137, 9, signal=9, stopped=True)}, {0: wrote(0, 1)}, {0})
+    assert failure.exit_code == 1
+    assert failure.describe() == "rank 0 (pid 1000) failed with ValueError at /x/train.py:8: text"
+
+
+def test_verdict_mentions_a_few_more_and_counts_the_rest() -> None:
+    exits = {rank: left(rank, time=rank) for rank in range(8)}
+    text = format_verdict(find_first_failure(exits, {0: wrote(0, 0)}, set()), 8)
+    assert text.count("lockstep: after it, rank") == 4
+    assert "lockstep: and 3 more ranks" in text
+
+
+def test_place_is_relative_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = ErrorReport(0, 1, "host", "E", "", "", str(tmp_path / "a/b.py"), 2, 0.0, False)
+    (failure,) = find_first_failure({0: left(0)}, {0: report}, set())
+    assert failure.describe() == "rank 0 (pid 1000) failed with E at a/b.py:2"
+
+
+def test_library_folders_hold_this_interpreter() -> None:
+    """Guards the test above that points at user code: `json` must count as library here."""
+    from lockstep.launch.report import _library_folders
+
+    assert os.__file__.startswith(_library_folders()), sys.prefix

@@ -1,0 +1,201 @@
+"""`lockstep.spawn`: results by rank, the first rank's own exception, and nothing left behind."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import spawned
+from launching import children_of, is_alive, wait_until
+
+import lockstep
+from lockstep.errors import InputError, InputTypeError, LaunchError, WorkerFailed
+from lockstep.launch.spawn import RankTraceback
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
+    """No private folder, no file descriptor, no child but multiprocessing's own tracker."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    multiprocessing.resource_tracker.ensure_running()
+    before = sorted(children_of(os.getpid())), len(os.listdir("/proc/self/fd"))
+    yield
+    assert (sorted(children_of(os.getpid())), len(os.listdir("/proc/self/fd"))) == before
+    assert not list(tmp_path.glob("lockstep-*"))
+
+
+def test_results_come_back_by_rank() -> None:
+    assert lockstep.spawn(spawned.describe, ("a",), nproc=3, env={"EXTRA": "x"}) == [
+        (rank, 3, "a", "x") for rank in range(3)
+    ]
+
+
+def test_partial_from_a_thread() -> None:
+    found: list[object] = []
+    thread = threading.Thread(
+        target=lambda: found.append(lockstep.spawn(functools.partial(spawned.describe, "b"), nproc=1))
+    )
+    thread.start()
+    thread.join(timeout=30)
+    assert found == [[(0, 1, "b", None)]]
+
+
+def test_exception_keeps_its_type_and_brings_its_traceback() -> None:
+    with pytest.raises(ValueError, match=r"^bad rate$") as caught:
+        lockstep.spawn(spawned.fail, (1, "value"), nproc=2)
+    assert type(caught.value) is ValueError
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    text = str(caught.value.__cause__)
+    assert "rank 1 (pid " in text
+    assert 'raise ValueError("bad rate")' in text
+    assert text.count("File ") == 1, "only the user's own frame"
+
+
+def test_cause_is_raised_and_not_its_echoes(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="lr"):
+        lockstep.spawn(spawned.lose, (str(tmp_path / "marker"),), nproc=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("two", 1, "failed with spawned.TwoArguments at .*no pickle"),
+        ("kill", 137, r"rank 0 \(pid \d+\) was killed by signal 9 \(SIGKILL"),
+        ("exit", 7, "rank 0 .* exited with code 7"),
+    ],
+)
+def test_worker_failed(kind: str, code: int, words: str) -> None:
+    with pytest.raises(WorkerFailed, match=words) as caught:
+        lockstep.spawn(spawned.fail, (0, kind), nproc=2)
+    assert (caught.value.rank, caught.value.exit_code) == (0, code)
+
+
+def test_leaving_before_the_end() -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 0 .* left with exit code 0 before the function had returned"):
+        lockstep.spawn(spawned.fail, (0, "os._exit"), nproc=1)
+    assert lockstep.spawn(spawned.leave, (0,), nproc=1) == [None]
+
+
+def test_result_that_cannot_be_sent() -> None:
+    with pytest.raises(InputTypeError, match="rank 0: fail returned a lock that cannot be sent back"):
+        lockstep.spawn(spawned.fail, (0, "result"), nproc=1)
+
+
+def test_arguments_may_be_what_a_spawned_process_takes() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue, event = context.SimpleQueue(), context.Event()
+    received: list[int] = []
+
+    def receive() -> None:
+        received.extend(sorted(queue.get() for _ in range(2)))
+        event.set()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    lockstep.spawn(spawned.send, (queue, event), nproc=2)
+    thread.join(timeout=30)
+    queue.close()
+    assert received == [0, 1]
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
+    def local() -> None: ...
+
+    for fn in (local, lambda: None, functools.partial(local)):
+        with pytest.raises(InputTypeError, match="move it to the top level of a module"):
+            lockstep.spawn(fn, nproc=1)
+    with pytest.raises(InputTypeError, match="the args of describe cannot be sent"):
+        lockstep.spawn(spawned.describe, (threading.Lock(),), nproc=1)
+    with pytest.raises(InputTypeError, match="fn must be a function, got str"):
+        lockstep.spawn("describe", nproc=1)  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match="at least 1"):
+        lockstep.spawn(spawned.describe, ("a",), nproc=0)
+    with pytest.raises(InputError, match="timeout is 0"):
+        lockstep.spawn(spawned.describe, ("a",), nproc=1, timeout=0)
+
+
+def test_timeout_names_who_was_late() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"ranks 0, 1 were not done after 0\.5 s") as caught:
+        lockstep.spawn(time.sleep, (60,), nproc=2, timeout=timedelta(seconds=0.5))
+    assert time.monotonic() - start < 5
+    assert (caught.value.rank, caught.value.exit_code) == (0, 124)
+
+
+def script_in(folder: Path, text: str) -> list[str]:
+    (folder / "script.py").write_text(text)
+    return [sys.executable, str(folder / "script.py")]
+
+
+def test_functions_and_classes_of_main(tmp_path: Path) -> None:
+    command = script_in(
+        tmp_path,
+        """
+import lockstep
+class Odd(Exception): pass
+class Point:
+    def __init__(self, x): self.x = x
+def work(point):
+    if point.x < 0: raise Odd(point.x)
+    return Point(point.x + 1)
+if __name__ == "__main__":
+    (result,) = lockstep.spawn(work, (Point(1),), nproc=1)
+    assert type(result) is Point and result.x == 2
+    try:
+        lockstep.spawn(work, (Point(-1),), nproc=1)
+    except Odd as error:
+        print("raised", error)
+""",
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "raised -1\n", "")
+
+
+def test_interactive_functions_are_refused() -> None:
+    program = "import lockstep\ndef work(): pass\nlockstep.spawn(work, nproc=1)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert "InputTypeError: work was defined interactively" in done.stderr
+
+
+def test_missing_main_guard_is_explained(tmp_path: Path) -> None:
+    command = script_in(tmp_path, "import lockstep, time\nlockstep.spawn(time.time, nproc=1)\n")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "lockstep.errors.LaunchError: lockstep.spawn was called while a rank"
+    )
+    assert "if __name__ == '__main__':" in done.stderr
+
+
+PARENT = """
+import lockstep, spawned, sys
+if __name__ == "__main__":
+    lockstep.spawn(spawned.sleep_with_child, (sys.argv[1],), nproc=2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_end_of_the_parent_is_the_end_of_all(tmp_path: Path, number: int) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(Path(spawned.__file__).parent), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(
+        [*script_in(tmp_path, PARENT), str(tmp_path)], env=variables, stderr=subprocess.PIPE, text=True
+    )
+    files = [tmp_path / f"pids{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() for file in files), "ranks are up")
+    pids = [int(word) for file in files for word in file.read_text().split()] + children_of(parent.pid)
+    assert len(set(pids)) == 6, "two ranks, a child of each, the guardian, multiprocessing's tracker"
+    parent.send_signal(number)
+    _, err = parent.communicate(timeout=10)
+    assert parent.returncode == -number
+    assert err.count("Traceback") == (1 if number == signal.SIGINT else 0), "the parent's own"
+    wait_until(lambda: not any(map(is_alive, pids)), "all processes are gone", 2)
+    wait_until(lambda: not list(tmp_path.glob("lockstep-*")), "the private folder is removed", 2)

@@ -1,0 +1,46 @@
+"""A script written for torchrun, with nothing of Lockstep in it."""
+
+from __future__ import annotations
+
+import pytest
+import spawned
+from launching import Launches
+
+import lockstep
+
+
+def test_script_written_for_torchrun_runs_unchanged(launches: Launches) -> None:
+    script = launches.script(
+        """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            dist.init_process_group('gloo')
+            assert dist.is_torchelastic_launched()
+            total = torch.tensor([float(dist.get_rank() + 1)])
+            dist.all_reduce(total)
+            print('total', total.item(), 'of', dist.get_world_size(), flush=True)
+            dist.destroy_process_group()
+            if '--fail' in sys.argv and RANK == 1:
+                raise ValueError('asked to')
+
+        if __name__ == '__main__':
+            main()
+        """
+    )
+    done = launches.run("--nproc-per-node=2", script, "--fail")
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == ["[0] total 3.0 of 2", "[1] total 3.0 of 2"]
+    assert "rank 1 " in done.stderr
+    assert "failed with ValueError at script.py:16: asked to" in done.stderr
+
+
+def test_spawn_takes_and_returns_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(4, dtype=torch.float64)
+    results = lockstep.spawn(spawned.add_tensor, (tensor,), nproc=2)
+    for rank, result in enumerate(results):
+        assert torch.equal(result, tensor + rank)
