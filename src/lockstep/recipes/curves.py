@@ -1,0 +1,91 @@
+"""`curves.png`: loss and accuracy of a run, drawn from its metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# The object interface: `pyplot` would choose a display and keep figures alive.
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+Record = Mapping[str, Any]
+
+__all__ = ["draw_curves"]
+
+# Distinguishable in print and to colour-blind eyes (Okabe and Ito, "Color Universal Design").
+_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#9A9A9A"
+
+
+def draw_curves(records: Iterable[Record], path: Path, title: str) -> None:
+    """Draw training loss, held-out loss and held-out accuracy, all over epochs. Local.
+
+    Args:
+        records: of a metrics.jsonl; one epoch at least.
+        path: of the PNG to write.
+        title: stands above the picture.
+    """
+    steps, epochs = _steps_and_epochs(records)
+    figure = Figure(figsize=(10, 4), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    left, right = figure.subplots(1, 2)
+    _draw_loss(left, steps, epochs)
+    _draw_accuracy(right, epochs)
+    for axes in (left, right):
+        axes.set(xlabel="epoch", xlim=(0, 1.02 * epochs[-1]["epoch"]))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axes.grid(color="#E6E6E6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _draw_loss(axes: Axes, steps: Sequence[Record], epochs: Sequence[Record]) -> None:
+    ends = [record["epoch"] for record in epochs]
+    places = _in_epochs(steps, epochs)
+    axes.plot(places, _column(steps, "loss"), color=_BLUE, alpha=0.3, linewidth=0.8, label="one step")
+    middles = [end - 0.5 for end in ends]  # a mean over an epoch belongs to its middle
+    axes.plot(middles, _column(epochs, "loss"), color=_BLUE, linewidth=2, label="training, mean of an epoch")
+    axes.plot(ends, _column(epochs, "held_out_loss"), color=_ORANGE, linewidth=2, marker="o", ms=4, label="held out")
+    axes.set(yscale="log", ylabel="cross-entropy loss (log scale)", title="Loss")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(frameon=False)
+
+
+def _draw_accuracy(axes: Axes, epochs: Sequence[Record]) -> None:
+    last = epochs[-1]
+    values = _column(epochs, "held_out_accuracy")
+    axes.plot([record["epoch"] for record in epochs], values, color=_ORANGE, linewidth=2, marker="o", ms=4)
+    axes.axhline(last["held_out_accuracy"], color=_GREY, linewidth=0.8, linestyle=":")
+    result = f"{last['held_out_accuracy']:.2%}: {last['held_out_correct']:.0f} of {last['held_out_images']:.0f} images"
+    axes.text(0.98, 0.05, result, transform=axes.transAxes, ha="right", color=_ORANGE, fontweight="bold")
+    axes.set(ylabel="accuracy", title="Accuracy on held-out images", ylim=(min(*values, 0.95) - 0.01, 1.005))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+
+
+def _steps_and_epochs(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    kinds: dict[str, list[Record]] = {"step": [], "epoch": []}
+    for record in records:
+        if record["kind"] in kinds:
+            kinds[record["kind"]].append(record)
+    return kinds["step"], kinds["epoch"]
+
+
+def _in_epochs(steps: Sequence[Record], epochs: Sequence[Record]) -> list[float]:
+    """The end of each step, counted in epochs."""
+    last_step = {0: 0, **{record["epoch"]: record["step"] for record in epochs}}
+    places = []
+    for record in steps:
+        begin, end = last_step[record["epoch"] - 1], last_step[record["epoch"]]
+        places.append(record["epoch"] - 1 + (record["step"] - begin) / (end - begin))
+    return places
+
+
+def _column(records: Sequence[Record], name: str) -> list[float]:
+    """One number of each record; a gap in the curve where it was no number."""
+    return [float("nan") if record[name] is None else record[name] for record in records]

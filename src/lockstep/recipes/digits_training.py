@@ -1,0 +1,146 @@
+"""What every rank of the digits recipe does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.errors import CheckpointError, InputError
+from lockstep.metrics import Accuracy, Mean, Sum, synchronize
+from lockstep.recipes.digits import DigitsConfig, resolve_config
+from lockstep.recipes.digits_task import DigitsNet, ShiftedDigits, load_digits
+from lockstep.recipes.display import Display
+from lockstep.recipes.runlog import RunLog, create_run_folder, describe_environment
+from lockstep.recipes.summary import RankTimes
+from lockstep.train import Parallel, Trainer
+from lockstep.world import World
+
+__all__ = ["make_trainer", "run"]
+
+_MOMENTUM = 0.9
+_EVALUATION_BATCH = 512  # one batch holds all 359 held-out images
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train, show how it goes, and leave a run folder behind. Collective: every rank calls it.
+
+    Args:
+        options: as `digits.add_arguments` parses them.
+
+    Raises:
+        InputError: the options contradict the checkpoint that is resumed.
+        CheckpointError: it cannot be read, or is none of this recipe.
+    """
+    with lockstep.init(backend=options.backend) as world:
+        state = None if options.resume is None else checkpoint.load(options.resume)
+        config = resolve_config(options, None if state is None else _saved_config(state, options.resume))
+        trainer = make_trainer(config, world.device)
+        if state is not None:
+            _resume(trainer, state, config, options.resume)
+        folder = create_run_folder(options.out, options.name or "digits")
+        trainer.checkpoints = folder / "checkpoints"
+        with ExitStack() as stack:
+            views = _views(options, config, world, trainer, folder) if world.rank == 0 else []
+            for view in views:
+                stack.enter_context(view)
+            times = RankTimes()
+            trainer.callbacks = (times, *views)
+            trainer.fit(config.epochs)
+            summary = times.summary()
+            for view in views:
+                view.finish(summary)
+
+
+def make_trainer(config: DigitsConfig, device: torch.device) -> Trainer:
+    """Data, model, optimizer and loop, ready to train. Collective: every rank calls it.
+
+    Args:
+        config: what the answer depends on.
+        device: where to train.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    train_set, held_out_set = load_digits(dtype)
+    torch.manual_seed(config.seed)
+    model = lockstep.DistributedDataParallel(DigitsNet().to(device, dtype))
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=_MOMENTUM)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+    loader: lockstep.DataLoader[Any] = lockstep.DataLoader(
+        ShiftedDigits(train_set) if config.augment else train_set,
+        batch_size=config.batch_size,
+        shuffle=True,
+        seed=config.seed,
+    )
+    held_out = lockstep.DataLoader(held_out_set, batch_size=_EVALUATION_BATCH, evaluation=True)
+
+    def loss_fn(model: Parallel, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = (part.to(device) for part in batch)
+        return cross_entropy(model(images), labels)
+
+    def evaluate(module: nn.Module) -> dict[str, float]:
+        loss, accuracy, counted = Mean(), Accuracy(), Sum()
+        for images, labels in held_out:
+            logits, labels = module(images.to(device)), labels.to(device)
+            loss.update(cross_entropy(logits, labels))
+            accuracy.update(logits, labels)
+            counted.update(torch.ones_like(labels))
+        values = synchronize({"loss": loss, "accuracy": accuracy, "images": counted})
+        return {**values, "correct": round(values["accuracy"] * values["images"])}
+
+    extra = {"recipe": "digits", "config": config.as_dict()}
+    return Trainer(model, optimizer, loader, loss_fn, evaluate=evaluate, accumulate=config.accumulate, extra=extra)
+
+
+def _saved_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The configuration that a checkpoint was written with."""
+    extra = state.get("extra", {})
+    if extra.get("recipe") != "digits":
+        raise CheckpointError(f"{path} was not written by the digits recipe; --resume takes a run of `train digits`")
+    config: dict[str, Any] = extra["config"]
+    return config
+
+
+def _resume(trainer: Trainer, state: Mapping[str, Any], config: DigitsConfig, path: Path) -> None:
+    """Put the trainer where `state` was taken."""
+    trainer.load_state_dict(state)
+    if trainer.epoch >= config.epochs:
+        done = "1 epoch" if trainer.epoch == 1 else f"{trainer.epoch} epochs"
+        raise InputError(f"{path} has done {done} already; give --epochs more than that to go on")
+    for group in trainer.optimizer.param_groups:  # its state has brought the old rate back
+        group["lr"] = config.lr
+
+
+def _views(
+    options: argparse.Namespace, config: DigitsConfig, world: World, trainer: Trainer, folder: Path
+) -> list[RunLog | Display]:
+    """What rank 0 writes and shows."""
+    header = {
+        "recipe": "digits",
+        "config": config.as_dict(),
+        "world_size": world.world_size,
+        "backend": world.backend,
+        "resumed_from": None if options.resume is None else str(options.resume),
+        "environment": describe_environment(),
+    }
+    log = RunLog(folder, header, resumed=options.resume, resumed_step=trainer.step)
+    if options.quiet:
+        return [log]
+    parameters = sum(parameter.numel() for parameter in trainer.model.module.parameters())
+    heading = (
+        f"digits: {world.world_size} {'rank' if world.world_size == 1 else 'ranks'} on {world.backend}, "
+        f"{parameters:,} parameters in {config.dtype}, global batch {config.batch_size}"
+    )
+    steps_per_epoch = -(-len(trainer.loader) // config.accumulate)
+    total = trainer.step + (config.epochs - trainer.epoch) * steps_per_epoch
+    return [log, Display(heading, folder, config.epochs, trainer.step, total)]

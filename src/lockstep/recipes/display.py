@@ -1,0 +1,113 @@
+"""What a person sees of a run: a progress bar and a line per epoch, then a table.
+
+Where stdout is no terminal (a file, a pipe) there is no bar, and nothing that moves: just the lines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lockstep.recipes.summary import Summary
+from lockstep.train import EpochReport, Report
+
+__all__ = ["Display"]
+
+
+class Display:
+    """Shows the reports of a run as they come. For rank 0 alone; a context manager.
+
+    Args:
+        heading: first line, what is trained and how.
+        folder: where the run writes.
+        epochs: that the run is going to.
+        steps_done: optimizer steps done before this run.
+        steps_total: optimizer steps when all epochs are done.
+        console: where to write; stdout by default.
+    """
+
+    def __init__(
+        self,
+        heading: str,
+        folder: Path,
+        epochs: int,
+        steps_done: int,
+        steps_total: int,
+        console: Console | None = None,
+    ) -> None:
+        self.heading = heading
+        self.folder = folder
+        self.epochs = epochs
+        self.console = console or Console(highlight=False)
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps   loss {task.fields[loss]}   {task.fields[rate]} samples/s"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("", completed=steps_done, total=steps_total, loss="     –", rate="     –")
+
+    def __enter__(self) -> Display:
+        self.console.print(self.heading, style="bold", soft_wrap=True)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, report: Report) -> None:
+        """Show one report; a `Trainer` callback."""
+        if isinstance(report, EpochReport):
+            self.console.print(self._epoch_line(report), soft_wrap=True)
+        else:
+            rate = f"{report.samples_per_s:6,.0f}"
+            self._progress.update(self._task, completed=report.step, loss=f"{report.loss:.4f}", rate=rate)
+
+    def finish(self, summary: Summary) -> None:
+        """Show what the run came to, and where it lies."""
+        self._progress.stop()
+        self.console.print()
+        self.console.print(_result_table(summary), _rank_table(summary), sep="\n")
+        self.console.print(
+            f"{self.folder}: metrics.jsonl, curves.png, checkpoints, TensorBoard scalars", soft_wrap=True
+        )
+
+    def _epoch_line(self, report: EpochReport) -> str:
+        held_out = report.evaluation
+        return (
+            f"epoch {report.epoch:{len(str(self.epochs))}}/{self.epochs}   loss {report.loss:.4f}   "
+            f"held out {held_out['accuracy']:7.2%} ({held_out['correct']:.0f}/{held_out['images']:.0f})   "
+            f"{report.samples / report.train_s:6,.0f} samples/s"
+        )
+
+
+def _result_table(summary: Summary) -> Table:
+    counted = f"{summary.correct} of {summary.total} images, each counted once"
+    table = Table(show_header=False, box=box.ROUNDED, min_width=72)
+    table.add_row("accuracy, held out", f"[bold]{summary.accuracy:.2%}[/bold]   {counted}")
+    table.add_row("loss, held out", f"{summary.held_out_loss:.4f}")
+    table.add_row("training", f"{summary.steps:,} steps in {summary.train_s:.1f} s")
+    table.add_row("throughput", f"{summary.samples_per_s:,.0f} samples/s")
+    return table
+
+
+def _rank_table(summary: Summary) -> Table:
+    table = Table(box=box.ROUNDED, min_width=72)
+    for heading in ("rank", "samples", "training", "of it communicating", "share"):
+        table.add_column(heading, justify="right")
+    for number, rank in enumerate(summary.ranks):
+        table.add_row(
+            str(number),
+            f"{rank.samples:,}",
+            f"{rank.train_s:.2f} s",
+            f"{rank.communication_s:.2f} s",
+            f"{rank.communication_s / rank.train_s:.1%}",
+        )
+    return table

@@ -1,0 +1,112 @@
+"""What a run came to: its last evaluation, and where each rank's time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.rank_zero import collective_device
+from lockstep.train import EpochReport, Report
+
+__all__ = ["RankTime", "RankTimes", "Summary"]
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where one rank's training time went.
+
+    Attributes:
+        samples: training samples it was given.
+        train_s: seconds in training steps.
+        communication_s: of these, seconds in collectives, waiting for other ranks included.
+    """
+
+    samples: int
+    train_s: float
+    communication_s: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run came to; the same on every rank.
+
+    Attributes:
+        correct: held-out samples classified correctly.
+        total: held-out samples, each counted once.
+        held_out_loss: mean over them.
+        steps: optimizer steps of this run, without those before a resume.
+        samples: training samples of this run over all ranks.
+        ranks: one entry per rank.
+    """
+
+    correct: int
+    total: int
+    held_out_loss: float
+    steps: int
+    samples: int
+    ranks: Sequence[RankTime]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the held-out samples that were classified correctly, 0 … 1."""
+        return self.correct / self.total
+
+    @property
+    def train_s(self) -> float:
+        """Seconds in training steps. The ranks step together, so the longest is everybody's."""
+        return max(rank.train_s for rank in self.ranks)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Training samples per second, over all ranks."""
+        return self.samples / self.train_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "accuracy": self.accuracy, "train_s": self.train_s, "samples_per_s": self.samples_per_s}
+
+
+class RankTimes:
+    """Adds up this rank's times over the epochs of a run; a `Trainer` callback for every rank."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64)  # local samples, train_s, communication_s
+        self._samples = 0  # of all ranks
+        self._steps = 0
+        self._last: EpochReport | None = None
+
+    def __call__(self, report: Report) -> None:
+        """Enter one report."""
+        if isinstance(report, EpochReport):
+            self._samples += report.samples
+            times = [report.local_samples, report.train_s, report.communication_s]
+            self._sums += torch.tensor(times, dtype=torch.float64)
+            self._last = report
+        else:
+            self._steps += 1
+
+    def summary(self) -> Summary:
+        """The run so far, with the times of every rank. Collective.
+
+        The last evaluation must hold "correct", "images" and "loss".
+        """
+        assert self._last is not None, "no epoch was trained"
+        mine = self._sums.to(collective_device())
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        times = [
+            RankTime(int(samples), train_s, waited_s) for samples, train_s, waited_s in (t.tolist() for t in gathered)
+        ]
+        held_out = self._last.evaluation
+        return Summary(
+            correct=int(held_out["correct"]),
+            total=int(held_out["images"]),
+            held_out_loss=held_out["loss"],
+            steps=self._steps,
+            samples=self._samples,
+            ranks=times,
+        )

@@ -1,0 +1,169 @@
+"""The digits recipe as a user runs it: one answer at any number of ranks, and what it leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import checkpoint
+from lockstep.errors import CheckpointError, InputError
+from lockstep.recipes.digits import add_arguments, main
+from lockstep.testing import run_ranks
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tensorboard")
+
+# See test_train_parity.py for where this comes from.
+TOLERANCE = 1e-12
+STEPS_PER_EPOCH = 23  # 1438 images in batches of 64
+
+
+def digits(*options: str) -> int:
+    """The recipe on this rank."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args(options))
+
+
+def train(world_size: int, out: Path, name: str, *options: str) -> list[dict[str, Any]]:
+    """Run the recipe on `world_size` ranks; the records of its metrics.jsonl."""
+    arguments = ("--out", str(out), "--name", name, *options)
+    assert run_ranks(digits, world_size, *arguments, init=False) == [0] * world_size
+    return read(out / name)
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+def evaluations(records: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(record["held_out_correct"], record["held_out_loss"]) for record in records if record["kind"] == "epoch"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def one_process(out: Path) -> list[dict[str, Any]]:
+    return train(1, out, "one", "--epochs", "2", "--dtype", "float64", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def half(out: Path) -> Path:
+    """A run of one epoch at two ranks, to go on from."""
+    train(2, out, "half", "--epochs", "1", "--dtype", "float64", "--quiet")
+    return out / "half"
+
+
+def assert_same_answer(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(losses(records)) == 2 * STEPS_PER_EPOCH
+    assert losses(records) == pytest.approx(losses(expected), rel=0, abs=TOLERANCE)
+    for (correct, loss), (expected_correct, expected_loss) in zip(
+        evaluations(records), evaluations(expected), strict=True
+    ):
+        assert correct == expected_correct
+        assert loss == pytest.approx(expected_loss, rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_losses_do_not_depend_on_the_number_of_ranks(
+    out: Path, one_process: list[dict[str, Any]], world_size: int
+) -> None:
+    records = train(world_size, out, f"ranks{world_size}", "--epochs", "2", "--dtype", "float64", "--quiet")
+    assert records[0]["world_size"] == world_size
+    assert_same_answer(records, one_process)
+
+
+def test_resuming_with_another_number_of_ranks_gives_the_same_answer(
+    out: Path, half: Path, one_process: list[dict[str, Any]]
+) -> None:
+    # Options that are not given, the dtype here, come from the checkpoint.
+    records = train(3, out, "whole", "--epochs", "2", "--resume", str(half), "--quiet")
+    assert (records[0]["world_size"], records[0]["config"]["dtype"]) == (3, "float64")
+    assert_same_answer(records, one_process)
+    result = records[-1]
+    assert (result["steps"], result["samples"]) == (STEPS_PER_EPOCH, 1438)  # its own, without those before
+
+
+def test_augmentation_and_accumulation_do_not_depend_on_it_either(out: Path) -> None:
+    options = (
+        "--epochs",
+        "1",
+        "--dtype",
+        "float64",
+        "--augment",
+        "--accumulate",
+        "3",
+        "--optimizer",
+        "adam",
+        "--quiet",
+    )
+    expected, records = train(1, out, "augmented", *options), train(3, out, "augmented3", *options)
+    assert len(losses(expected)) == 8
+    assert losses(records) == pytest.approx(losses(expected), rel=0, abs=TOLERANCE)
+
+
+def test_a_default_run_reaches_its_accuracy_and_leaves_everything_behind(
+    out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    records = train(2, out, "default")
+    result = records[-1]
+    assert result["kind"] == "result"
+    assert result["accuracy"] >= 0.97
+    assert result["total"] == 359
+    assert result["correct"] == round(result["accuracy"] * 359)
+    assert [rank["samples"] for rank in result["ranks"]] == [20 * 719, 20 * 719]
+    assert all(0 < rank["communication_s"] < rank["train_s"] for rank in result["ranks"])
+    assert [record["kind"] for record in records].count("epoch") == 20
+
+    run = out / "default"
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list(run.glob("events.out.tfevents.*"))
+    state = checkpoint.load(run)
+    assert (state["epoch"], state["step"], state["metrics"]["correct"]) == (20, 20 * STEPS_PER_EPOCH, result["correct"])
+
+    shown = capfd.readouterr().out
+    assert shown.count("epoch ") == 20, "one line per epoch where stdout is no terminal, from rank 0 alone"
+    assert f"{result['correct']} of 359 images, each counted once" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_name_that_is_taken_gets_a_number(out: Path) -> None:
+    for expected in ("twice", "twice-2", "twice-3"):
+        arguments = ("--out", str(out), "--name", "twice", "--epochs", "1", "--batch-size", "1438", "--quiet")
+        run_ranks(digits, 2, *arguments, init=False)
+        assert (out / expected / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        (
+            ("--batch-size", "32"),
+            InputError,
+            "--batch-size is 32, but .*/half was trained with 64: leave --batch-size out",
+        ),
+        ((), InputError, "has done 1 epoch already; give --epochs more than that"),
+    ],
+)
+def test_resuming_with_contradicting_options_says_what_to_do(
+    out: Path, half: Path, options: tuple[str, ...], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        run_ranks(digits, 2, "--out", str(out), "--resume", str(half), *options, init=False)
+
+
+def test_resuming_from_what_is_no_run_of_this_recipe_is_refused(out: Path, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"model": {}}, step=1)
+    with pytest.raises(CheckpointError, match="was not written by the digits recipe"):
+        run_ranks(digits, 1, "--out", str(out), "--resume", str(tmp_path), init=False)
