@@ -36,13 +36,16 @@ def test_every_gap_names_a_feature() -> None:
 def test_broken_backend_is_found_out() -> None:
     names = (
         "all_reduce[op=SUM,dtype=float32,shape=17]",
+        "all_gather[dtype=float32,shape=13]",
         "broadcast[dtype=float32,shape=13]",
         "barrier[async_op=False]",
     )
     cases = [next(case for case in CASES if case.name == name) for name in names]
     report = run_conformance("gloo", 2, cases=cases, register="conformance_saboteur", collective_timeout=1.0)
-    wrong, right, killed = report.results
-    assert (wrong.status, right.status, killed.status) == ("failed", "passed", "failed")
+    wrong, raising, right, killed = report.results
+    assert [result.status for result in report.results] == ["failed", "failed", "passed", "failed"]
     assert wrong.detail.startswith("rank 1: the tensor differs at 17 of 17 positions, first at (0,): got ")
+    assert "rank 1: ValueError: sabotage (movement.py:" in raising.detail
+    assert right.detail == "", "a group that a failure has left out of step is not used again"
     assert "rank 1: WorkerDied: its process was killed by SIGKILL" in killed.detail
     assert "FAILED  barrier[async_op=False]" in str(report)

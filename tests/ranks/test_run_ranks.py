@@ -229,6 +229,6 @@ def test_nothing_is_left_when_the_caller_ends(ending: str, tmp_path: Path) -> No
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 10
-    while any(map(alive, pids)) or list(tmp_path.glob("lockstep-testing-*")):
-        assert time.monotonic() < deadline, f"left behind: {[pid for pid in pids if alive(pid)]}"
+    while left := [pid for pid in pids if alive(pid)] + list(tmp_path.glob("lockstep-testing-*")):
+        assert time.monotonic() < deadline, f"left behind: {left}"
         threading.Event().wait(0.02)

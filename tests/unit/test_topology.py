@@ -73,6 +73,12 @@ def test_arguments_win_over_the_environment() -> None:
     assert (topology.local_rank, topology.local_world_size) == (1, 2), "the environment's local ranks do not apply"
 
 
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"])
+def test_no_local_variable_outlives_other_arguments(name: str) -> None:
+    stale = {"RANK": "7", "WORLD_SIZE": "8", name: "3"}
+    assert read_topology(stale, rank=0, world_size=2) == Topology(0, 2, 0, 2, 0, 1, "environment")
+
+
 def test_arguments_equal_to_the_environment_keep_its_local_ranks() -> None:
     assert read_topology(TORCHRUN, rank=5, world_size=8).local_world_size == 4
 
