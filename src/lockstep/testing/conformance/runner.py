@@ -92,7 +92,7 @@ def run_conformance(
     register: str | None = None,
     skip_gaps: bool = True,
     collective_timeout: float = 10.0,
-    timeout: float = 120.0,
+    timeout: float = 200.0,
 ) -> Report:
     """Run the cases on `world_size` new ranks. Local: called once, not on every rank.
 
