@@ -49,9 +49,7 @@ class Topology:
             if not 0 <= value < size:
                 raise SetupError(f"{name} is {value}, but {size_name} is {size}: expected 0 … {size - 1}")
         if self.local_world_size > self.world_size:
-            raise SetupError(
-                f"local_world_size is {self.local_world_size}, more than world_size {self.world_size}"
-            )
+            raise SetupError(f"local_world_size is {self.local_world_size}, more than world_size {self.world_size}")
 
 
 def _read_torchrun_form(variables: Mapping[str, str]) -> Topology | None:
