@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,3 +77,9 @@ def sleep_with_child(folder: str) -> None:
 
 def add_tensor(tensor: object) -> object:
     return tensor + rank()  # type: ignore[operator]
+
+
+def write_rank(name: str) -> None:
+    memory = SharedMemory(name)
+    memory.buf[rank()] = rank() + 1
+    memory.close()

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import Launches
 
 import lockstep
+from launching import Launches
 from lockstep.launch import cli
 
 

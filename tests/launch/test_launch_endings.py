@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from launching import NOTE_PID, Launches, children_of, is_alive, wait_until
 
 # Each rank has a child, which has a child that ignores SIGTERM, one that left the process group and one that
@@ -293,3 +295,18 @@ raise ValueError('first')
     assert "failed with ValueError" in err
     assert "restart" not in err
     assert not is_alive(pid)
+
+
+def test_death_signal_stands_in_for_a_killed_guardian(launches: Launches) -> None:
+    script = launches.script(NOTE_PID + "note(f'rank{RANK}')\ntime.sleep(60)")
+    process = launches.start("--nproc", "2", script)
+    ranks = launches.pids("rank0", "rank1")
+    (guardian,) = set(children_of(process.pid)) - set(ranks)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(guardian, number)
+    assert is_alive(guardian), "only SIGKILL ends the guardian"
+    os.kill(guardian, signal.SIGKILL)
+    wait_until(lambda: not is_alive(guardian), "the guardian is gone")
+    process.kill()
+    wait_until_gone(ranks, 2)
+    shutil.rmtree(launches.temporary)  # What only the guardian would have removed.

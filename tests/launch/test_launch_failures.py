@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+
 from launching import Launches, is_alive
 
 RULE = "=" * 88
@@ -162,7 +163,7 @@ def test_rank_that_hangs_on_its_way_out_is_noticed(launches: Launches) -> None:
     )
     start = time.monotonic()
     done = launches.run("--nproc", "2", "--grace", "0.5", script)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert done.returncode == 1
     assert "rank 1 " in verdict_of(done.stderr).splitlines()[0]
     assert "stuck; the other ranks were stopped" in verdict_of(done.stderr)
@@ -183,7 +184,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace(launches: Launches)
     )
     start = time.monotonic()
     done = launches.run("--nproc", "2", "--grace", "0.3", script)
-    assert 1.3 < time.monotonic() - start < 10, "settling takes 1 s, then the grace"
+    assert 1.3 < time.monotonic() - start < 25, "settling takes 1 s, then the grace"
     assert done.returncode == 5
     assert not is_alive(int((launches.folder / "pid1").read_text()))
 

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from launching import Launches, children_of
 
+from launching import Launches, children_of
 from lockstep.errors import LaunchError
 from lockstep.launch import LaunchConfig, Supervisor, launch_job, process, supervisor
 
@@ -56,6 +56,14 @@ def test_rank_that_cannot_be_started(config: LaunchConfig, monkeypatch: pytest.M
     before = traces()
     monkeypatch.setattr(supervisor, "worker_command_line", lambda: ("/missing/python",))
     with pytest.raises(LaunchError, match="rank 0: cannot start /missing/python"):
+        launch_job(config)
+    assert traces() == before
+
+
+def test_guardian_that_cannot_be_started(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces()
+    monkeypatch.setattr("sys.executable", "/missing/python")
+    with pytest.raises(LaunchError, match=r"cannot start another process: .*missing"):
         launch_job(config)
     assert traces() == before
 

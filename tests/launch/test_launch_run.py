@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from launching import NOTE_PID, Launches, children_of, wait_until
 
 DUMP = "import json\njson.dump({what}, open(f'out{{RANK}}.json', 'w'))\n"
@@ -148,6 +149,16 @@ def test_lines_are_prefixed_and_whole(launches: Launches) -> None:
         assert done.stderr.count(prefix + b"e" * 100 + b"\n") == 200
     assert done.stdout.count(b"\n") == 603
     assert done.stderr.count(b"\n") == 600
+
+
+def test_line_appears_when_it_is_printed(launches: Launches) -> None:
+    """Python would hold it back, as it writes into a pipe."""
+    script = launches.script("print('up')\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    process = launches.start("--nproc", "1", script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[0] up\n"
+    (launches.folder / "go").touch()
+    assert process.wait(timeout=30) == 0
 
 
 def test_huge_output_does_not_deadlock(launches: Launches) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import spawned
-from launching import Launches
 
 import lockstep
+import spawned
+from launching import Launches
 
 
 def test_script_written_for_torchrun_runs_unchanged(launches: Launches) -> None:

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import LaunchError
+from lockstep.launch.environment import guardian_environment
+from lockstep.launch.guardian import Guardian
 
-__all__ = ["RankCommand", "RankExit", "RankProcess", "worker_command_line"]
+__all__ = ["RankCommand", "RankExit", "RankProcess", "start_guardian", "worker_command_line"]
 
 # Somebody else reaped the process (the parent ignores SIGCHLD, or waits for any child): nobody can know.
 _UNKNOWN_CODE = 255
@@ -33,6 +35,22 @@ def worker_command_line() -> tuple[str, ...]:
     """
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return (sys.executable, *options, os.path.abspath(Path(__file__).with_name("worker.py")))
+
+
+def start_guardian(job: str, variables: Mapping[str, str]) -> Guardian:
+    """Start the process that ends the job if this one cannot.
+
+    Args:
+        job: the job's id.
+        variables: the environment that the job starts from.
+
+    Raises:
+        LaunchError: the process cannot be started.
+    """
+    try:
+        return Guardian(job, guardian_environment(variables))
+    except OSError as error:
+        raise LaunchError(f"cannot start another process: {error}") from error
 
 
 @dataclass(frozen=True)

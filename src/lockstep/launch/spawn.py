@@ -13,10 +13,9 @@ from lockstep.env import snapshot
 from lockstep.errors import InputError, WorkerFailed
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.config import resolve_nproc
-from lockstep.launch.environment import AttemptEnvironment, guardian_environment, new_job_id
-from lockstep.launch.guardian import Guardian
+from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.payload import PackedCall, check_main_is_ready, load_exception, load_result
-from lockstep.launch.process import RankCommand, worker_command_line
+from lockstep.launch.process import RankCommand, start_guardian, worker_command_line
 from lockstep.launch.rendezvous import Rendezvous, find_free_port
 from lockstep.launch.report import read_reports
 from lockstep.launch.verdict import Failure, find_first_failure
@@ -86,7 +85,7 @@ def spawn(
         stack.callback(call.close)
         rendezvous = Rendezvous()
         stack.callback(rendezvous.remove)
-        guardian = Guardian(job, guardian_environment(variables))
+        guardian = start_guardian(job, variables)
         stack.callback(guardian.dismiss)
         guardian.watch_folder(str(rendezvous.folder))
         shared = AttemptEnvironment(variables, job, rendezvous.folder, num_ranks, "127.0.0.1", find_free_port())

@@ -21,10 +21,10 @@ from lockstep import env
 from lockstep.errors import LaunchError
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.config import LaunchConfig, resolve_nproc
-from lockstep.launch.environment import AttemptEnvironment, guardian_environment, new_job_id
+from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.guardian import Guardian
 from lockstep.launch.output import Relay, say, write_all
-from lockstep.launch.process import RankCommand, worker_command_line
+from lockstep.launch.process import RankCommand, start_guardian, worker_command_line
 from lockstep.launch.rendezvous import Rendezvous, find_free_port
 from lockstep.launch.report import read_reports
 from lockstep.launch.signals import SignalWatch
@@ -91,7 +91,7 @@ class Supervisor:
             stack.callback(self._close_logs)
             self._open_logs()
             signals = stack.enter_context(SignalWatch())
-            guardian = Guardian(self._job, guardian_environment(self._variables))
+            guardian = start_guardian(self._job, self._variables)
             stack.callback(guardian.dismiss)
             for restart_count in range(self._config.max_restarts + 1):
                 outcome = self._run_attempt(restart_count, signals, guardian)
@@ -127,9 +127,8 @@ class Supervisor:
             failures = [] if attempt.is_cut_short else find_first_failure(attempt.exits, reports, attempt.failed_ranks)
             interrupted_by = attempt.interrupted_by
             if relay is not None:
-                interrupted_by = (
-                    self._drain(relay, signals, may_wait=not failures and not interrupted_by) or interrupted_by
-                )
+                may_wait = not failures and interrupted_by is None
+                interrupted_by = self._drain(relay, signals, may_wait) or interrupted_by
                 # A reader that went away has ended the job by SIGTERM, unless something else had ended it before.
                 if relay.error is not None and not failures and interrupted_by in (None, signal.SIGTERM):
                     return _Outcome([], output_error=relay.error)
