@@ -58,7 +58,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         device_ids: None, or a list with this rank's one device, to which inputs are then moved.
         output_device: must agree with `device_ids`; there for torch's signature.
         dim: must be 0; there for torch's signature.
-        broadcast_buffers: after each training forward, give all ranks the buffers of the first.
+        broadcast_buffers: with the gradients of each training step, give all ranks the buffers of the first.
         init_sync: check that the models agree, and give all ranks the parameters of the first.
         process_group: who trains together; default the default group.
         bucket_cap_mb: MiB of gradients that go out together; default 25.
@@ -123,8 +123,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._names,
             plans,
             make_transport(plans, group),
+            group,
             may_go_early=not static_graph,
         )
+        self._buffers = [buffer for buffer in module.buffers() if buffer.numel() > 0]
         self._num_hooks = 0
         self._callback_queued = False
         self._roots: list[Any] = []
@@ -193,8 +195,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             output = self.module(*inputs, **kwargs)
         if not with_gradients:
             return output
-        if syncing and self.training:
-            self._sync_buffers(joined=False)
         return self._watch(output, syncing)
 
     def _watch(self, output: Any, syncing: bool) -> Any:
@@ -236,19 +236,21 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._reachable = reachable_leaves(self._roots)
         return watched_output
 
-    def _sync_buffers(self, joined: bool) -> None:
-        """Give all ranks the buffers of the first rank (of the last that has not joined, under `join`). Collective."""
-        buffers = list(self.module.buffers()) if self.broadcast_buffers else []
-        if not buffers or self._world_size == 1:
+    def _buffers_to_sync(self) -> list[torch.Tensor]:
+        """Buffers that all ranks shall have from the first rank when this step is over."""
+        if not (self.broadcast_buffers and self.training and self._world_size > 1):
+            return []
+        return self._buffers
+
+    def _sync_buffers_joined(self, joined: bool) -> None:
+        """Under `join`: give all ranks the buffers of the last rank that still trains. Collective."""
+        buffers = self._buffers_to_sync()
+        if not buffers:
             return
-        source = None
-        if self._join_config.enable:
-            candidate = torch.tensor([-1 if joined else self.process_group.rank()], device=self.device)
-            dist.all_reduce(candidate, dist.ReduceOp.MAX, group=self.process_group)
-            source = int(candidate.item())
-            if source < 0:
-                return
-        broadcast_tensors(buffers, self.process_group, source)
+        candidate = torch.tensor([-1 if joined else self.process_group.rank()], device=self.device)
+        dist.all_reduce(candidate, dist.ReduceOp.MAX, group=self.process_group)
+        if int(candidate.item()) >= 0:
+            broadcast_tensors(buffers, self.process_group, int(candidate.item()))
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -271,8 +273,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._reachable = None
         if self._world_size > 1 or self._num_hooks:
             with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
-                self._reducer.finish(keep_none)
-                self._rescale_after_join()
+                if self._join_config.enable:
+                    self._sync_buffers_joined(joined=False)
+                    self._reducer.finish(keep_none)
+                    self._rescale_after_join()
+                else:
+                    self._reducer.finish(keep_none, self._buffers_to_sync())
 
     def _comes_later(self, missing: list[int]) -> bool:
         """Whether parts of the model wait for another backward pass over the same outputs."""
@@ -398,10 +404,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         dist.all_reduce(state, group=self.process_group)
         if not bool(state[1] > 0):
             return
-        if self.training:
-            self._sync_buffers(joined=True)
         if self.find_unused_parameters or (self.static_graph and self._static_unused):
             self._unused_everywhere(range(len(self._names)))
+        self._sync_buffers_joined(joined=True)
         self._reducer.finish_with_zeros()
 
 

@@ -22,9 +22,11 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
+from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
@@ -50,6 +52,7 @@ class Reducer:
         names: of the parameters, for errors.
         plans: the buckets.
         transport: moves and averages the buckets.
+        group: who averages.
         may_go_early: whether buckets may go out before the backward pass ends.
     """
 
@@ -59,12 +62,14 @@ class Reducer:
         names: Sequence[str],
         plans: Sequence[BucketPlan],
         transport: Transport,
+        group: dist.ProcessGroup,
         may_go_early: bool,
     ) -> None:
         self._parameters = list(parameters)
         self._names = list(names)
         self._plans = plans
         self._transport = transport
+        self._group = group
         self._may_go_early = may_go_early
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
@@ -72,6 +77,10 @@ class Reducer:
             for placement in plan.placements:
                 like = self._parameters[placement.index]
                 self._views[placement.index] = transport.view(bucket, placement.offset, like)
+        self._contents = [
+            [(place.offset, self._parameters[place.index], self._views[place.index]) for place in plan.placements]
+            for plan in plans
+        ]
         self._phase = _Phase.IDLE
         self._out: set[int] = set()
         self._versions: dict[int, int] = {}
@@ -108,32 +117,29 @@ class Reducer:
                 self._set_sentinel(bucket, index)
                 return
         self._send(bucket)
-        if self._hook is None:
-            self._transport.progress()
 
     def _send(self, bucket: int) -> None:
         """Copy the gradients of a bucket to their places and publish it."""
-        copied: list[torch.Tensor] = []
+        offsets: list[int] = []
         places: list[torch.Tensor] = []
-        for index in self._members[bucket]:
-            parameter, view = self._parameters[index], self._views[index]
-            grad = parameter.grad
-            if grad is view:
+        gradients: list[torch.Tensor] = []
+        for offset, parameter, view in self._contents[bucket]:
+            gradient = parameter.grad
+            if gradient is view:
                 continue
-            if grad is None:
+            if gradient is None:
                 view.zero_()
                 continue
-            if grad.layout is not torch.strided:
-                raise ModelError(
-                    f"parameter {self._names[index]} has a sparse gradient, which DistributedDataParallel does not "
-                    "average; build its embedding with sparse=False"
-                )
-            copied.append(grad.detach() if grad.requires_grad else grad)
+            offsets.append(offset)
             places.append(view)
+            gradients.append(gradient)
             parameter.grad = view
-        if copied:
-            with torch.no_grad():
-                torch._foreach_copy_(places, copied)
+        self._check_dense(bucket, gradients)
+        with torch.no_grad():
+            if self._hook is None:
+                self._transport.fill(bucket, offsets, places, gradients)
+            elif places:
+                torch._foreach_copy_(places, gradients)
         self._out.add(bucket)
         if self._hook is not None:
             self._run_hook(bucket)
@@ -142,6 +148,19 @@ class Reducer:
             for index in self._members[bucket]:
                 self._versions[index] = self._views[index]._version
         self._transport.publish(bucket)
+
+    def _check_dense(self, bucket: int, gradients: Sequence[torch.Tensor]) -> None:
+        if all(gradient.layout is torch.strided for gradient in gradients):
+            return
+        sparse = [
+            self._names[index]
+            for index in self._members[bucket]
+            if any(gradient.is_sparse and gradient.shape == self._views[index].shape for gradient in gradients)
+        ]
+        raise ModelError(
+            f"parameter {', '.join(sparse)} has a sparse gradient, which DistributedDataParallel does not average; "
+            "build its embedding with sparse=False"
+        )
 
     # ---- around the backward pass ----------------------------------------------------------------
 
@@ -160,11 +179,12 @@ class Reducer:
         """Parameters that have no gradient now."""
         return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
 
-    def finish(self, keep_none: Sequence[int] = ()) -> None:
+    def finish(self, keep_none: Sequence[int] = (), buffers: Sequence[torch.Tensor] = ()) -> None:
         """The backward pass is over: average everything. Collective.
 
         Args:
             keep_none: parameters that no rank used; their `.grad` is left as it is.
+            buffers: to be overwritten by those of the group's first rank on the way.
 
         Raises:
             ModelError: a gradient changed after its bucket had gone out.
@@ -174,10 +194,12 @@ class Reducer:
         for bucket in range(len(self._plans)):
             if bucket not in self._out:
                 self._send(bucket)
-        if self._hook is None:
-            self._transport.finish()
+        if self._hook is not None:
+            self._finish_hooks(buffers)
+        elif buffers:
+            self._transport.finish_with_buffers(buffers)
         else:
-            self._finish_hooks()
+            self._transport.finish()
         for index in range(len(self._parameters)):
             if self._parameters[index].grad is None and index not in keep_none:
                 self._parameters[index].grad = self._views[index]
@@ -201,9 +223,9 @@ class Reducer:
         for index, version in self._versions.items():
             if self._views[index]._version != version:
                 raise ModelError(
-                    f"parameter {self._names[index]} received a second gradient in one backward pass, after its bucket "
-                    "had been averaged. This happens with re-entrant checkpointing and with a second backward pass "
-                    "over shared layers: pass static_graph=True, which averages at the end of the pass, or use no_sync()"
+                    f"parameter {self._names[index]} received a second gradient in one backward pass, after its "
+                    "bucket had gone out. This happens with re-entrant checkpointing and with a second backward pass "
+                    "over shared layers: pass static_graph=True, which sends everything at the end, or use no_sync()"
                 )
         self._versions.clear()
 
@@ -234,7 +256,7 @@ class Reducer:
             )
         self._hook_futures.append((bucket, future))
 
-    def _finish_hooks(self) -> None:
+    def _finish_hooks(self, buffers: Sequence[torch.Tensor]) -> None:
         for bucket, future in self._hook_futures:
             result = future.wait()
             if isinstance(result, (list, tuple)):
@@ -244,3 +266,5 @@ class Reducer:
                 with torch.no_grad():
                     buffer.copy_(result.view(-1))
         self._hook_futures.clear()
+        if buffers:
+            broadcast_tensors(buffers, self._group)

@@ -118,25 +118,44 @@ def all_reduce_symmetric(
     team.step(timeout_s)
 
 
-def reduce_in_place(parts: Sequence[torch.Tensor], rank: int, low: int, high: int, kernel: Kernel) -> None:
+def reduce_in_place(
+    parts: Sequence[torch.Tensor],
+    rank: int,
+    low: int,
+    high: int,
+    kernel: Kernel,
+    own: torch.Tensor | None = None,
+) -> None:
     """Reduce elements low … high of all parts and write the result to each of them. Local.
 
     The caller makes sure that nobody else touches these elements meanwhile.
+
+    Args:
+        parts: one flat tensor per rank, the same numel and dtype.
+        rank: whose part is this rank's own.
+        low: first element.
+        high: one past the last element.
+        kernel: how to reduce.
+        own: flat tensor of high - low elements to take instead of what lies in the own part.
     """
     chunk = _SYMMETRIC_CHUNK_BYTES // parts[0].element_size()
     scratch: torch.Tensor | None = None
     for start in range(low, high, chunk):
         stop = min(start + chunk, high)
-        pieces = [part[start:stop] for part in parts]
-        if len(pieces) == 2:
-            kernel.reduce(pieces, pieces[rank])
-            pieces[1 - rank].copy_(pieces[rank])
+        places = [part[start:stop] for part in parts]
+        sources = list(places)
+        if own is not None:
+            sources[rank] = own[start - low : stop - low]
+        if len(places) == 2:
+            # Write the own place first and copy from it while it is in cache.
+            kernel.reduce(sources, places[rank])
+            places[1 - rank].copy_(places[rank])
             continue
         if scratch is None or scratch.numel() != stop - start:
-            scratch = torch.empty_like(pieces[0])
-        kernel.reduce(pieces, scratch)
-        for piece in pieces:
-            piece.copy_(scratch)
+            scratch = torch.empty_like(places[0])
+        kernel.reduce(sources, scratch)
+        for place in places:
+            place.copy_(scratch)
 
 
 def reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:

@@ -200,6 +200,8 @@ class Team:
         if self.rank == 0:
             try:
                 segment = Segment.create(Region.size_bytes(part_bytes, self.world_size))
+                if segment.size_bytes >= 2 * HUGE_PAGE_BYTES:
+                    segment.use_huge_pages()
                 self.board.announce(segment.handle)
             except SharedMemoryError as error:
                 self.board.announce(f"error:{error}")
