@@ -34,7 +34,7 @@ from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.rank_zero import collective_device
 from lockstep.world import current_world
 
-__all__ = ["EpochReport", "Report", "StepReport", "Trainer"]
+__all__ = ["EpochReport", "Parallel", "Report", "StepReport", "Trainer"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class EpochReport:
 
 
 Report = StepReport | EpochReport
-ReportT = TypeVar("ReportT", StepReport, EpochReport)
+_ReportT = TypeVar("_ReportT", StepReport, EpochReport)
 
 
 class Parallel(Protocol):
@@ -346,7 +346,7 @@ class Trainer:
         with torch.no_grad():
             return dict(self.evaluate(module))
 
-    def _report(self, reports: list[ReportT]) -> list[ReportT]:
+    def _report(self, reports: list[_ReportT]) -> list[_ReportT]:
         for report in reports:
             for callback in self.callbacks:
                 callback(report)

@@ -104,7 +104,7 @@ class TestOptions:
     def test_missing_extras_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(digits, "find_spec", lambda name: None if name in ("sklearn", "rich") else object())
         with pytest.raises(SetupError, match=r"scikit-learn and rich.*pip install 'torch-lockstep\[train\]'"):
-            digits.main(parse())
+            parse()
 
 
 class TestData:

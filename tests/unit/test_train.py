@@ -1,4 +1,4 @@
-"""The training loop in one process: steps, windows, reports, checkpoints. More ranks: tests/parity/test_train_parity.py."""
+"""The training loop in one process: steps, windows, reports, checkpoints. On more ranks: test_train_parity.py."""
 
 from __future__ import annotations
 

@@ -59,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipe's options to `parser`. Local; imports no torch.
 
     An option that is not given is None, so that a resumed run can take it from its checkpoint.
+
+    Raises:
+        SetupError: a package of the "train" extra is missing. Said here, it is said once and before
+            any rank is started.
     """
+    _check_extras()
     default = DigitsConfig()
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -123,21 +128,23 @@ def main(namespace: argparse.Namespace) -> int:
     """Run the recipe on this rank. Collective: every rank of the job calls it with the same options.
 
     Returns:
-        0; everything else is an exception.
+        0; or 2, on every rank, where the options cannot be used with each other or with the checkpoint
+        that they name: rank 0 has then said so in one line on stderr.
 
     Raises:
-        SetupError: a package of the "train" extra is missing.
-        LockstepError: the options contradict the checkpoint, or a rank failed.
+        LockstepError: the ranks could not meet, or one of them failed.
     """
+    from lockstep.recipes.digits_training import run  # torch, and everything else that takes its time
+
+    return run(namespace)
+
+
+def _check_extras() -> None:
     missing = [package for module, package in _EXTRAS.items() if find_spec(module) is None]
     if missing:
         raise SetupError(
             f"the digits recipe needs {' and '.join(missing)}, not installed here: pip install 'torch-lockstep[train]'"
         )
-    from lockstep.recipes.digits_training import run
-
-    run(namespace)
-    return 0
 
 
 def _integer(least: int) -> Callable[[str], int]:

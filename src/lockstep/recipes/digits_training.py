@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -30,23 +32,25 @@ _MOMENTUM = 0.9
 _EVALUATION_BATCH = 512  # one batch holds all 359 held-out images
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
     """Train, show how it goes, and leave a run folder behind. Collective: every rank calls it.
 
     Args:
         options: as `digits.add_arguments` parses them.
 
-    Raises:
-        InputError: the options contradict the checkpoint that is resumed.
-        CheckpointError: it cannot be read, or is none of this recipe.
+    Returns:
+        0; or 2 where the options cannot be used, which rank 0 has then said on stderr.
     """
     with lockstep.init(backend=options.backend) as world:
-        state = None if options.resume is None else checkpoint.load(options.resume)
-        config = resolve_config(options, None if state is None else _saved_config(state, options.resume))
-        trainer = make_trainer(config, world.device)
-        if state is not None:
-            _resume(trainer, state, config, options.resume)
-        folder = create_run_folder(options.out, options.name or "digits")
+        try:
+            config, trainer = _prepare(options, world)
+            folder = create_run_folder(options.out, options.name or "digits")
+        except (InputError, CheckpointError) as mistake:
+            # Every rank has found it. One line says more than a traceback of each.
+            if world.rank == 0:
+                print(f"lockstep train digits: error: {mistake}", file=sys.stderr, flush=True)
+            dist.barrier()  # or a launcher that sees another rank end first might end rank 0 before it has spoken
+            return 2
         trainer.checkpoints = folder / "checkpoints"
         with ExitStack() as stack:
             views = _views(options, config, world, trainer, folder) if world.rank == 0 else []
@@ -58,6 +62,29 @@ def run(options: argparse.Namespace) -> None:
             summary = times.summary()
             for view in views:
                 view.finish(summary)
+    return 0
+
+
+def _prepare(options: argparse.Namespace, world: World) -> tuple[DigitsConfig, Trainer]:
+    """Everything ready to train, from the start or from a checkpoint.
+
+    Raises:
+        InputError: the options contradict the checkpoint that is resumed.
+        CheckpointError: it cannot be read, or is none of this recipe.
+    """
+    if options.resume is None:
+        config = resolve_config(options)
+        return config, make_trainer(config, world.device)
+    state = checkpoint.load(options.resume)
+    config = resolve_config(options, _saved_config(state, options.resume))
+    if state["epoch"] >= config.epochs:
+        done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
+        raise InputError(f"{options.resume} has done {done} already; give --epochs more than that to go on")
+    trainer = make_trainer(config, world.device)
+    trainer.load_state_dict(state)
+    for group in trainer.optimizer.param_groups:  # its state has brought the old rate back
+        group["lr"] = config.lr
+    return config, trainer
 
 
 def make_trainer(config: DigitsConfig, device: torch.device) -> Trainer:
@@ -111,16 +138,6 @@ def _saved_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return config
 
 
-def _resume(trainer: Trainer, state: Mapping[str, Any], config: DigitsConfig, path: Path) -> None:
-    """Put the trainer where `state` was taken."""
-    trainer.load_state_dict(state)
-    if trainer.epoch >= config.epochs:
-        done = "1 epoch" if trainer.epoch == 1 else f"{trainer.epoch} epochs"
-        raise InputError(f"{path} has done {done} already; give --epochs more than that to go on")
-    for group in trainer.optimizer.param_groups:  # its state has brought the old rate back
-        group["lr"] = config.lr
-
-
 def _views(
     options: argparse.Namespace, config: DigitsConfig, world: World, trainer: Trainer, folder: Path
 ) -> list[RunLog | Display]:
@@ -141,6 +158,8 @@ def _views(
         f"digits: {world.world_size} {'rank' if world.world_size == 1 else 'ranks'} on {world.backend}, "
         f"{parameters:,} parameters in {config.dtype}, global batch {config.batch_size}"
     )
+    if options.resume is not None:
+        heading += f"\ngoing on after epoch {trainer.epoch} of {options.resume}"
     steps_per_epoch = -(-len(trainer.loader) // config.accumulate)
     total = trainer.step + (config.epochs - trainer.epoch) * steps_per_epoch
     return [log, Display(heading, folder, config.epochs, trainer.step, total)]

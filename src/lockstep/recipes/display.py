@@ -44,7 +44,7 @@ class Display:
         self.epochs = epochs
         self.console = console or Console(highlight=False)
         self._progress = Progress(
-            BarColumn(),
+            BarColumn(bar_width=20),  # the line fits 80 columns
             MofNCompleteColumn(),
             TextColumn("steps   loss {task.fields[loss]}   {task.fields[rate]} samples/s"),
             TimeRemainingColumn(compact=True),
@@ -100,14 +100,11 @@ def _result_table(summary: Summary) -> Table:
 
 def _rank_table(summary: Summary) -> Table:
     table = Table(box=box.ROUNDED, min_width=72)
-    for heading in ("rank", "samples", "training", "of it communicating", "share"):
+    for heading in ("rank", "samples", "training", "communicating, waiting included"):
         table.add_column(heading, justify="right")
     for number, rank in enumerate(summary.ranks):
+        share = f"{rank.communication_s / rank.train_s:6.1%}"
         table.add_row(
-            str(number),
-            f"{rank.samples:,}",
-            f"{rank.train_s:.2f} s",
-            f"{rank.communication_s:.2f} s",
-            f"{rank.communication_s / rank.train_s:.1%}",
+            str(number), f"{rank.samples:,}", f"{rank.train_s:.2f} s", f"{rank.communication_s:.2f} s {share}"
         )
     return table
