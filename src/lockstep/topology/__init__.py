@@ -1,0 +1,13 @@
+"""Who am I among whom: rank and world size, read from the launcher's environment.
+
+Pure functions over a mapping of environment variables, so every launcher's form can be
+tested without that launcher. A reader per launcher (`torchrun`, …) recognises its own variables and
+returns a `Topology` or None; `reading` asks them in turn, and the first that recognises them wins.
+"""
+
+from __future__ import annotations
+
+from lockstep.topology.reading import read_topology
+from lockstep.topology.record import Topology
+
+__all__ = ["Topology", "read_topology"]

@@ -1,0 +1,60 @@
+"""Which launcher started this process: the first reader that recognises its own variables says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lockstep import env
+from lockstep.errors import SetupError
+from lockstep.topology.record import Topology
+from lockstep.topology.torchrun import read_torchrun
+
+__all__ = ["read_topology"]
+
+# In order: what stands closest to the process comes first, because launchers nest (`lockstep run` inside
+# a job step of Slurm), and the inner one knows the ranks.
+_READERS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (read_torchrun,)
+
+
+def read_topology(
+    variables: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Topology:
+    """The topology that the environment describes; explicit arguments win.
+
+    Args:
+        variables: the environment, usually `env.snapshot()`.
+        rank: overrides the environment; needs `world_size` too.
+        world_size: overrides the environment; needs `rank` too.
+
+    Returns:
+        One process alone (rank 0 of 1) where no launcher is recognised.
+
+    Raises:
+        SetupError: variables that contradict each other, or only one of the two arguments.
+
+    >>> read_topology({}).world_size
+    1
+    >>> read_topology({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).node_rank
+    1
+    """
+    if (rank is None) != (world_size is None):
+        given, missing = ("rank", "world_size") if world_size is None else ("world_size", "rank")
+        raise SetupError(f"{given} was given without {missing}: give both, or neither to read the environment")
+    if rank is not None and world_size is not None:
+        explicit = dict(variables)
+        if env.RANK.get(variables) != rank or env.WORLD_SIZE.get(variables) != world_size:
+            for variable in (env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.GROUP_RANK, env.NODE_RANK):
+                variable.unset(explicit)
+        env.RANK.set(rank, explicit)
+        env.WORLD_SIZE.set(world_size, explicit)
+        topology = read_torchrun(explicit)
+        assert topology is not None
+        return topology
+    for reader in _READERS:
+        topology = reader(variables)
+        if topology is not None:
+            return topology
+    return Topology(rank=0, world_size=1, local_rank=0, local_world_size=1)

@@ -1,0 +1,45 @@
+"""Where one process stands in a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.errors import SetupError
+
+__all__ = ["Topology"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where one process stands in a job.
+
+    Attributes:
+        rank: global rank, 0 … world_size-1.
+        world_size: number of ranks over all hosts.
+        local_rank: rank among the processes of this host.
+        local_world_size: number of ranks on this host.
+        node_rank: number of this host.
+        num_nodes: number of hosts.
+        launcher: who started this process: "lockstep", "torchrun", "environment" or "single".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int = 0
+    num_nodes: int = 1
+    launcher: str = "single"
+
+    def __post_init__(self) -> None:
+        for name, value, size_name, size in (
+            ("rank", self.rank, "world_size", self.world_size),
+            ("local_rank", self.local_rank, "local_world_size", self.local_world_size),
+            ("node_rank", self.node_rank, "num_nodes", self.num_nodes),
+        ):
+            if size < 1:
+                raise SetupError(f"{size_name} is {size}; it must be at least 1")
+            if not 0 <= value < size:
+                raise SetupError(f"{name} is {value}, but {size_name} is {size}: expected 0 … {size - 1}")
+        if self.local_world_size > self.world_size:
+            raise SetupError(f"local_world_size is {self.local_world_size}, more than world_size {self.world_size}")

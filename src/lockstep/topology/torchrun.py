@@ -1,0 +1,46 @@
+"""`RANK`, `WORLD_SIZE` and the names beside them: our launcher, torchrun, and variables set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep import env
+from lockstep.errors import SetupError
+from lockstep.topology.record import Topology
+
+__all__ = ["read_torchrun"]
+
+
+def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
+    """`RANK` and `WORLD_SIZE`, as our launcher, torchrun and hand-written scripts set them.
+
+    Without `LOCAL_RANK` and `LOCAL_WORLD_SIZE` all ranks are taken to be on this host,
+    which is how people start two processes by hand.
+    """
+    rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
+        raise SetupError(f"{there} is set but {missing} is not: a launcher sets both; unset both for one process")
+    local_rank, local_world_size = env.LOCAL_RANK.get(variables), env.LOCAL_WORLD_SIZE.get(variables)
+    node_rank = env.GROUP_RANK.get(variables)
+    if node_rank is None:
+        node_rank = env.NODE_RANK.get(variables)
+    if local_world_size is None:
+        local_world_size = world_size
+    ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1.
+    if local_rank is None:
+        local_rank = rank % ranks_per_host
+    if node_rank is None:
+        node_rank = rank // ranks_per_host
+    # Hosts may hold different numbers of ranks, so the count of hosts is a lower bound here;
+    # the rendezvous learns the true one.
+    num_nodes = max(node_rank + 1, -(-world_size // ranks_per_host))
+    if env.LOCKSTEP_RENDEZVOUS.get(variables) is not None:
+        launcher = "lockstep"
+    elif env.TORCHELASTIC_RUN_ID.get(variables) is not None:
+        launcher = "torchrun"
+    else:
+        launcher = "environment"
+    return Topology(rank, world_size, local_rank, local_world_size, node_rank, num_nodes, launcher)
