@@ -8,6 +8,7 @@ they meet as torch does. An explicit `store` or `init_method` always wins.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -19,23 +20,29 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from lockstep import env
 from lockstep.comm import clock, registration
 from lockstep.comm.backend import LockstepProcessGroup
-from lockstep.comm.exits import describe_exception
+from lockstep.comm.callsite import describe_exception
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.errors import (
     AlreadyInitialized,
     BackendUnavailable,
     InputError,
+    InputTypeError,
     NotInitialized,
     RendezvousError,
     SetupError,
 )
+from lockstep.log import get_logger
 from lockstep.topology import Topology, read_topology
 
 __all__ = ["World", "current_world", "init", "symmetric_empty"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+_SHUT_DOWN = "this world was shut down; call lockstep.init() again to open another"
+
 _current: World | None = None
+# How often this process has met others in a launcher's folder.
+_meetings: Counter[str] = Counter()
 
 
 class World:
@@ -68,6 +75,10 @@ class World:
         self._group: dist.ProcessGroup | None = dist.group.WORLD
         self._clock_start_s = clock.total()
 
+    def _is_open(self) -> bool:
+        # The script may also have destroyed the default group itself.
+        return self._group is not None and dist.group.WORLD is self._group
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The default group of `torch.distributed`.
@@ -75,8 +86,8 @@ class World:
         Raises:
             NotInitialized: the world was shut down.
         """
-        if self._group is None:
-            raise NotInitialized("this world was shut down; call lockstep.init() again to open another")
+        if self._group is None or not self._is_open():
+            raise NotInitialized(_SHUT_DOWN)
         return self._group
 
     def communication_seconds(self) -> float:
@@ -86,12 +97,11 @@ class World:
     def shutdown(self) -> None:
         """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost."""
         global _current
-        if self._group is None:
-            return
+        was_open = self._is_open()
         self._group = None
         if _current is self:
             _current = None
-        if self._owns_group and dist.is_initialized():
+        if was_open and self._owns_group:
             dist.destroy_process_group()
 
     def abort(self, reason: str | BaseException) -> None:
@@ -106,8 +116,8 @@ class World:
         self.shutdown()
 
     def __enter__(self) -> World:
-        if self._group is None:
-            raise NotInitialized("this world was shut down; call lockstep.init() again to open another")
+        if not self._is_open():
+            raise NotInitialized(_SHUT_DOWN)
         return self
 
     def __exit__(
@@ -124,6 +134,8 @@ class World:
 
 def current_world() -> World | None:
     """The world that `init` opened and nobody has shut down yet, or None."""
+    if _current is not None and not _current._is_open():
+        return None
     return _current
 
 
@@ -140,7 +152,7 @@ def init(
     """Join the other ranks of this job and initialise `torch.distributed`. Collective.
 
     Args:
-        backend: "auto" (nccl where every rank of this host has a GPU, else lockstep), "lockstep", "gloo", "nccl", or
+        backend: "auto" (nccl where there are GPUs, else lockstep, or gloo across hosts), "lockstep", "gloo", "nccl", or
             any name that torch.distributed knows.
         rank: instead of the launcher's; with `world_size`.
         world_size: instead of the launcher's; with `rank`.
@@ -157,6 +169,8 @@ def init(
         BackendUnavailable: no such backend here; lists those there are.
         SetupError: contradicting arguments, or more GPU ranks than GPUs.
         RendezvousError: the others did not come, or nobody said where to meet.
+        RankLost: a rank came and died.
+        SharedMemoryError: the memory that the ranks share cannot be had.
 
     >>> import lockstep
     >>> with lockstep.init(device="cpu") as world:
@@ -165,35 +179,51 @@ def init(
     """
     global _current
     registration.ensure()
-    if _current is not None:
+    open_world = current_world()
+    if open_world is not None:
         raise AlreadyInitialized(
-            f"lockstep.init() was called before and {_current!r} is still open; call shutdown() on it first, or use "
+            f"lockstep.init() was called before and {open_world!r} is still open; call shutdown() on it first, or use "
             "lockstep.current_world()"
         )
     if dist.is_initialized():
-        _current = _adopt(backend, device)
+        ignored = {"init_method": init_method, "store": store, "timeout": timeout}
+        _current = _adopt(backend, device, rank, world_size, [name for name, given in ignored.items() if given])
         return _current
-    topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
-    backend = _choose_backend(backend, topology, device)
-    chosen_device = _choose_device(backend, topology, device)
     if store is not None and init_method is not None:
         raise SetupError("both store and init_method were given: they are two ways to meet; give one")
     limit = _as_timedelta(timeout)
-    if store is None and init_method is None:
-        store, init_method = _meeting_place(topology, rank is not None)
-    dist.init_process_group(
-        backend,
-        store=store,
-        init_method=init_method,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        timeout=limit,
-    )
+    topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
+    backend = _choose_backend(backend, topology, device)
+    chosen_device = _choose_device(backend, topology, device)
+    _meet(backend, topology, store, init_method, limit)
     _current = World(topology, chosen_device, backend, owns_group=True)
     return _current
 
 
-def _adopt(backend: str, device: str | torch.device | None) -> World:
+def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:
+    """Initialise torch.distributed."""
+    if store is None and init_method is None:
+        store, init_method = _meeting_place(topology)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            init_method=init_method,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timeout,
+        )
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"rank {topology.rank} of {topology.world_size} did not meet the others "
+            f"({init_method or type(store).__name__}): {str(error).splitlines()[0]}"
+        ) from error
+    _meetings[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1
+
+
+def _adopt(
+    backend: str, device: str | torch.device | None, rank: int | None, world_size: int | None, ignored: Sequence[str]
+) -> World:
     """A world around the default group that the script has made itself; shutdown leaves that group alone."""
     actual = dist.get_backend()
     if backend not in ("auto", actual):
@@ -201,17 +231,32 @@ def _adopt(backend: str, device: str | torch.device | None) -> World:
             f"torch.distributed is already initialised with backend {actual!r}; "
             f"lockstep.init(backend={backend!r}) cannot change it. Remove one of the two calls"
         )
-    variables = env.snapshot()
-    env.RANK.set(dist.get_rank(), variables)
-    env.WORLD_SIZE.set(dist.get_world_size(), variables)
-    topology = read_topology(variables)
+    for name, given, there in (
+        ("rank", rank, dist.get_rank()),
+        ("world_size", world_size, dist.get_world_size()),
+    ):
+        if given not in (None, there):
+            raise AlreadyInitialized(
+                f"torch.distributed is already initialised with {name} {there}; lockstep.init({name}={given}) cannot "
+                "change it. Remove one of the two calls"
+            )
+    if ignored:
+        get_logger(__name__).warning(
+            "torch.distributed is already initialised: lockstep.init() takes it over and ignores %s", ", ".join(ignored)
+        )
+    topology = read_topology(env.snapshot(), rank=dist.get_rank(), world_size=dist.get_world_size())
     return World(topology, _choose_device(actual, topology, device), actual, owns_group=False)
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     if timeout is None:
         return _DEFAULT_TIMEOUT
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except TypeError:
+        raise InputTypeError(f"timeout is {timeout!r}; give seconds as a number, or a datetime.timedelta") from None
+    except (OverflowError, ValueError):  # inf, nan
+        limit = timedelta(0)
     if limit <= timedelta(0):
         raise SetupError(f"timeout is {timeout}; give seconds above 0, or None for 30 minutes")
     return limit
@@ -231,10 +276,10 @@ def _available_backends() -> list[str]:
 
 def _choose_backend(backend: str, topology: Topology, device: str | torch.device | None) -> str:
     if not isinstance(backend, str):
-        raise SetupError(f"backend is {backend!r}; give a name such as 'auto', 'lockstep', 'gloo' or 'nccl'")
+        raise InputTypeError(f"backend is {backend!r}; give a name such as 'auto', 'lockstep', 'gloo' or 'nccl'")
     name = backend.lower()
     if name == "auto":
-        wants_cpu = device is not None and torch.device(device).type == "cpu"
+        wants_cpu = device is not None and _as_device(device).type == "cpu"
         if torch.cuda.is_available() and dist.is_nccl_available() and not wants_cpu:
             return "nccl"
         return BACKEND_NAME if topology.num_nodes == 1 else "gloo"
@@ -246,32 +291,43 @@ def _choose_backend(backend: str, topology: Topology, device: str | torch.device
     return name
 
 
+def _as_device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {device!r}, which torch does not know: {str(error).splitlines()[0]}") from None
+
+
 def _choose_device(backend: str, topology: Topology, device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        chosen = torch.device(device)
-        if chosen.type == "cuda" and chosen.index is None:
-            chosen = torch.device("cuda", topology.local_rank)
-    elif "nccl" in backend:
-        chosen = torch.device("cuda", topology.local_rank)
+    default = "cuda" if "nccl" in backend else "cpu"
+    chosen = _as_device(device if device is not None else default)
+    if chosen.type != "cuda":
+        return chosen
+    count = torch.cuda.device_count()
+    if chosen.index is not None:
+        needed = chosen.index + 1
     else:
-        chosen = torch.device("cpu")
-    if chosen.type == "cuda":
-        count = torch.cuda.device_count()
-        if chosen.index >= count:
-            raise SetupError(
-                f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
-                f"{topology.local_world_size} rank(s). Start at most {count} ranks here "
-                f"(--nproc {max(count, 1)}), or run on the CPU with lockstep.init(device='cpu')"
-            )
-        torch.cuda.set_device(chosen)
+        # Judged by the number of ranks, so that all of them stop here, and none waits for those that did.
+        needed = topology.local_world_size  # type: ignore[unreachable]  # the stubs know no device without index
+        chosen = torch.device("cuda", topology.local_rank)
+    if needed > count:
+        raise SetupError(
+            f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
+            f"{topology.local_world_size} rank(s). Start at most {count} ranks here "
+            f"(--nproc {max(count, 1)}), or run on the CPU with lockstep.init(device='cpu')"
+        )
+    torch.cuda.set_device(chosen)
     return chosen
 
 
-def _meeting_place(topology: Topology, explicit_rank: bool) -> tuple[Store | None, str | None]:
+def _meeting_place(topology: Topology) -> tuple[Store | None, str | None]:
     """Where to meet when nobody said: see [Note: rendezvous]."""
     folder = env.LOCKSTEP_RENDEZVOUS.get()
-    if folder is not None and not explicit_rank:
-        return FileStore(os.path.join(folder, "store"), topology.world_size), None
+    if folder is not None and (topology.rank, topology.world_size) == (env.RANK.get(), env.WORLD_SIZE.get()):
+        # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
+        number = _meetings[folder]
+        name = "store" if number == 0 else f"store-{number}"
+        return FileStore(os.path.join(folder, name), topology.world_size), None
     if topology.world_size == 1:
         return HashStore(), None
     if env.MASTER_ADDR.get() is None or env.MASTER_PORT.get() is None:

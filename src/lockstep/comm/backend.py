@@ -11,13 +11,14 @@ torch give backends written in Python another base class, this file is what chan
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from lockstep import env
@@ -25,7 +26,7 @@ from lockstep.comm import exits
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
 from lockstep.comm.registration import BACKEND_NAME
-from lockstep.errors import CollectiveError, InputError
+from lockstep.errors import InputError
 from lockstep.shm.team import Team
 
 __all__ = ["LockstepProcessGroup", "create"]
@@ -43,9 +44,16 @@ class _TimedStore:
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> str:
         self._store.wait([key], self._timeout)
-        return bytes(self._store.get(key))
+        return bytes(self._store.get(key)).decode()
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):  # not every kind of store can
+            self._store.delete_key(key)
 
 
 def _timeout_s(options: Any) -> float | None:
@@ -92,7 +100,7 @@ class LockstepProcessGroup(ProcessGroup):
         ranks = tuple(global_ranks) or tuple(range(world_size))
         # A restarted job may find its store as the attempt before it left it.
         attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
-        meeting = _TimedStore(dist.PrefixStore(f"attempt{attempt}", store), timeout)
+        meeting = _TimedStore(PrefixStore(f"attempt{attempt}", store), timeout)
         team = Team.connect(meeting, rank, world_size, timeout.total_seconds(), lambda peer: f"rank {ranks[peer]}")
         name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
         self.engine = Engine(team, Flight(team, name, ranks), timeout.total_seconds())
@@ -223,7 +231,7 @@ class LockstepProcessGroup(ProcessGroup):
                 f"{rows} rows"
             )
         row_numel = tensor.numel() // rows if rows else 0
-        return list(tensor.view(-1).split([split * row_numel for split in splits]))
+        return list(torch.split(tensor.view(-1), [split * row_numel for split in splits]))
 
     # ---- symmetric memory ----------------------------------------------------------------------------
 
@@ -235,14 +243,17 @@ class LockstepProcessGroup(ProcessGroup):
 
     def fail(self, message: str, error: BaseException | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
-        culprits = error.culprits if isinstance(error, CollectiveError) else None
-        self.engine.flight.fail(message, culprits)
+        self.engine.fail(message, error)
 
     def shutdown(self) -> None:
         """Leave the group. Local; `dist.destroy_process_group` calls it."""
         self.engine.close()
 
     abort = shutdown
+
+    def disown(self) -> None:
+        """Make the group unusable in this process, a fork of the rank. Local; the rank notices nothing."""
+        self.engine.disown()
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
         """The registered name."""

@@ -16,9 +16,17 @@ from typing import Any
 import torch
 
 from lockstep.comm import clock
-from lockstep.comm.flight import Flight, call_site, describe_tensor, fingerprint
+from lockstep.comm.callsite import CallSite, call_site
+from lockstep.comm.flight import Flight, describe_tensor, fingerprint
 from lockstep.comm.work import DoneWork, PendingWork, Runner
-from lockstep.errors import CollectiveAborted, CollectiveMismatch, InputError, InputTypeError
+from lockstep.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    InputError,
+    InputTypeError,
+    NotInitialized,
+    SharedMemoryError,
+)
 from lockstep.shm import algorithms
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
 from lockstep.shm.sync import PeerTrouble
@@ -27,6 +35,8 @@ from lockstep.shm.team import Region, Team
 __all__ = ["Engine"]
 
 Work = DoneWork | PendingWork
+
+_CLOSE_PATIENCE_S = 1.0
 
 
 def check_tensor(tensor: object, operation: str) -> torch.Tensor:
@@ -81,7 +91,7 @@ class Engine:
         self.timeout_s = timeout_s
         self._runner = Runner("lockstep-collectives")
         self._turn = threading.Lock()
-        self._closed = False
+        self._closed = ""  # why the group cannot be used any more
         # Symmetric regions by address, to recognise tensors that lie in one.
         self._region_starts: list[int] = []
         self._regions: list[tuple[int, Region]] = []
@@ -108,14 +118,19 @@ class Engine:
             timeout_s: instead of the group's own, if given.
         """
         if self._closed:
-            raise CollectiveAborted(f"{describe()}: this group was shut down; call init() again before using it")
+            raise NotInitialized(f"{describe()} on {self.flight.group_name}: {self._closed}")
         site = call_site()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not is_async and self._runner.is_idle:
             self._run(key, describe, body, site, limit_s)
             return DoneWork(result)
-        work = PendingWork(lambda: self._run(key, describe, body, site, limit_s), result)
-        self._runner.submit(work)
+        work = PendingWork(lambda: self._run(key, describe, body, site, limit_s), result, describe)
+        if self._runner.is_current_thread:
+            # A callback of a finished call makes this one, and may wait for it in this very thread. Run at
+            # once, it also has the same place in the order of calls on all ranks.
+            work.run()
+        else:
+            self._runner.submit(work)
         if not is_async:
             work.wait()
         return work
@@ -125,16 +140,21 @@ class Engine:
         key: object,
         describe: Callable[[], str],
         body: Callable[[float], None],
-        site: object,
+        site: CallSite,
         limit_s: float,
     ) -> None:
         with self._turn, torch.no_grad():
             start = time.perf_counter()
-            self.flight.enter(key, describe, site)  # type: ignore[arg-type]
             try:
+                self.flight.enter(key, describe, site)
                 body(limit_s)
             except PeerTrouble as trouble:
                 raise self.flight.explain(trouble) from None
+            except (CollectiveError, SharedMemoryError):
+                raise  # All ranks raise these at the same step, or the group was broken before.
+            except BaseException as error:
+                self.flight.interrupt(error)
+                raise
             finally:
                 clock.add(time.perf_counter() - start)
 
@@ -234,8 +254,8 @@ class Engine:
             if row[self.team.rank].numel() != tensor.numel():
                 raise InputError(
                     f"all_gather: the output for this rank ({self.team.rank}) is "
-                    f"{describe_tensor(row[self.team.rank])}, its input is {describe_tensor(tensor)}; they must hold the same "
-                    "number of elements"
+                    f"{describe_tensor(row[self.team.rank])}, its input is {describe_tensor(tensor)}; they must hold "
+                    "the same number of elements"
                 )
 
         def body(limit_s: float) -> None:
@@ -513,13 +533,33 @@ class Engine:
 
     # ---- end -------------------------------------------------------------------------------------
 
+    def fail(self, message: str, error: BaseException | None = None) -> None:
+        """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
+        if not self._closed:
+            self.flight.fail(message, error.culprits if isinstance(error, CollectiveError) else None)
+
     def close(self) -> None:
         """Leave the group. Local; queued calls are cancelled, a running wait ends with CollectiveAborted."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = "this group was shut down; call init() again before using it"
         self.team.waiter.closed = True
         self._runner.close()
-        self.team.close()
+        # A call in another thread notices within milliseconds. If it does not, it is computing, not
+        # waiting: the memory it works on stays mapped.
+        had_turn = self._turn.acquire(timeout=_CLOSE_PATIENCE_S)
+        try:
+            self.team.close()
+        finally:
+            if had_turn:
+                self._turn.release()
         self._regions.clear()
         self._region_starts.clear()
+
+    def disown(self) -> None:
+        """In a forked child: the group belongs to the parent alone. Local; touches nothing shared."""
+        self._closed = (
+            f"this process is a fork of {self.flight.name(self.team.rank)} and no rank itself; make the call in that "
+            "process, or start a process of its own for it"
+        )
+        self.team.watch.close()

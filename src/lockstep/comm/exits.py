@@ -1,27 +1,31 @@
 """Tells the peers how this process ends, so that they need not find out by waiting.
 
 Installed when the first group is made, once: an exit handler that leaves every group still open,
-and an exception hook that first writes what was raised into the flight record.
+an exception hook that first writes what was raised into the flight record, and a fork handler by
+which a child (a worker of a DataLoader, say) gives up what it inherited: its end, however it
+comes, is not the end of the rank.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
-import traceback
 import weakref
 from types import TracebackType
 from typing import Protocol
 
-from lockstep.comm.flight import INTERNAL_FOLDERS
+from lockstep.comm.callsite import describe_exception
 
-__all__ = ["describe_exception", "register"]
+__all__ = ["register"]
 
 
 class _Group(Protocol):
     def fail(self, message: str, error: BaseException | None = None) -> None: ...
 
     def shutdown(self) -> None: ...
+
+    def disown(self) -> None: ...
 
 
 _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
@@ -35,17 +39,18 @@ def register(group: _Group) -> None:
     if not _installed:
         _installed = True
         atexit.register(_leave_all)
+        os.register_at_fork(after_in_child=_disown_all)
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            fail_all(error)
+            _fail_all(error)
             previous(kind, error, trace)
 
         sys.excepthook = hook
 
 
-def fail_all(error: BaseException) -> None:
-    """Write `error` into the flight record of every open group. Local."""
+def _fail_all(error: BaseException) -> None:
+    """Write `error` into the flight record of every open group."""
     message = describe_exception(error)
     for group in list(_groups):
         group.fail(message, error)
@@ -56,11 +61,7 @@ def _leave_all() -> None:
         group.shutdown()
 
 
-def describe_exception(error: BaseException) -> str:
-    """`ValueError: text at train.py:81 in main`, with the innermost line of the user's own code."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(INTERNAL_FOLDERS)]
-    for frame in reversed(own or list(frames)):
-        return f"raised {text} at {frame.filename}:{frame.lineno} in {frame.name}"
-    return f"raised {text}"
+def _disown_all() -> None:
+    for group in list(_groups):
+        group.disown()
+    _groups.clear()

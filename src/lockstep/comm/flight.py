@@ -11,15 +11,12 @@ index. A collective writes four words and compares one for each peer.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -31,46 +28,7 @@ from lockstep.shm.board import RING, Board, Failure, Record
 from lockstep.shm.sync import PeerTrouble, TroubleKind
 from lockstep.shm.team import Team
 
-__all__ = ["INTERNAL_FOLDERS", "CallSite", "Flight", "call_site", "describe_tensor", "fingerprint"]
-
-# Frames of these folders are not the user's: Lockstep itself and torch.
-INTERNAL_FOLDERS = (str(Path(__file__).parents[1]) + "/", str(Path(torch.__file__).parent) + "/")
-_INTERNAL_FILES = ("<frozen ", "<string>")
-
-# A fingerprint no call has: its rank gave up this collective.
-_GAVE_UP = -1
-
-CallSite = tuple[CodeType | None, int]
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_internal(code: CodeType) -> bool:
-    name = code.co_filename
-    if name.startswith(_INTERNAL_FILES) or "/contextlib.py" in name or "/threading.py" in name:
-        return True
-    # A test or tool inside our own package that calls a collective is a user of it.
-    return name.startswith(INTERNAL_FOLDERS) and "/lockstep/testing/conformance/" not in name
-
-
-def call_site() -> CallSite:
-    """The innermost frame of the user's code that led here."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not _is_internal(code):
-            return code, frame.f_lineno
-        frame = frame.f_back
-    return None, 0
-
-
-def _site_text(site: CallSite) -> str:
-    code, line = site
-    if code is None:
-        return "an unknown line"
-    path = code.co_filename
-    tail = f":{line} in {code.co_name}"
-    room = 250 - len(tail)
-    return (path if len(path) <= room else "…" + path[-room + 1 :]) + tail
+__all__ = ["Flight", "describe_tensor", "fingerprint"]
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
@@ -90,13 +48,18 @@ class Flight:
         team: the ranks that take part.
         group_name: how errors call the group.
         global_ranks: global rank of each rank of the group.
+
+    Attributes:
+        group_name: how errors call the group.
+        number: collectives entered so far.
+        broken: the error that every further call repeats, or None.
     """
 
     def __init__(self, team: Team, group_name: str, global_ranks: Sequence[int]) -> None:
         self._team = team
         self._board: Board = team.board
         self._words = team.board.words
-        self._group_name = group_name
+        self.group_name = group_name
         self._global_ranks = tuple(global_ranks)
         self._rank = team.rank
         self._calls: dict[object, tuple[int, int]] = {}
@@ -145,7 +108,7 @@ class Flight:
         return entry
 
     def _add_site(self, site: CallSite) -> int:
-        index = self._board.add_site(_site_text(site))
+        index = self._board.add_site(site_text(site))
         old = self._site_keys[index]
         if old is not None:
             del self._sites[old]
@@ -158,7 +121,6 @@ class Flight:
 
         Raises:
             CollectiveMismatch: not all came for the same. The group stays usable: every rank raises.
-            CollectiveTimeout: a peer had given up waiting for this rank.
         """
         words = self._words
         parity = (self.number & 1) * 8
@@ -167,11 +129,8 @@ class Flight:
             if words[word + parity] != mine:
                 raise self._mismatch()
 
-    def _mismatch(self) -> CollectiveError:
+    def _mismatch(self) -> CollectiveMismatch:
         records = [self._board.record(rank, self.number) for rank in range(self._team.world_size)]
-        quitters = [rank for rank, record in enumerate(records) if record.fingerprint == _GAVE_UP]
-        if quitters:
-            return self.break_with(self._late_arrival(quitters))
         self._team.realign()
         groups: dict[int, list[int]] = {}
         for rank, record in enumerate(records):
@@ -181,85 +140,111 @@ class Flight:
         majorities = [ranks for ranks in groups.values() if len(ranks) == largest]
         culprits: list[int] = []
         if len(majorities) == 1:
-            culprits = [rank for ranks in groups.values() if ranks is not majorities[0] for rank in ranks]
+            culprits = sorted(rank for ranks in groups.values() if ranks is not majorities[0] for rank in ranks)
         lines = [
             f"  {self.names(ranks)}: {records[ranks[0]].call} at {_sites_of(records, ranks)}"
             for ranks in groups.values()
         ]
         return CollectiveMismatch(
-            f"the ranks of {self._group_name} came for different things in collective #{self.number}:\n"
+            f"the ranks of {self.group_name} came for different things in collective #{self.number}:\n"
             + "\n".join(lines)
             + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
             "and root. Look for a branch that only some ranks take.",
             self._globals(culprits),
         )
 
-    def _late_arrival(self, quitters: list[int]) -> CollectiveError:
-        failures = [self._board.failure(rank) for rank in quitters]
-        return CollectiveTimeout(
-            f"{self.name(self._rank)} came to collective #{self.number} of {self._group_name}, {self._own_call()}, but "
-            f"{self.names(quitters)} had given up: {failures[0].message}",
-            failures[0].culprits or self._globals([self._rank]),
-        )
+    # ---- waits that cannot end -------------------------------------------------------------------
 
     def explain(self, trouble: PeerTrouble) -> CollectiveError:
         """The error for a wait that cannot end; breaks the group."""
-        if trouble.kind == TroubleKind.CLOSED:
+        if trouble.ranks(TroubleKind.CLOSED):
             return CollectiveAborted(
-                f"{self._group_name} was shut down on {self.name(self._rank)} during {self._own_call()}"
+                f"{self.group_name} was shut down on {self.name(self._rank)} during {self._own_call()}"
             )
-        if trouble.kind == TroubleKind.LATE:
+        if trouble.ranks(TroubleKind.LATE):
             return self.break_with(self._explain_late(trouble))
-        here = f"{self.name(self._rank)} waited in collective #{self.number} of {self._group_name}, {self._own_call()}"
-        stories = [self._story(rank, trouble.kind) for rank in trouble.ranks]
-        culprits = self._root_culprits(trouble)
-        return self.break_with(RankLost(f"{'; '.join(stories)}. {here}", culprits))
-
-    def _root_culprits(self, trouble: PeerTrouble) -> tuple[int, ...]:
-        if trouble.kind != TroubleKind.FAILED:
-            return self._globals(trouble.ranks)
-        blamed = {culprit for rank in trouble.ranks for culprit in self._board.failure(rank).culprits}
-        return tuple(sorted(blamed)) or self._globals(trouble.ranks)
-
-    def _story(self, rank: int, kind: TroubleKind) -> str:
-        record = self._board.latest_record(rank)
-        last = (
-            f"its last collective was #{record.number}, {record.call} at {record.site}"
-            if record
-            else ("it had not entered a collective yet")
-        )
-        if kind == TroubleKind.DEAD:
-            return f"{self.name(rank)} died: its process is gone; {last}"
-        if kind == TroubleKind.FAILED:
-            return f"{self.name(rank)} failed: {self._board.failure(rank).message} ({last})"
-        return f"{self.name(rank)} left the group while others still needed it; {last}"
+        failures = {rank: self._board.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)}
+        return self.break_with(self._explain_given_up(trouble, failures) or self._explain_loss(trouble, failures))
 
     def _explain_late(self, trouble: PeerTrouble) -> CollectiveTimeout:
-        places = []
-        for rank in trouble.ranks:
-            record = self._board.latest_record(rank)
-            where = (
-                f"was last seen in #{record.number}, {record.call} at {record.site}"
-                if record
-                else ("has not entered a collective yet")
-            )
-            places.append(f"{self.name(rank)} {where}")
+        late = trouble.ranks(TroubleKind.LATE)
+        places = [f"{self.name(rank)}, which {self._last_seen(rank)}" for rank in late]
         return CollectiveTimeout(
             f"{self.name(self._rank)} waited {trouble.waited_s:.1f} s in collective #{self.number} of "
-            f"{self._group_name}, {self._own_call()}. Missing: {'; '.join(places)}. It may be stopped, stuck "
+            f"{self.group_name}, {self._own_call()}. Missing: {'; '.join(places)}. It may be stopped, stuck "
             "or far behind: look at its stack (py-spy dump --pid …), or give a longer timeout if it had work to do",
-            self._globals(trouble.ranks),
+            self._globals(late),
         )
+
+    def _explain_given_up(self, trouble: PeerTrouble, failures: Mapping[int, Failure]) -> CollectiveTimeout | None:
+        """The error where all that is wrong is that others gave up at their deadline, or None."""
+        gave_up = [rank for rank, failure in failures.items() if failure.kind == CollectiveTimeout.__name__]
+        if len(gave_up) < len(trouble.kinds):
+            return None
+        first = failures[gave_up[0]]
+        blamed = sorted({culprit for rank in gave_up for culprit in failures[rank].culprits})
+        verb = "came to" if self._global_ranks[self._rank] in blamed else "waited in"
+        return CollectiveTimeout(
+            f"{self.name(self._rank)} {verb} collective #{self.number} of {self.group_name}, {self._own_call()}, but "
+            f"{self.names(gave_up)} had given up. {first.message}",
+            tuple(blamed),
+        )
+
+    def _explain_loss(self, trouble: PeerTrouble, failures: Mapping[int, Failure]) -> RankLost:
+        """Name whoever caused it: the ranks missing here may only follow another's trouble."""
+        raised = [
+            rank
+            for rank, failure in failures.items()
+            if not failure.culprits or self._global_ranks[rank] in failure.culprits
+        ]
+        dead, left = trouble.ranks(TroubleKind.DEAD), trouble.ranks(TroubleKind.LEFT)
+        told = raised or dead or list(failures)[:1] or left
+        if told == list(failures)[:1] and told != raised:
+            culprits = tuple(sorted({culprit for failure in failures.values() for culprit in failure.culprits}))
+        else:
+            culprits = self._globals(told)
+        stories = [self._story(rank, trouble.kinds[rank], failures.get(rank)) for rank in told]
+        return RankLost(
+            f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in collective #{self.number} of "
+            f"{self.group_name}, {self._own_call()}",
+            culprits,
+        )
+
+    def _story(self, rank: int, kind: TroubleKind, failure: Failure | None) -> str:
+        if failure is not None:
+            return f"{self.name(rank)} failed: it {failure.message} ({self._last_seen(rank)})"
+        if kind is TroubleKind.DEAD:
+            return f"{self.name(rank)} died: its process is gone; it {self._last_seen(rank)}"
+        return f"{self.name(rank)} left the group while others still needed it; it {self._last_seen(rank)}"
+
+    def _last_seen(self, rank: int) -> str:
+        record = self._board.latest_record(rank)
+        if record is None:
+            return "had not entered a collective yet"
+        return f"was last seen in collective #{record.number}, {record.call} at {record.site}"
+
+    # ---- the end of the group --------------------------------------------------------------------
 
     def break_with(self, error: CollectiveError) -> CollectiveError:
         """Make `error` the fate of this group on this rank, and tell the peers."""
         if self.broken is None:
             self.broken = error
-        # A peer that comes late to this very collective must not take it for finished.
-        self._words[self._record_words[self._rank] + (self.number & 1) * 8] = _GAVE_UP
-        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._board.fail(Failure(first_line, error.culprits))
+        first_line = str(error).splitlines()[0]
+        self._board.fail(Failure(type(error).__name__, error.culprits, first_line))
         return error
+
+    def interrupt(self, error: BaseException) -> None:
+        """An exception that no other rank raises cut a collective short here: the ranks are out of step for good.
+
+        Such as a KeyboardInterrupt, or memory running out. Breaks the group and tells the peers.
+        """
+        message = describe_exception(error)
+        self.broken = CollectiveAborted(
+            f"{self.name(self._rank)} {message}, in the middle of collective #{self.number} of {self.group_name}, "
+            f"{self._own_call()}",
+            self._globals([self._rank]),
+        )
+        self.fail(message)
 
     def fail(self, message: str, culprits: tuple[int, ...] | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`.
@@ -268,19 +253,18 @@ class Flight:
             message: what it raised and where.
             culprits: global ranks behind it; default this rank itself.
         """
-        self._board.fail(Failure(message, self._globals([self._rank]) if culprits is None else culprits))
+        self._board.fail(Failure("", self._globals([self._rank]) if culprits is None else culprits, message))
 
     def _repeat(self) -> CollectiveError:
         first = self.broken
         assert first is not None
-        return type(first)(f"{self._group_name} broke earlier on this rank: {first}", first.culprits)
+        return type(first)(f"{self.group_name} broke earlier on this rank: {first}", first.culprits)
 
     def _own_call(self) -> str:
-        # The fingerprint may say by now that this rank gave up; call and site are still there.
         record = self._board.record(self._rank, self.number)
         return f"{record.call} at {record.site}"
 
-    def _globals(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def _globals(self, ranks: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._global_ranks[rank] for rank in ranks)
 
     def global_rank(self, rank: int) -> int:
@@ -295,10 +279,6 @@ class Flight:
     def names(self, ranks: Sequence[int]) -> str:
         """Several ranks, by name."""
         return ", ".join(self.name(rank) for rank in ranks)
-
-    def position(self, rank: int) -> Record | None:
-        """The last collective that a rank entered, or None."""
-        return self._board.latest_record(rank)
 
 
 def _sites_of(records: list[Record], ranks: list[int]) -> str:

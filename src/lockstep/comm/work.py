@@ -65,12 +65,14 @@ class PendingWork(_TorchWork):
     Args:
         call: does the work; runs in the group's thread.
         result: the tensors it writes.
+        describe: names the call in errors.
     """
 
-    def __init__(self, call: Callable[[], None], result: Result) -> None:
+    def __init__(self, call: Callable[[], None], result: Result, describe: Callable[[], str]) -> None:
         super().__init__()
         self._call = call
         self._result = result
+        self._describe = describe
         self._finished = threading.Event()
         self._error: BaseException | None = None
         self._trigger: Future[None] | None = None
@@ -85,9 +87,9 @@ class PendingWork(_TorchWork):
             self._error = error
         self._finish()
 
-    def cancel(self, error: BaseException) -> None:
-        """Finish with `error` without running."""
-        self._error = error
+    def cancel(self) -> None:
+        """Finish with CollectiveAborted, without running."""
+        self._error = CollectiveAborted(f"{self._describe()}: the group was shut down before this call had its turn")
         self._finish()
 
     def _finish(self) -> None:
@@ -112,7 +114,10 @@ class PendingWork(_TorchWork):
         """
         limit_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
         if not self._finished.wait(limit_s):
-            raise CollectiveTimeout(f"wait(timeout={timeout}) ran out before the collective had finished")
+            raise CollectiveTimeout(
+                f"{self._describe()} had not finished when wait(timeout={limit_s:g} s) ran out; it goes on, and the "
+                "group's own deadline will say which rank is missing"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -175,6 +180,11 @@ class Runner:
         """Whether nothing is queued or running."""
         return self._unfinished == 0
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is a callback of a call that this runner has just finished."""
+        return threading.current_thread() is self._thread
+
     def submit(self, work: PendingWork) -> None:
         """Queue `work`."""
         with self._lock:
@@ -201,7 +211,7 @@ class Runner:
             except queue.Empty:
                 break
             if work is not None:
-                work.cancel(CollectiveAborted("the group was shut down before this call had its turn"))
+                work.cancel()
                 with self._lock:
                     self._unfinished -= 1
         thread = self._thread

@@ -17,9 +17,11 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     4096     texts: ring of calls, RING entries of TEXT_BYTES
     …        texts: ring of call sites, RING entries of TEXT_BYTES
 
-A text is a 16-bit length and UTF-8 bytes, cut to its field. [Note: two records] A rank may be
-one collective ahead of a peer that still reads its record, never two, because the second would
-need that peer's step. So even and odd collectives have a record each.
+A text is a 16-bit length and UTF-8 bytes, cut to its field.
+
+[Note: two records] A rank may be one collective ahead of a peer that still reads its record, never
+two, because the second would need that peer's step. So even and odd collectives have a record
+each, and a text that one of the two names is not overwritten.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import Segment
-from lockstep.shm.sync import PeerState
+from lockstep.shm.sync import PeerState, fence
 
 __all__ = ["Board", "Failure", "Record"]
 
@@ -37,6 +39,9 @@ RING = 64
 TEXT_BYTES = 256
 BLOCK_BYTES = 4096 + 2 * RING * TEXT_BYTES
 
+_RECORD_WORDS = 8
+_CALL_WORD = 2
+_SITE_WORD = 3
 _STATE_WORD = 24
 _HOST = (256, 256)
 _ANNOUNCEMENT = (512, 1536)
@@ -57,10 +62,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank is in state FAILED: its message, and the ranks that it blames, if any."""
+    """Why a rank is in state FAILED.
 
-    message: str
+    Attributes:
+        kind: name of the CollectiveError with which it gave up a collective; empty if it raised something else.
+        culprits: global ranks that it blames.
+        message: what happened, in one line.
+    """
+
+    kind: str
     culprits: tuple[int, ...]
+    message: str
 
 
 class Board:
@@ -97,7 +109,7 @@ class Board:
     def _read_text(self, rank: int, offset: int) -> str:
         start = self._starts[rank] + offset
         length = int.from_bytes(self._bytes[start : start + 2], "little")
-        return bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="replace")
+        return bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="ignore")
 
     def introduce(self, identity: PeerIdentity) -> None:
         """Write who this rank is, then READY."""
@@ -105,6 +117,7 @@ class Board:
         state = self.state_words[self.rank]
         self.words[state + 1] = identity.pid
         self.words[state + 2] = identity.start_time
+        fence()
         self.words[state] = PeerState.READY
 
     def identity(self, rank: int) -> PeerIdentity:
@@ -128,13 +141,14 @@ class Board:
         if self.words[state] == PeerState.FAILED:
             return
         culprits = ",".join(map(str, failure.culprits))
-        self._write_text(*_FAILURE, f"{culprits}|{failure.message}")
+        self._write_text(*_FAILURE, f"{failure.kind}|{culprits}|{failure.message}")
+        fence()
         self.words[state] = PeerState.FAILED
 
     def failure(self, rank: int) -> Failure:
         """Why that rank failed."""
-        culprits, _, message = self._read_text(rank, _FAILURE[0]).partition("|")
-        return Failure(message, tuple(int(culprit) for culprit in culprits.split(",") if culprit))
+        kind, culprits, message = self._read_text(rank, _FAILURE[0]).split("|", 2)
+        return Failure(kind, tuple(int(culprit) for culprit in culprits.split(",") if culprit), message)
 
     def announce(self, text: str) -> None:
         """Publish a short text; peers read it after the next step."""
@@ -146,21 +160,26 @@ class Board:
 
     def add_call(self, text: str) -> int:
         """Put a description of a call into this rank's ring; returns its index in the ring."""
-        return self._add_text(_CALLS_START, text)
+        return self._add_text(_CALLS_START, _CALL_WORD, text)
 
     def add_site(self, text: str) -> int:
         """Put a call site into this rank's ring; returns its index in the ring."""
-        return self._add_text(_SITES_START, text)
+        return self._add_text(_SITES_START, _SITE_WORD, text)
 
-    def _add_text(self, ring_start: int, text: str) -> int:
+    def _add_text(self, ring_start: int, record_word: int, text: str) -> int:
+        word = self.record_words[self.rank] + record_word
+        # Peers may still read the texts that the two records name.
+        in_use = (self.words[word], self.words[word + _RECORD_WORDS])
         index = self._ring_counts[ring_start] % RING
-        self._ring_counts[ring_start] += 1
+        while index in in_use:
+            index = (index + 1) % RING
+        self._ring_counts[ring_start] = index + 1
         self._write_text(ring_start + index * TEXT_BYTES, TEXT_BYTES, text)
         return index
 
     def record(self, rank: int, number: int) -> Record:
         """What that rank wrote last in the record of collective `number`'s parity."""
-        word = self.record_words[rank] + (number & 1) * 8
+        word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         fingerprint, written_number, call, site = self.words[word : word + 4]
         return Record(
             fingerprint,

@@ -94,7 +94,7 @@ _cache: dict[tuple[object, torch.dtype], Kernel] = {}
 
 def _kind(op: Any) -> Any:
     # `ReduceOp.SUM` is a plain enum member; options carry it wrapped in a ReduceOp. isinstance says yes to both.
-    return op.op if type(op) is ReduceOp else op
+    return op.op if type(op) is ReduceOp else op  # type: ignore[attr-defined]
 
 
 def op_name(op: Any) -> str:

@@ -3,8 +3,12 @@
 A segment has no name. It is a memfd by default, which the peers open through
 `/proc/<pid>/fd`, so that nothing can be left behind at any moment of a kill -9, and the size of
 `/dev/shm` (64 MiB in a default container) does not matter. Where peers cannot see each
-other's `/proc`, or where `LOCKSTEP_SHM_DIR` names a folder, the segment is a file there with a
-random name and mode 0600, unlinked as soon as everybody has mapped it.
+other's `/proc`, `LOCKSTEP_SHM_DIR` names a folder that they share: the segment is then a file there
+with a random name and mode 0600, unlinked as soon as everybody has mapped it.
+
+[Note: orphans] A process killed between making such a file and unlinking it leaves the file. So its
+maker holds a lock on it meanwhile, which no death survives, and whoever makes the next segment
+in that folder removes the files that nobody holds.
 
 Pages are reserved when the segment is made (`posix_fallocate`): a full file system is an
 error here, never a SIGBUS later.
@@ -12,12 +16,16 @@ error here, never a SIGBUS later.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import mmap
 import os
+import re
 import secrets
+import stat
 import weakref
 from pathlib import Path
 
@@ -31,6 +39,9 @@ __all__ = ["Segment", "boot_id"]
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 _NONCE_BYTES = 16
+_FILE_PREFIX = "lockstep-segment-"
+_FILE_NAME = re.compile(_FILE_PREFIX + "[0-9a-f]{16}")
+_LONGEST_DIRECTORY = 200  # the path travels in a small field of the control segment
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 
@@ -50,14 +61,62 @@ def _reserve(fd: int, size_bytes: int, where: str) -> None:
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
+        raise SharedMemoryError(
+            error.errno,
+            f"cannot reserve {size_bytes / 2**20:.1f} MiB of shared memory in {where}: {error.strerror}. "
+            "Free some, give the container more (docker run --shm-size), or point LOCKSTEP_SHM_DIR elsewhere",
+        ) from None
+
+
+def _open_in(directory: str) -> tuple[int, str]:
+    """A new locked file in `directory`: its descriptor and its path."""
+    if len(directory) > _LONGEST_DIRECTORY:
+        raise SharedMemoryError(errno.ENAMETOOLONG, f"LOCKSTEP_SHM_DIR={directory}: give a shorter path")
+    try:
+        _remove_orphans(directory)
+        while True:
+            path = os.path.join(directory, _FILE_PREFIX + secrets.token_hex(8))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink > 0:
+                return fd, path
+            os.close(fd)  # Somebody took it for an orphan before the lock was there.
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}"
+        ) from None
+
+
+def _remove_orphans(directory: str) -> None:
+    """Remove what killed processes of this user left in `directory`. See [Note: orphans]."""
+    for entry in os.scandir(directory):
+        if not _FILE_NAME.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+            continue
+        with contextlib.suppress(OSError):  # Another user's, or held by its maker: not an orphan.
+            fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+            finally:
+                os.close(fd)
+
+
+def _open_peers(path: str, description: dict[str, object]) -> int:
+    """Open what a peer announced, if it is that at all."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK  # Whatever lies there, do not wait for it.
+    try:
+        fd = os.open(path, flags if description["path"] is None else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno,
+            f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}. Ranks in "
+            "different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they share",
+        ) from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != description["size_bytes"]:
         os.close(fd)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise SharedMemoryError(
-                error.errno,
-                f"cannot reserve {size_bytes / 2**20:.1f} MiB of shared memory in {where}: {os.strerror(error.errno)}. "
-                "Free some, give the container more (docker run --shm-size), or point LOCKSTEP_SHM_DIR elsewhere",
-            ) from None
-        raise
+        raise SharedMemoryError(errno.ESTALE, f"{path} is not the segment that was announced")
+    return fd
 
 
 def _map(fd: int, size_bytes: int) -> int:
@@ -98,7 +157,11 @@ class Segment:
         self.handle = handle
         self._fd: int | None = fd
         self._path = path
-        address = _map(fd, size_bytes)
+        try:
+            address = _map(fd, size_bytes)
+        except SharedMemoryError:
+            self.release()
+            raise
         self._memory = (ctypes.c_char * size_bytes).from_address(address)
         # Tensors and memoryviews keep `_memory` alive; the last of them takes the mapping along.
         weakref.finalize(self._memory, _libc.munmap, address, size_bytes).atexit = False
@@ -120,21 +183,16 @@ class Segment:
         path: str | None = None
         if directory is None:
             fd = os.memfd_create("lockstep", os.MFD_CLOEXEC)
-            os.fchmod(fd, 0o600)
-            _reserve(fd, size_bytes, "memory")
         else:
-            path = os.path.join(directory, f"lockstep-{secrets.token_hex(8)}")
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except OSError as error:
-                raise SharedMemoryError(
-                    error.errno, f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}"
-                ) from None
-            try:
-                _reserve(fd, size_bytes, directory)
-            except OSError:
-                os.unlink(path)
-                raise
+            fd, path = _open_in(directory)
+        try:
+            os.fchmod(fd, 0o600)
+            _reserve(fd, size_bytes, directory or "memory")
+        except OSError:
+            os.close(fd)
+            if path is not None:
+                Path(path).unlink(missing_ok=True)
+            raise
         nonce = secrets.token_bytes(_NONCE_BYTES)
         handle = json.dumps(
             {
@@ -159,20 +217,14 @@ class Segment:
         """
         description = json.loads(handle)
         if description["boot_id"] != boot_id():
-            raise SharedMemoryError(errno.EXDEV, "the segment was made on another host")
+            raise SharedMemoryError(
+                errno.EXDEV,
+                "the shared memory is that of another host. A lockstep group holds the ranks of one host; use gloo or "
+                "nccl across hosts",
+            )
         path = description["path"] or f"/proc/{description['pid']}/fd/{description['fd']}"
         size_bytes = int(description["size_bytes"])
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SharedMemoryError(
-                error.errno,
-                f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}. Ranks in "
-                "different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they share",
-            ) from None
-        if os.fstat(fd).st_size != size_bytes:
-            os.close(fd)
-            raise SharedMemoryError(errno.ESTALE, f"{path} is not the segment that was announced")
+        fd = _open_peers(path, description)
         segment = cls(fd, size_bytes, handle, None)
         if bytes(segment.memory[:_NONCE_BYTES]).hex() != description["nonce"]:
             segment.release()
@@ -195,7 +247,7 @@ class Segment:
         `MADV_COLLAPSE` (Linux 6.1) does not ask that setting.
         """
         address = ctypes.addressof(self._memory)
-        return _libc.madvise(address, self.size_bytes, _MADV_COLLAPSE) == 0
+        return int(_libc.madvise(address, self.size_bytes, _MADV_COLLAPSE)) == 0
 
     def release(self) -> None:
         """Close the file and remove its name, once every peer has mapped it. The memory stays."""

@@ -12,6 +12,11 @@ the release of the first and the acquire of the second order everything around t
 core (ranks outnumber cores), then sleep in short naps (the peer computes). Only the slow part
 looks at clocks and at the state of peers, so trouble is noticed within milliseconds and costs
 nothing when there is none.
+
+[Note: steps taken back] A rank that gives up waiting takes its own step back. A peer that comes
+later than that finds the step incomplete, waits, looks, and learns why: it cannot take a
+collective for finished that others have given up. Only a peer that arrives in the very moment of
+giving up may still pass; the next step stops it.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 from lockstep.shm.liveness import Watch
@@ -43,11 +48,11 @@ class PeerState(IntEnum):
 
 
 class TroubleKind(IntEnum):
-    """Why a wait cannot end well, gravest first."""
+    """Why a peer cannot be waited for any longer."""
 
-    DEAD = 0  # the process is gone
-    FAILED = 1  # the rank raised an exception
-    LEFT = 2  # the rank left the group
+    DEAD = 0  # its process is gone
+    FAILED = 1  # it raised an exception or gave up waiting; its block says what
+    LEFT = 2  # it left the group
     LATE = 3  # the deadline passed
     CLOSED = 4  # this rank's own group was shut down meanwhile
 
@@ -56,16 +61,18 @@ class PeerTrouble(Exception):  # never leaves the package: flight.explain makes 
     """A wait cannot end well.
 
     Attributes:
-        kind: the gravest reason.
-        ranks: group ranks it is about.
+        kinds: group rank -> what is wrong with it, for every rank that this one waited for in vain.
         waited_s: how long this rank had waited.
     """
 
-    def __init__(self, kind: TroubleKind, ranks: Sequence[int], waited_s: float) -> None:
-        super().__init__(kind, ranks, waited_s)
-        self.kind = kind
-        self.ranks = tuple(ranks)
+    def __init__(self, kinds: Mapping[int, TroubleKind], waited_s: float) -> None:
+        super().__init__(kinds, waited_s)
+        self.kinds = dict(kinds)
         self.waited_s = waited_s
+
+    def ranks(self, kind: TroubleKind) -> list[int]:
+        """Those with that trouble, in order."""
+        return sorted(rank for rank, one in self.kinds.items() if one is kind)
 
 
 if platform.machine() in ("x86_64", "AMD64", "i686"):
@@ -112,35 +119,33 @@ class Waiter:
             words: where the words lie (any shared 64-bit words, not only the control segment).
             pending: (rank, index of its word) for each peer to wait for.
             target: the value to reach.
-            timeout_s: seconds until PeerTrouble(LATE).
+            timeout_s: seconds until PeerTrouble of kind LATE.
 
         Raises:
             PeerTrouble: a pending rank died, failed or left, or the deadline passed.
         """
-        for rank, index in pending:
+        for _, index in pending:
             if words[index] >= target:
                 continue
             for _ in range(self.spins):
                 if words[index] >= target:
                     break
             else:
-                self._wait_slowly(words, rank, index, target, pending, timeout_s)
+                self._wait_slowly(words, pending, target, timeout_s)
+                return
 
     def _wait_slowly(
-        self,
-        words: memoryview,
-        rank: int,
-        index: int,
-        target: int,
-        pending: Sequence[tuple[int, int]],
-        timeout_s: float,
+        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float
     ) -> None:
         start = time.monotonic()
         next_look = start + _LOOK_EVERY_S
+        position, count = 0, len(pending)  # ranks before `position` have come
         while True:
             for _ in range(_YIELDS_PER_LOOK):
-                if words[index] >= target:
-                    return
+                while words[pending[position][1]] >= target:
+                    position += 1
+                    if position == count:
+                        return
                 os.sched_yield()
             now = time.monotonic()
             if now >= next_look:
@@ -159,22 +164,24 @@ class Waiter:
     ) -> None:
         """Raise PeerTrouble if a rank that is still awaited cannot come any more."""
         if self.closed:
-            raise PeerTrouble(TroubleKind.CLOSED, (self._rank,), waited_s)
+            raise PeerTrouble({self._rank: TroubleKind.CLOSED}, waited_s)
         dead = set(self._watch.dead())
         states = {rank: self._words[self._state_words[rank]] for rank, _ in pending}
         # Read the words last: a peer that arrived and left after that has kept its promise.
         missing = [rank for rank, index in pending if words[index] < target]
-        if not missing:
-            return
-        for kind, ranks in (
-            (TroubleKind.FAILED, [rank for rank in missing if states[rank] == PeerState.FAILED]),
-            (TroubleKind.LEFT, [rank for rank in missing if states[rank] == PeerState.LEFT]),
-            (TroubleKind.DEAD, [rank for rank in missing if rank in dead]),
-        ):
-            if ranks:
-                raise PeerTrouble(kind, ranks, waited_s)
-        if waited_s >= timeout_s:
-            raise PeerTrouble(TroubleKind.LATE, missing, waited_s)
+        kinds: dict[int, TroubleKind] = {}
+        for rank in missing:
+            # What a rank said before it died says more than its death.
+            if states[rank] == PeerState.FAILED:
+                kinds[rank] = TroubleKind.FAILED
+            elif states[rank] == PeerState.LEFT:
+                kinds[rank] = TroubleKind.LEFT
+            elif rank in dead:
+                kinds[rank] = TroubleKind.DEAD
+        if not kinds and waited_s >= timeout_s:
+            kinds = dict.fromkeys(missing, TroubleKind.LATE)
+        if kinds:
+            raise PeerTrouble(kinds, waited_s)
 
 
 class Channel:
@@ -198,7 +205,7 @@ class Channel:
         """Arrive, and wait until every rank has. Collective.
 
         Raises:
-            PeerTrouble: a rank cannot come, or did not come in time.
+            PeerTrouble: a rank cannot come, or did not come in time. See [Note: steps taken back].
         """
         self.count = count = self.count + 1
         fence()
@@ -206,6 +213,10 @@ class Channel:
         words[self._mine] = count
         for peer in self._peers:
             if words[peer[1]] < count:
-                self._waiter.wait(words, self._peers, count, timeout_s)
+                try:
+                    self._waiter.wait(words, self._peers, count, timeout_s)
+                except BaseException:
+                    words[self._mine] = count - 1
+                    raise
                 break
         fence()

@@ -9,20 +9,19 @@ peer takes only when it has done with transfer c. So no transfer needs a closing
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from lockstep.errors import RankLost, RendezvousError, SharedMemoryError
 from lockstep.log import get_logger
 from lockstep.shm.board import Board
-from lockstep.shm.liveness import Watch, own_identity
+from lockstep.shm.liveness import Watch
+from lockstep.shm.meeting import Store, forget, meet
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
-from lockstep.shm.sync import Channel, PeerState, Waiter
+from lockstep.shm.sync import Channel, PeerTrouble, TroubleKind, Waiter
 
-__all__ = ["Region", "Store", "Team"]
+__all__ = ["Region", "Team"]
 
 _logger = get_logger(__name__)
 
@@ -30,16 +29,7 @@ SMALL_SLOT_BYTES = 64 << 10
 LARGE_SLOT_BYTES = 2 << 20
 _SMALLEST_LARGE_SLOT_BYTES = 128 << 10
 _VIEW_CACHE_ENTRIES = 512
-
-
-class Store(Protocol):
-    """What a team needs of a torch store to meet."""
-
-    def set(self, key: str, value: str) -> None:
-        """Publish a value."""
-
-    def get(self, key: str) -> bytes:
-        """Read a value, waiting for it up to the store's timeout."""
+_ERROR = "error:"
 
 
 class Region:
@@ -127,27 +117,25 @@ class Team:
             name_of: how to call a rank in an error message.
 
         Raises:
-            RendezvousError: a rank did not come in time; names it.
+            RendezvousError: a rank did not come in time, or two came as the same; names it.
             RankLost: a rank came and died.
-            SharedMemoryError: the memory cannot be had.
+            SetupError: ranks were given different world sizes.
+            SharedMemoryError: the memory cannot be had; on every rank.
         """
+        size_bytes = Board.size_bytes(world_size) + world_size * 2 * SMALL_SLOT_BYTES
+        team = cls(meet(store, rank, world_size, size_bytes, timeout_s, name_of), rank, world_size)
         if rank == 0:
-            segment = Segment.create(Board.size_bytes(world_size) + world_size * 2 * SMALL_SLOT_BYTES)
-            store.set("segment", segment.handle)
-        else:
-            try:
-                handle = store.get("segment").decode()
-            except RuntimeError as error:
-                raise RendezvousError(
-                    f"{name_of(rank)} waited {timeout_s:g} s for {name_of(0)}, which opens the shared memory, and it "
-                    f"did not come. Is it running? ({str(error).splitlines()[0]})"
-                ) from None
-            segment = Segment.attach(handle)
-        board = Board(segment, rank, world_size)
-        board.introduce(own_identity())
-        _await_ready(board, timeout_s, name_of)
-        segment.release()
-        return cls(segment, rank, world_size)
+            forget(store)
+        try:
+            team.step(timeout_s)
+        except PeerTrouble as trouble:
+            team.watch.close()
+            ranks = tuple(sorted(trouble.kinds))
+            names = ", ".join(map(name_of, ranks))
+            if trouble.ranks(TroubleKind.LATE):
+                raise RendezvousError(f"{names} came and then did not go on within {timeout_s:g} s") from None
+            raise RankLost(f"{names} came and was gone again while the group was being made", ranks) from None
+        return team
 
     def step(self, timeout_s: float) -> None:
         """Wait until every rank has taken this step. Collective.
@@ -197,34 +185,36 @@ class Team:
             PeerTrouble: a rank did not come.
         """
         segment: Segment | None = None
-        if self.rank == 0:
-            try:
-                segment = Segment.create(Region.size_bytes(part_bytes, self.world_size))
-                if segment.size_bytes >= 2 * HUGE_PAGE_BYTES:
-                    segment.use_huge_pages()
-                self.board.announce(segment.handle)
-            except SharedMemoryError as error:
-                self.board.announce(f"error:{error}")
-        self.step(timeout_s)
-        handle = self.board.announcement(0)
-        if handle.startswith("error:"):
-            # The text may not change before all have read it: the next announcement is a step away.
+        try:
+            if self.rank == 0:
+                try:
+                    segment = Segment.create(Region.size_bytes(part_bytes, self.world_size))
+                    if segment.size_bytes >= 2 * HUGE_PAGE_BYTES:
+                        segment.use_huge_pages()
+                    self.board.announce(segment.handle)
+                except SharedMemoryError as error:
+                    self.board.announce(f"{_ERROR}{error}")
             self.step(timeout_s)
-            raise SharedMemoryError(handle.removeprefix("error:"))
-        if self.rank != 0:
-            try:
-                segment = Segment.attach(handle)
-                self.board.announce("mapped")
-            except SharedMemoryError as error:
-                self.board.announce(f"error:{error}")
-        self.step(timeout_s)
-        answers = [self.board.announcement(peer) for peer in range(1, self.world_size)]
-        self.step(timeout_s)
-        if segment is not None:
-            segment.release()
+            handle = self.board.announcement(0)
+            if handle.startswith(_ERROR):
+                # The text may not change before all have read it: the next announcement is a step away.
+                self.step(timeout_s)
+                raise SharedMemoryError(handle.removeprefix(_ERROR))
+            if self.rank != 0:
+                try:
+                    segment = Segment.attach(handle)
+                    self.board.announce("mapped")
+                except SharedMemoryError as error:
+                    self.board.announce(f"{_ERROR}{error}")
+            self.step(timeout_s)
+            answers = [self.board.announcement(peer) for peer in range(1, self.world_size)]
+            self.step(timeout_s)
+        finally:
+            if segment is not None:
+                segment.release()
         for answer in answers:
-            if answer.startswith("error:"):
-                raise SharedMemoryError(answer.removeprefix("error:"))
+            if answer.startswith(_ERROR):
+                raise SharedMemoryError(answer.removeprefix(_ERROR))
         assert segment is not None
         return Region(segment, part_bytes, self.world_size)
 
@@ -272,29 +262,3 @@ class Team:
         self.waiter.closed = True
         self.watch.close()
         self._views.clear()
-
-
-def _await_ready(board: Board, timeout_s: float, name_of: Callable[[int], str]) -> None:
-    """Wait until every rank has introduced itself."""
-    start = time.monotonic()
-    watch = Watch({})
-    known: set[int] = {board.rank}
-    try:
-        while True:
-            for rank in range(board.world_size):
-                if rank not in known and board.state(rank) != PeerState.ABSENT:
-                    watch.add(rank, board.identity(rank))
-                    known.add(rank)
-            if len(known) == board.world_size:
-                return
-            dead = sorted(watch.dead())
-            if dead:
-                names = ", ".join(name_of(rank) for rank in dead)
-                raise RankLost(f"{names} died while the group was being made", tuple(dead))
-            waited_s = time.monotonic() - start
-            if waited_s > timeout_s:
-                missing = ", ".join(name_of(rank) for rank in range(board.world_size) if rank not in known)
-                raise RendezvousError(f"{missing} did not come within {timeout_s:g} s of {name_of(board.rank)}")
-            time.sleep(min(0.001, waited_s / 10))
-    finally:
-        watch.close()
