@@ -64,15 +64,16 @@ class _Flat:
     __slots__ = ("flat", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach() if tensor.requires_grad else tensor
-        if tensor.is_conj() or tensor.is_neg():
-            self.flat = self.tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-        else:
-            self.flat = self.tensor.contiguous().view(-1)
+        # Detached, so that nothing below is recorded by autograd.
+        self.tensor = plain = tensor.detach() if tensor.requires_grad else tensor
+        if plain.is_complex() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        plain = plain.contiguous()
+        self.flat = plain if plain.dim() == 1 else plain.view(-1)
 
     def write_back(self) -> None:
         """Copy the flat memory into the tensor if it is not the tensor's own."""
-        if self.flat.data_ptr() != self.tensor.data_ptr():
+        if self.flat is not self.tensor and self.flat.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.flat.view(self.tensor.shape))
 
 
@@ -143,7 +144,7 @@ class Engine:
         site: CallSite,
         limit_s: float,
     ) -> None:
-        with self._turn, torch.no_grad():
+        with self._turn:
             start = time.perf_counter()
             try:
                 self.flight.enter(key, describe, site)
@@ -173,23 +174,29 @@ class Engine:
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce each of `tensors` in place over all ranks. Collective."""
-        kernels = [find_kernel(op, check_tensor(tensor, "all_reduce").dtype) for tensor in tensors]
         if len(tensors) == 1:
-            tensor, kernel = tensors[0], kernels[0]
-            key: object = ("all_reduce", tensor.dtype, tensor.shape, kernel.name, self._symmetric_offset(tensor))
+            (tensor,) = tensors
+            kernel = find_kernel(op, check_tensor(tensor, "all_reduce").dtype)
+            offset = self._symmetric_offset(tensor) if self._regions else None
+            key: object = ("all_reduce", tensor.dtype, tensor.shape, kernel.name, offset)
+
+            def body(limit_s: float) -> None:
+                self._all_reduce_one(tensor, kernel, limit_s)
+
         else:
+            kernels = [find_kernel(op, check_tensor(tensor, "all_reduce").dtype) for tensor in tensors]
             key = ("all_reduce", kernels[0].name if kernels else "", *((t.dtype, t.shape) for t in tensors))
 
-        def body(limit_s: float) -> None:
-            for tensor, kernel in zip(tensors, kernels, strict=True):
-                self._all_reduce_one(tensor, kernel, limit_s)
+            def body(limit_s: float) -> None:
+                for tensor, kernel in zip(tensors, kernels, strict=True):
+                    self._all_reduce_one(tensor, kernel, limit_s)
 
         return self._submit(
             key, lambda: self._describe("all_reduce", tensors, op_name(op)), body, list(tensors), is_async, timeout_s
         )
 
     def _all_reduce_one(self, tensor: torch.Tensor, kernel: Kernel, limit_s: float) -> None:
-        found = self._find_region(tensor)
+        found = self._find_region(tensor) if self._regions else None
         if found is not None:
             region, offset_bytes = found
             flat = tensor.detach().view(-1)

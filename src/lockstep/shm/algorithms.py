@@ -71,15 +71,11 @@ def all_reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, timeout_s: floa
 
 
 def _all_reduce_redundant(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
-    """Each rank reads all slots and does all the adding: one step for a chunk."""
-    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-    numel = tensor.numel()
-    for start, stop in _chunks(numel, chunk):
-        part = tensor if stop - start == numel else tensor[start:stop]
-        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
-        views[team.rank].copy_(part)
-        team.step(timeout_s)
-        kernel.reduce(views, part)
+    """Each rank reads all slots and does all the adding: one step. `tensor` fits a slot."""
+    views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
+    views[team.rank].copy_(tensor)
+    team.step(timeout_s)
+    kernel.reduce(views, tensor)
 
 
 def _all_reduce_shared(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:

@@ -64,6 +64,9 @@ class Kernel:
             out: same dtype and numel. May be one of two parts, and none of more than two.
         """
         if self.accumulate is None:
+            if len(parts) == 2 and not self.divide:
+                self.combine(parts[0], parts[1], out=out)
+                return
             result = self._tree(parts, out)
             if result is not out:
                 out.copy_(result)
