@@ -18,8 +18,9 @@ CallSite = tuple[CodeType | None, int]
 _INTERNAL_FOLDERS = (str(Path(__file__).parents[1]) + "/", str(Path(torch.__file__).parent) + "/")
 _INTERNAL_FILES = ("<frozen ", "<string>")
 _STANDARD_LIBRARY = ("/contextlib.py", "/threading.py")
-# A test inside our own package that calls a collective is a user of it.
-_USERS_INSIDE = "/lockstep/testing/conformance/"
+# What in our own package only uses the rest, as a script would: its lines are the ones to name.
+_PACKAGE = str(Path(__file__).parents[1])
+_USERS_INSIDE = (f"{_PACKAGE}/testing/conformance/", f"{_PACKAGE}/recipes/", f"{_PACKAGE}/train.py")
 
 _SITE_BYTES = 250
 
@@ -27,7 +28,7 @@ _SITE_BYTES = 250
 def _is_internal_file(name: str) -> bool:
     if name.startswith(_INTERNAL_FILES) or name.endswith(_STANDARD_LIBRARY):
         return True
-    return name.startswith(_INTERNAL_FOLDERS) and _USERS_INSIDE not in name
+    return name.startswith(_INTERNAL_FOLDERS) and not name.startswith(_USERS_INSIDE)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,27 @@
+"""A whole training script: run it alone, or with `lockstep run --nproc 4 examples/train.py`."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import lockstep
+
+torch.manual_seed(0)
+images = torch.randn(1000, 64)
+train_set = torch.utils.data.TensorDataset(images, (images @ torch.randn(64, 10)).argmax(1))
+
+with lockstep.init() as world:
+    model = lockstep.DistributedDataParallel(torch.nn.Linear(64, 10).to(world.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = lockstep.DataLoader(train_set, batch_size=128, shuffle=True, seed=0)  # 128 over all ranks together
+    loss_over_all = lockstep.metrics.Mean()
+    for epoch in range(5):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs.to(world.device)), labels.to(world.device))
+            loss.backward()
+            optimizer.step()
+            loss_over_all.update(loss.detach())
+        (loss_mean,) = lockstep.metrics.synchronize(loss_over_all)
+        loss_over_all.reset()
+        if world.rank == 0:
+            print(f"epoch {epoch}: loss {loss_mean:.12f} on {world.world_size} process(es)")
