@@ -117,6 +117,28 @@ CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", str, "The GPUs a process
 PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 
+# What Slurm sets: for a job, and inside of a step (what `srun` starts) for each task.
+SLURM_JOB_ID = Variable("SLURM_JOB_ID", int, "Number of the job; set by Slurm.")
+SLURM_JOBID = Variable("SLURM_JOBID", int, "Older name of SLURM_JOB_ID; set by Slurm.")
+SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", int, "How often Slurm has started the job again.")
+SLURM_STEP_ID = Variable("SLURM_STEP_ID", int, "Number of the step within its job; set by srun.")
+SLURM_STEPID = Variable("SLURM_STEPID", int, "Older name of SLURM_STEP_ID; set by srun.")
+SLURM_PROCID = Variable("SLURM_PROCID", int, "Number of this task in its step; 0 in a batch script too.")
+SLURM_NTASKS = Variable("SLURM_NTASKS", int, "Number of tasks of the step; in a batch script, of the job.")
+SLURM_NPROCS = Variable("SLURM_NPROCS", int, "Older name of SLURM_NTASKS; set by Slurm.")
+SLURM_STEP_NUM_TASKS = Variable("SLURM_STEP_NUM_TASKS", int, "Number of tasks of the step; set by srun.")
+SLURM_LOCALID = Variable("SLURM_LOCALID", int, "Number of this task on its node; set by srun.")
+SLURM_NODEID = Variable("SLURM_NODEID", int, "Number of this node in the step; set by srun.")
+SLURM_NNODES = Variable("SLURM_NNODES", int, "Number of nodes of the step; in a batch script, of the job.")
+SLURM_STEP_NUM_NODES = Variable("SLURM_STEP_NUM_NODES", int, "Number of nodes of the step; set by srun.")
+SLURM_TASKS_PER_NODE = Variable("SLURM_TASKS_PER_NODE", str, "Tasks on each node, such as 2(x2),1; set by Slurm.")
+SLURM_STEP_TASKS_PER_NODE = Variable(
+    "SLURM_STEP_TASKS_PER_NODE", str, "Tasks of the step on each node, such as 2(x2),1; set by srun."
+)
+SLURM_STEP_NODELIST = Variable("SLURM_STEP_NODELIST", str, "Nodes of the step, such as n[1-3,7]; set by srun.")
+SLURM_NODELIST = Variable("SLURM_NODELIST", str, "Older name of SLURM_JOB_NODELIST; set by Slurm.")
+SLURM_JOB_NODELIST = Variable("SLURM_JOB_NODELIST", str, "Nodes of the job, such as n[1-3,7]; set by Slurm.")
+
 # Lockstep's own.
 LOCKSTEP_RENDEZVOUS = Variable(
     "LOCKSTEP_RENDEZVOUS",

@@ -7,13 +7,25 @@ from collections.abc import Callable, Mapping
 from lockstep import env
 from lockstep.errors import SetupError
 from lockstep.topology.record import Topology
+from lockstep.topology.slurm import place_in_step, read_slurm
 from lockstep.topology.torchrun import read_torchrun
 
 __all__ = ["read_topology"]
 
-# In order: what stands closest to the process comes first, because launchers nest (`lockstep run` inside
-# a job step of Slurm), and the inner one knows the ranks.
-_READERS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (read_torchrun,)
+_Reader = Callable[[Mapping[str, str]], Topology | None]
+
+
+def _read_variables(variables: Mapping[str, str]) -> Topology | None:
+    """`RANK` and `WORLD_SIZE`; set by hand in a step of Slurm, without the local ones, they are placed in it."""
+    topology = read_torchrun(variables)
+    if topology is None or topology.launcher != "environment" or env.LOCAL_WORLD_SIZE.get(variables) is not None:
+        return topology
+    return place_in_step(variables, topology.rank, topology.world_size) or topology
+
+
+# In order: what stands closest to the process comes first, because launchers nest (`lockstep run` or mpirun inside
+# of a step of Slurm, whose tasks are then daemons of theirs), and the inner one knows the ranks.
+_READERS: tuple[_Reader, ...] = (_read_variables, read_slurm)
 
 
 def read_topology(
@@ -50,11 +62,23 @@ def read_topology(
                 variable.unset(explicit)
         env.RANK.set(rank, explicit)
         env.WORLD_SIZE.set(world_size, explicit)
-        topology = read_torchrun(explicit)
+        topology = _read_variables(explicit)
         assert topology is not None
         return topology
     for reader in _READERS:
         topology = reader(variables)
         if topology is not None:
+            _check_world_size(variables, topology)
             return topology
+    if env.WORLD_SIZE.get(variables) is not None:
+        raise SetupError("WORLD_SIZE is set but RANK is not: a launcher sets both; unset both for one process")
     return Topology(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def _check_world_size(variables: Mapping[str, str], topology: Topology) -> None:
+    declared = env.WORLD_SIZE.get(variables)
+    if declared not in (None, topology.world_size):
+        raise SetupError(
+            f"WORLD_SIZE is {declared}, but {topology.launcher} started {topology.world_size} ranks: unset WORLD_SIZE, "
+            "or give rank and world_size"
+        )

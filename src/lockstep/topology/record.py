@@ -20,7 +20,9 @@ class Topology:
         local_world_size: number of ranks on this host.
         node_rank: number of this host.
         num_nodes: number of hosts.
-        launcher: who started this process: "lockstep", "torchrun", "environment" or "single".
+        launcher: who started this process: "lockstep", "torchrun", "slurm", "environment" or "single".
+        hosts: names of the hosts in the order of their numbers, as the launcher calls them; empty where it
+            does not say.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class Topology:
     node_rank: int = 0
     num_nodes: int = 1
     launcher: str = "single"
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, size_name, size in (
@@ -43,3 +46,7 @@ class Topology:
                 raise SetupError(f"{name} is {value}, but {size_name} is {size}: expected 0 … {size - 1}")
         if self.local_world_size > self.world_size:
             raise SetupError(f"local_world_size is {self.local_world_size}, more than world_size {self.world_size}")
+        if self.hosts and len(self.hosts) != self.num_nodes:
+            raise SetupError(
+                f"num_nodes is {self.num_nodes}, but there are {len(self.hosts)} hosts: {list(self.hosts)}"
+            )

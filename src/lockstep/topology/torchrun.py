@@ -15,14 +15,14 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
     """`RANK` and `WORLD_SIZE`, as our launcher, torchrun and hand-written scripts set them.
 
     Without `LOCAL_RANK` and `LOCAL_WORLD_SIZE` all ranks are taken to be on this host,
-    which is how people start two processes by hand.
+    which is how people start two processes by hand. `WORLD_SIZE` alone is no rank: batch scripts export it
+    and leave the rank to the launcher; `read_topology` checks that it is true.
     """
     rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
-    if rank is None and world_size is None:
+    if rank is None:
         return None
-    if rank is None or world_size is None:
-        there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
-        raise SetupError(f"{there} is set but {missing} is not: a launcher sets both; unset both for one process")
+    if world_size is None:
+        raise SetupError("RANK is set but WORLD_SIZE is not: a launcher sets both; unset both for one process")
     local_rank, local_world_size = env.LOCAL_RANK.get(variables), env.LOCAL_WORLD_SIZE.get(variables)
     node_rank = env.GROUP_RANK.get(variables)
     if node_rank is None:
