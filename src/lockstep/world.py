@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch.distributed import distributed_c10d
 
 from lockstep import env
 from lockstep.comm import clock, registration
@@ -204,6 +205,7 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
     """Initialise torch.distributed."""
     if store is None and init_method is None:
         store, init_method = _meeting_place(topology)
+    names_given = distributed_c10d._world.group_count
     try:
         dist.init_process_group(
             backend,
@@ -218,6 +220,11 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
             f"rank {topology.rank} of {topology.world_size} did not meet the others "
             f"({init_method or type(store).__name__}): {str(error).splitlines()[0]}"
         ) from error
+    finally:
+        if not dist.is_initialized():
+            # Groups meet under a name that counts them. An attempt that failed here must not count, because
+            # for those who meet this rank in the next it never was.
+            distributed_c10d._world.group_count = names_given
     _meetings[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1
 
 

@@ -241,6 +241,10 @@ class LockstepProcessGroup(ProcessGroup):
 
     # ---- life ------------------------------------------------------------------------------------------
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From now on wait this long for a rank that does not come. Local; calls under way keep theirs."""
+        self.engine.timeout_s = timeout.total_seconds()
+
     def fail(self, message: str, error: BaseException | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
         self.engine.fail(message, error)

@@ -13,10 +13,11 @@ core (ranks outnumber cores), then sleep in short naps (the peer computes). Only
 looks at clocks and at the state of peers, so trouble is noticed within milliseconds and costs
 nothing when there is none.
 
-[Note: steps taken back] A rank that gives up waiting takes its own step back. A peer that comes
-later than that finds the step incomplete, waits, looks, and learns why: it cannot take a
-collective for finished that others have given up. Only a peer that arrives in the very moment of
-giving up may still pass; the next step stops it.
+[Note: steps taken back] A rank that gives up waiting takes its own step back: its count becomes
+negative. A peer that comes later finds the step incomplete, waits, looks, and learns why: it cannot
+take a collective for finished that others have given up. Only a peer that arrives in the very moment
+of giving up may still pass; the next step stops it. The reason is in the block of the rank a little
+later than the negative count, which therefore means "a reason will follow", not "late".
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _YIELDS_PER_LOOK = 16
 _NAP_AFTER_S = 0.002
 _LONGEST_NAP_S = 0.0005
 _LOOK_EVERY_S = 0.002
+_TAKEN_BACK = -1
+_REASON_FOLLOWS_WITHIN_S = 5.0
 
 
 class PeerState(IntEnum):
@@ -145,7 +148,10 @@ class Waiter:
                 while words[pending[position][1]] >= target:
                     position += 1
                     if position == count:
-                        return
+                        # Those who came first may have taken their step back while this rank waited for the last.
+                        if all(words[index] >= target for _, index in pending):
+                            return
+                        position = 0
                 os.sched_yield()
             now = time.monotonic()
             if now >= next_look:
@@ -168,7 +174,7 @@ class Waiter:
         dead = set(self._watch.dead())
         states = {rank: self._words[self._state_words[rank]] for rank, _ in pending}
         # Read the words last: a peer that arrived and left after that has kept its promise.
-        missing = [rank for rank, index in pending if words[index] < target]
+        missing = {rank: words[index] for rank, index in pending if words[index] < target}
         kinds: dict[int, TroubleKind] = {}
         for rank in missing:
             # What a rank said before it died says more than its death.
@@ -179,7 +185,10 @@ class Waiter:
             elif rank in dead:
                 kinds[rank] = TroubleKind.DEAD
         if not kinds and waited_s >= timeout_s:
-            kinds = dict.fromkeys(missing, TroubleKind.LATE)
+            late = [rank for rank, count in missing.items() if count >= 0]
+            if waited_s >= timeout_s + _REASON_FOLLOWS_WITHIN_S:
+                late = list(missing)
+            kinds = dict.fromkeys(late, TroubleKind.LATE)
         if kinds:
             raise PeerTrouble(kinds, waited_s)
 
@@ -216,7 +225,7 @@ class Channel:
                 try:
                     self._waiter.wait(words, self._peers, count, timeout_s)
                 except BaseException:
-                    words[self._mine] = count - 1
+                    words[self._mine] = _TAKEN_BACK
                     raise
                 break
         fence()

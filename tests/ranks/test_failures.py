@@ -1,0 +1,246 @@
+"""Ranks that come for different things: an error on every one of them at once, and the group goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from failing import Caught, attempt, expect, group_works, line_of, ranks_named
+from lockstep.errors import CollectiveMismatch
+from lockstep.testing import run_ranks
+from lockstep.world import symmetric_empty
+
+WORLD_SIZES = [2, 3, 5]
+
+
+def ones(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(numel, dtype=dtype)
+
+
+def rows(numel: int) -> list[torch.Tensor]:
+    return [torch.zeros(numel) for _ in range(dist.get_world_size())]
+
+
+def scattered(numel: int) -> list[torch.Tensor] | None:
+    return rows(numel) if dist.get_rank() == 0 else None
+
+
+def gathered(numel: int) -> list[torch.Tensor] | None:
+    return rows(numel) if dist.get_rank() == 0 else None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What most ranks call, what the last one calls, and how errors name the two."""
+
+    usual: Callable[[], Any]
+    odd: Callable[[], Any]
+    usual_text: str
+    odd_text: str
+
+
+CASES = {
+    "operation": Case(
+        lambda: dist.all_reduce(ones(4)),
+        lambda: dist.broadcast(ones(4), 0),
+        "all_reduce(float32[4], SUM)",
+        "broadcast(float32[4], root=0)",
+    ),
+    "shape": Case(
+        lambda: dist.all_reduce(ones(1000)),
+        lambda: dist.all_reduce(ones(500)),
+        "all_reduce(float32[1000], SUM)",
+        "all_reduce(float32[500], SUM)",
+    ),
+    "same numel": Case(
+        lambda: dist.all_reduce(ones(12).view(3, 4)),
+        lambda: dist.all_reduce(ones(12).view(4, 3)),
+        "all_reduce(float32[3, 4], SUM)",
+        "all_reduce(float32[4, 3], SUM)",
+    ),
+    "large against small": Case(
+        lambda: dist.all_reduce(ones(3_000_000)),
+        lambda: dist.all_reduce(ones(1)),
+        "all_reduce(float32[3000000], SUM)",
+        "all_reduce(float32[1], SUM)",
+    ),
+    "large against nothing": Case(
+        lambda: dist.all_reduce(ones(100_000)),
+        lambda: dist.barrier(),
+        "all_reduce(float32[100000], SUM)",
+        "barrier()",
+    ),
+    "dtype": Case(
+        lambda: dist.all_reduce(ones(4, torch.float32)),
+        lambda: dist.all_reduce(ones(4, torch.float64)),
+        "all_reduce(float32[4], SUM)",
+        "all_reduce(float64[4], SUM)",
+    ),
+    "dtype of equal size": Case(
+        lambda: dist.all_reduce(ones(4, torch.float32)),
+        lambda: dist.all_reduce(ones(4, torch.int32)),
+        "all_reduce(float32[4], SUM)",
+        "all_reduce(int32[4], SUM)",
+    ),
+    "reduce op": Case(
+        lambda: dist.all_reduce(ones(4), dist.ReduceOp.SUM),
+        lambda: dist.all_reduce(ones(4), dist.ReduceOp.MAX),
+        "all_reduce(float32[4], SUM)",
+        "all_reduce(float32[4], MAX)",
+    ),
+    "root of broadcast": Case(
+        lambda: dist.broadcast(ones(4), 0),
+        lambda: dist.broadcast(ones(4), 1),
+        "broadcast(float32[4], root=0)",
+        "broadcast(float32[4], root=1)",
+    ),
+    "smaller root of broadcast": Case(
+        lambda: dist.broadcast(ones(4), dist.get_world_size() - 1),
+        lambda: dist.broadcast(ones(2), dist.get_world_size() - 1),
+        "broadcast(float32[4], root=",
+        "broadcast(float32[2], root=",
+    ),
+    "root of reduce": Case(
+        lambda: dist.reduce(ones(4), 0),
+        lambda: dist.reduce(ones(4), 1),
+        "reduce(float32[4], SUM, root=0)",
+        "reduce(float32[4], SUM, root=1)",
+    ),
+    "all_gather": Case(
+        lambda: dist.all_gather(rows(3), ones(3)),
+        lambda: dist.all_gather(rows(5), ones(5)),
+        "all_gather(float32[3])",
+        "all_gather(float32[5])",
+    ),
+    "gather": Case(
+        lambda: dist.gather(ones(3), gathered(3)),
+        lambda: dist.gather(ones(4), None, 0),
+        "gather(float32[3], root=0)",
+        "gather(float32[4], root=0)",
+    ),
+    "scatter": Case(
+        lambda: dist.scatter(ones(3), scattered(3)),
+        lambda: dist.scatter(ones(2), None, 0),
+        "scatter(float32[3], root=0)",
+        "scatter(float32[2], root=0)",
+    ),
+    "reduce_scatter": Case(
+        lambda: dist.reduce_scatter(ones(3), rows(3)),
+        lambda: dist.reduce_scatter(ones(2), rows(2)),
+        "reduce_scatter(float32[3], SUM)",
+        "reduce_scatter(float32[2], SUM)",
+    ),
+    "objects": Case(
+        lambda: dist.all_gather_object([None] * dist.get_world_size(), "text"),
+        lambda: dist.broadcast_object_list(["text"], 1),
+        "all_gather(int64[1])",
+        "broadcast(int64[1], root=1)",
+    ),
+    "symmetric memory": Case(
+        lambda: dist.all_reduce(symmetric_empty(8)),
+        lambda: dist.all_reduce(symmetric_empty(8)[:4]),
+        "all_reduce(float32[8], SUM, symmetric memory at 0)",
+        "all_reduce(float32[4], SUM, symmetric memory at 0)",
+    ),
+    "symmetric against ordinary memory": Case(
+        lambda: dist.all_reduce(symmetric_empty(8)),
+        lambda: (symmetric_empty(8), dist.all_reduce(ones(8))),
+        "all_reduce(float32[8], SUM, symmetric memory at 0)",
+        "all_reduce(float32[8], SUM)",
+    ),
+    "size of symmetric memory": Case(
+        lambda: symmetric_empty(8),
+        lambda: symmetric_empty(9),
+        "symmetric_empty(32 bytes)",
+        "symmetric_empty(36 bytes)",
+    ),
+}
+
+
+def disagree() -> dict[str, tuple[Caught, bool]]:
+    """Every case in one group: how the call ended, and whether the group worked after it."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    return {name: (attempt(case.odd if odd else case.usual), group_works()) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_rank_hears_of_a_mismatch_and_the_group_goes_on(world_size: int) -> None:
+    outcomes = run_ranks(disagree, world_size)
+    # With two ranks nobody knows which of them is wrong.
+    culprits = () if world_size == 2 else (world_size - 1,)
+    for name, case in CASES.items():
+        pids = {rank: outcome[name][0].pid for rank, outcome in enumerate(outcomes)}
+        for outcome in outcomes:
+            caught, works_after = outcome[name]
+            expect(caught, CollectiveMismatch, culprits, case.usual_text, case.odd_text)
+            expect(caught, CollectiveMismatch, culprits, line_of(case.usual), line_of(case.odd))
+            assert ranks_named(caught.error) == pids
+            assert works_after, name
+
+
+def call_in_swapped_order() -> list[Caught]:
+    calls = [
+        lambda: dist.all_reduce(ones(4), dist.ReduceOp.SUM),
+        lambda: dist.all_reduce(ones(4), dist.ReduceOp.MAX),
+    ]
+    if dist.get_rank() == 1:
+        calls.reverse()
+    caught = [attempt(call) for call in calls]
+    assert group_works()
+    return caught
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_swapped_calls_of_one_shape(world_size: int) -> None:
+    culprits = () if world_size == 2 else (1,)
+    for first, second in run_ranks(call_in_swapped_order, world_size):
+        for caught in (first, second):
+            expect(caught, CollectiveMismatch, culprits, "all_reduce(float32[4], SUM)", "all_reduce(float32[4], MAX)")
+
+
+def send_uneven_parts() -> Caught:
+    """Rank 0 sends two rows to each; the last rank expects one from each."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows_each = 1 if rank == world_size - 1 else 2
+    output = torch.zeros(rows_each * world_size, 3)
+    caught = attempt(lambda: dist.all_to_all_single(output, torch.ones(2 * world_size, 3)))
+    assert group_works()
+    return caught
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_pair_of_all_to_all_disagrees(world_size: int) -> None:
+    last = world_size - 1
+    for caught in run_ranks(send_uneven_parts, world_size):
+        expect(caught, CollectiveMismatch, (0, last), "sends 6 elements", "has room for 3")
+
+
+def each_its_own() -> Caught:
+    caught = attempt(lambda: dist.all_reduce(ones(dist.get_rank() + 1)))
+    assert group_works()
+    return caught
+
+
+def test_no_two_ranks_agree() -> None:
+    for caught in run_ranks(each_its_own, 3):
+        expect(caught, CollectiveMismatch, (), "[1]", "[2]", "[3]")
+
+
+def mismatch_after_many_calls() -> list[bool]:
+    """Texts of calls and lines share rings of fixed length; an error must still quote the right ones."""
+    right = []
+    for numel in range(1, 150):
+        own = numel if dist.get_rank() == 0 else numel + 1000
+        message = str(attempt(lambda own=own: dist.all_reduce(ones(own))).error)
+        right.append(f"float32[{numel}]" in message and f"float32[{numel + 1000}]" in message)
+    return right
+
+
+def test_texts_are_right_when_their_rings_wrap() -> None:
+    for right in run_ranks(mismatch_after_many_calls, 2):
+        assert all(right)
