@@ -1,10 +1,10 @@
-"""The process group "lockstep" of torch.distributed.
+"""The process group "lockstep" of torch.distributed, and what it shares with others that run on an engine.
 
 `import lockstep` registers the name (`registration.py`); torch then asks `create` for a group.
 Everything of `torch.distributed` works on it: the functions of `dist`, `new_group`, torch's own DDP,
 FSDP2 and DTensor.
 
-torch hands each verb to a method of this class, under its own, older names (`allreduce`,
+torch hands each verb to a method of `EngineProcessGroup`, under its own, older names (`allreduce`,
 `_allgather_base`); each only sorts its arguments and calls the op table in `engine.py`. Should
 torch give backends written in Python another base class, this file is what changes.
 """
@@ -29,7 +29,7 @@ from lockstep.comm.registration import BACKEND_NAME
 from lockstep.errors import InputError
 from lockstep.shm.team import Team
 
-__all__ = ["LockstepProcessGroup", "create"]
+__all__ = ["EngineProcessGroup", "LockstepProcessGroup", "create"]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -68,42 +68,27 @@ def _is_async(options: Any) -> bool:
     return bool(getattr(options, "asyncOp", True))
 
 
-class LockstepProcessGroup(ProcessGroup):
-    """A process group over the shared memory of one host.
-
-    Made by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
+class EngineProcessGroup(ProcessGroup):
+    """torch's verbs, handed to an engine.
 
     Args:
-        store: where the ranks meet; keys are already private to this group.
+        engine: does them.
+        backend: the registered name of the backend.
+        store: where the ranks met.
         rank: rank in the group.
         world_size: ranks in the group.
-        timeout: until a rank that does not come is an error.
         group_name: torch's name for the group.
-        global_ranks: global rank of each rank; empty for the default group.
 
     Attributes:
         engine: the op table; also holds the flight record and the team.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        group_name: str,
-        global_ranks: Sequence[int],
-    ) -> None:
+    def __init__(self, engine: Engine, backend: str, store: Store, rank: int, world_size: int, group_name: str) -> None:
         super().__init__(rank, world_size)
+        self.engine = engine
+        self._backend_name = backend
         self._store = store
         self._name = group_name
-        ranks = tuple(global_ranks) or tuple(range(world_size))
-        # A restarted job may find its store as the attempt before it left it.
-        attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
-        meeting = _TimedStore(PrefixStore(f"attempt{attempt}", store), timeout)
-        team = Team.connect(meeting, rank, world_size, timeout.total_seconds(), lambda peer: f"rank {ranks[peer]}")
-        name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
-        self.engine = Engine(team, Flight(team, name, ranks), timeout.total_seconds())
         exits.register(self)
 
     # ---- reductions ------------------------------------------------------------------------------
@@ -233,12 +218,6 @@ class LockstepProcessGroup(ProcessGroup):
         row_numel = tensor.numel() // rows if rows else 0
         return list(torch.split(tensor.view(-1), [split * row_numel for split in splits]))
 
-    # ---- symmetric memory ----------------------------------------------------------------------------
-
-    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor in symmetric memory: `all_reduce` works on it without copies. Collective."""
-        return self.engine.symmetric_empty(shape, dtype)
-
     # ---- life ------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -261,11 +240,11 @@ class LockstepProcessGroup(ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
         """The registered name."""
-        return BACKEND_NAME
+        return self._backend_name
 
     def name(self) -> str:
         """The registered name."""
-        return BACKEND_NAME
+        return self._backend_name
 
     @property
     def group_name(self) -> str:
@@ -276,7 +255,7 @@ class LockstepProcessGroup(ProcessGroup):
         """The store in which the ranks met."""
         return self._store
 
-    def _get_backend(self, device: torch.device) -> LockstepProcessGroup:
+    def _get_backend(self, device: torch.device) -> EngineProcessGroup:
         return self
 
     @property
@@ -285,7 +264,44 @@ class LockstepProcessGroup(ProcessGroup):
         return False
 
     def __repr__(self) -> str:
-        return f"LockstepProcessGroup(rank={self.rank()}, world_size={self.size()}, name={self._name!r})"
+        return f"{type(self).__name__}(rank={self.rank()}, world_size={self.size()}, name={self._name!r})"
+
+
+class LockstepProcessGroup(EngineProcessGroup):
+    """A process group over the shared memory of one host.
+
+    Made by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
+
+    Args:
+        store: where the ranks meet; keys are already private to this group.
+        rank: rank in the group.
+        world_size: ranks in the group.
+        timeout: until a rank that does not come is an error.
+        group_name: torch's name for the group.
+        global_ranks: global rank of each rank; empty for the default group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        group_name: str,
+        global_ranks: Sequence[int],
+    ) -> None:
+        ranks = tuple(global_ranks) or tuple(range(world_size))
+        # A restarted job may find its store as the attempt before it left it.
+        attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
+        meeting = _TimedStore(PrefixStore(f"attempt{attempt}", store), timeout)
+        team = Team.connect(meeting, rank, world_size, timeout.total_seconds(), lambda peer: f"rank {ranks[peer]}")
+        name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
+        engine = Engine(team, Flight(team, name, ranks), timeout.total_seconds())
+        super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
+
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor in symmetric memory: `all_reduce` works on it without copies. Collective."""
+        return self.engine.symmetric_empty(shape, dtype)
 
 
 def create(options: Any, _backend_options: Any) -> LockstepProcessGroup:
