@@ -8,10 +8,12 @@ peer's count has reached it: a barrier of one store and W - 1 loads.
 the step. x86 keeps stores in order. Elsewhere `fence` goes through an uncontended lock twice:
 the release of the first and the acquire of the second order everything around them.
 
-[Note: waiting] First spin (the peer is on another core and microseconds away), then yield the
-core (ranks outnumber cores), then sleep in short naps (the peer computes). Only the slow part
-looks at clocks and at the state of peers, so trouble is noticed within milliseconds and costs
-nothing when there is none.
+[Note: waiting] First spin (the peer is on another core and microseconds away), then yield the core, then sleep in
+short naps (the peer computes). A yield that takes long has let somebody else run here. Where there are cores for
+all ranks that may be the very peer, put on this core by the scheduler, and the two would go on taking turns; so
+the rank takes a nap of a microsecond, because whoever wakes up is given an idle core. Where ranks outnumber cores
+there is none to be given and a nap costs a time slice. Only the slow part looks at clocks and at the state of
+peers, so trouble is noticed within milliseconds and costs nothing when there is none.
 
 [Note: steps taken back] A rank that gives up waiting takes its own step back: its count becomes
 negative. A peer that comes later finds the step incomplete, waits, looks, and learns why: it cannot
@@ -22,6 +24,7 @@ later than the negative count, which therefore means "a reason will follow", not
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import threading
@@ -33,8 +36,9 @@ from lockstep.shm.liveness import Watch
 
 __all__ = ["Channel", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence"]
 
-_YIELDS_PER_LOOK = 16
 _NAP_AFTER_S = 0.002
+_SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
+_SHORTEST_NAP_S = 0.000001
 _LONGEST_NAP_S = 0.0005
 _LOOK_EVERY_S = 0.002
 _TAKEN_BACK = -1
@@ -94,6 +98,18 @@ else:
             pass
 
 
+_libc = ctypes.CDLL(None)
+_PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
+
+
+def _nap(seconds: float) -> None:
+    """Sleep, to the microsecond: by default the kernel adds up to 50 to wake several sleepers at once."""
+    slack_ns = _libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0)
+    _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    time.sleep(min(seconds, _LONGEST_NAP_S))
+    _libc.prctl(_PR_SET_TIMERSLACK, max(slack_ns, 0), 0, 0, 0)
+
+
 class Waiter:
     """Waits for words of shared memory to reach a value, and notices when they never will.
 
@@ -111,9 +127,11 @@ class Waiter:
         self._watch = watch
         self.closed = False
         cores = len(os.sched_getaffinity(0))
+        self._has_own_core = len(state_words) <= cores
         # Spinning holds the GIL and a core: a few microseconds where each rank has a core of its
         # own, next to nothing where a peer may need this very core to arrive.
-        self.spins = 300 if len(state_words) <= cores else 4
+        self.spins = 300 if self._has_own_core else 4
+        self._yields_per_look = 1 if self._has_own_core else 16
 
     def wait(self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float) -> None:
         """Return when every pending word is at least `target`.
@@ -140,11 +158,11 @@ class Waiter:
     def _wait_slowly(
         self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float
     ) -> None:
-        start = time.monotonic()
+        start = before = time.monotonic()
         next_look = start + _LOOK_EVERY_S
         position, count = 0, len(pending)  # ranks before `position` have come
         while True:
-            for _ in range(_YIELDS_PER_LOOK):
+            for _ in range(self._yields_per_look):
                 while words[pending[position][1]] >= target:
                     position += 1
                     if position == count:
@@ -158,7 +176,10 @@ class Waiter:
                 self.look(words, pending, target, now - start, timeout_s)
                 next_look = now + _LOOK_EVERY_S
             if now - start > _NAP_AFTER_S:
-                time.sleep(min(_LONGEST_NAP_S, (now - start) / 20))
+                _nap((now - start) / 20)
+            elif self._has_own_core and now - before > _SHARED_CORE_S:
+                _nap(_SHORTEST_NAP_S)
+            before = time.monotonic()
 
     def look(
         self,
