@@ -2,7 +2,8 @@
 
 [Note: rendezvous] Under our launcher the ranks meet through a file in its private folder, and one
 process alone needs nobody: neither opens a port. Under torchrun, or with `MASTER_ADDR` set by hand,
-they meet as torch does. An explicit `store` or `init_method` always wins.
+they meet as torch does. The tasks of a Slurm step work out a place, which is again a file if they are on one
+host (`rendezvous/`). An explicit `store` or `init_method` always wins.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from lockstep.errors import (
     RendezvousError,
     SetupError,
 )
-from lockstep.log import get_logger
+from lockstep.log import get_logger, warn_once
+from lockstep.rendezvous.meeting import meet_in_slurm
 from lockstep.topology import Topology, read_topology
+from lockstep.topology.slurm import describe_allocation
 
 __all__ = ["World", "current_world", "init", "symmetric_empty"]
 
@@ -58,7 +61,7 @@ class World:
         local_rank: rank among the processes of this host.
         local_world_size: number of ranks on this host.
         node_rank: number of this host.
-        launcher: who started this process: "lockstep", "torchrun", "environment" or "single".
+        launcher: who started this process: "lockstep", "torchrun", "slurm", "environment" or "single".
         device: where this rank computes.
         backend: name of the process group's backend.
     """
@@ -194,6 +197,7 @@ def init(
         raise SetupError("both store and init_method were given: they are two ways to meet; give one")
     limit = _as_timedelta(timeout)
     topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
+    _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)
     chosen_device = _choose_device(backend, topology, device)
     _meet(backend, topology, store, init_method, limit)
@@ -204,7 +208,7 @@ def init(
 def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:
     """Initialise torch.distributed."""
     if store is None and init_method is None:
-        store, init_method = _meeting_place(topology)
+        store, init_method = _meeting_place(topology, timeout)
     names_given = distributed_c10d._world.group_count
     try:
         dist.init_process_group(
@@ -327,7 +331,17 @@ def _choose_device(backend: str, topology: Topology, device: str | torch.device 
     return chosen
 
 
-def _meeting_place(topology: Topology) -> tuple[Store | None, str | None]:
+def _hint_at_unused_allocation(topology: Topology) -> None:
+    """One line for who starts a script in a batch script and forgets `srun`."""
+    allocation = describe_allocation(env.snapshot()) if topology.launcher == "single" else None
+    if allocation is not None:
+        warn_once(
+            get_logger(__name__),
+            f"{allocation}, but this process is alone: start the script with `srun python script.py` to use them",
+        )
+
+
+def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None, str | None]:
     """Where to meet when nobody said: see [Note: rendezvous]."""
     folder = env.LOCKSTEP_RENDEZVOUS.get()
     if folder is not None and (topology.rank, topology.world_size) == (env.RANK.get(), env.WORLD_SIZE.get()):
@@ -337,6 +351,9 @@ def _meeting_place(topology: Topology) -> tuple[Store | None, str | None]:
         return FileStore(os.path.join(folder, name), topology.world_size), None
     if topology.world_size == 1:
         return HashStore(), None
+    found = meet_in_slurm(env.snapshot(), topology, timeout)
+    if found is not None:
+        return found, None
     if env.MASTER_ADDR.get() is None or env.MASTER_PORT.get() is None:
         raise RendezvousError(
             f"rank {topology.rank} of {topology.world_size} does not know where to meet the others: MASTER_ADDR and "

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.batch",),
     ("lockstep.shm",),
     ("lockstep.comm",),
+    ("lockstep.rendezvous",),
     ("lockstep.world",),
     ("lockstep.rank_zero",),
     ("lockstep.parallel", "lockstep.data", "lockstep.metrics", "lockstep.checkpoint"),

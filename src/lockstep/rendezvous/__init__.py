@@ -1,0 +1,9 @@
+"""Where the ranks of a job meet, where the launcher gives them numbers but no place.
+
+General layout:
+
+* `slurm`: an address and a port, or a name on one host, that every task of a step works out alone. No torch.
+* `folder`: a torch store that processes of one host share through a folder, which is gone once they met.
+* `tcp`: a torch store between hosts.
+* `meeting`: which of these it is.
+"""

@@ -1,0 +1,182 @@
+"""A torch store for processes of one host that know a common name, and no port.
+
+[Note: meeting in a folder] Rank 0 makes a folder of that name, mode 0700, where temporary files go, and a
+file in it. The others wait for it and open the file. Everybody signs the file, which is a torch FileStore.
+When all have signed, rank 0 marks it as complete and removes file and folder; the ranks go on through
+their open descriptors, so nothing is left behind however they end.
+
+* The folder must be a real folder that belongs to this user and to nobody else, because everybody may make
+  one of any name where temporary files go. It is checked, and then used, through one descriptor.
+* A rank goes on when its file has lost its name. If the file was not marked complete, or bears another's
+  signature, it was left over from ranks that were killed while they met, and rank 0 has replaced it: the
+  rank looks again. So nobody takes an old meeting for its own, whoever comes first.
+* Whoever opens a second world in the same process finds the store of the first, with other keys. That is
+  why a descriptor is never closed: torch opens it by its number whenever it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from lockstep.errors import RendezvousError
+
+__all__ = ["open_store"]
+
+_FILE = "store"
+_COMPLETE = "complete"
+_POLL_S = 0.01
+
+_stores: dict[str, Store] = {}
+_openings: Counter[str] = Counter()
+
+
+def open_store(name: str, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Meet the other ranks under `name` and share a store with them. Collective; all of them are on this host.
+
+    Args:
+        name: common to the ranks, and to nobody else at this time.
+        rank: 0 … world_size-1.
+        world_size: number of ranks.
+        timeout: until a rank that does not come is an error; also of the store.
+
+    Returns:
+        An empty store, another one in every call.
+
+    Raises:
+        RendezvousError: a rank did not come, or came twice, or the folder cannot be used; names it.
+    """
+    if name not in _stores:
+        path = os.path.join(tempfile.gettempdir(), name)
+        deadline = time.monotonic() + timeout.total_seconds()
+        _stores[name] = _invite(path, world_size, timeout) if rank == 0 else _join(path, rank, timeout, deadline)
+    _openings[name] += 1
+    return PrefixStore(f"world{_openings[name]}", _stores[name])
+
+
+def _invite(path: str, world_size: int, timeout: timedelta) -> Store:
+    """Rank 0's part of [Note: meeting in a folder]."""
+    with contextlib.suppress(FileExistsError), _explained(path, FileExistsError):
+        os.mkdir(path, 0o700)
+    with _opened(path) as folder:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_FILE, dir_fd=folder)
+            with _explained(path):
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                store = _store_on(os.open(_FILE, flags, 0o600, dir_fd=folder), timeout)
+            _await_signatures(store, world_size, timeout)
+            store.set(_COMPLETE, "1")
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_FILE, dir_fd=folder)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+    return store
+
+
+def _await_signatures(store: Store, world_size: int, timeout: timedelta) -> None:
+    try:
+        store.wait([_signature(rank) for rank in range(1, world_size)], timeout)
+    except RuntimeError:
+        missing = [rank for rank in range(1, world_size) if not store.check([_signature(rank)])]
+        names = ", ".join(f"rank {rank}" for rank in missing)
+        raise RendezvousError(
+            f"{names} did not come within {timeout.total_seconds():g} s of rank 0 (pid {os.getpid()} on "
+            f"{socket.gethostname()}). Did all ranks start, with the same folder for temporary files?"
+        ) from None
+
+
+def _join(path: str, rank: int, timeout: timedelta, deadline: float) -> Store:
+    """The part of every other rank in [Note: meeting in a folder]."""
+    while True:
+        fd = _find(path, rank, timeout, deadline)
+        store = _store_on(fd, timeout)
+        own, signed_by = str(os.getpid()), _sign(store, rank)
+        if signed_by != own and os.path.exists(f"/proc/{signed_by}"):
+            raise RendezvousError(
+                f"two processes came as rank {rank}: this one and pid {signed_by}. Give each process a rank of its own"
+            )
+        while os.fstat(fd).st_nlink > 0:
+            _check_deadline(f"the other ranks did not come to {path}", rank, timeout, deadline)
+            time.sleep(_POLL_S)
+        if signed_by == own and store.check([_COMPLETE]):
+            return store
+
+
+def _find(path: str, rank: int, timeout: timedelta, deadline: float) -> int:
+    """The descriptor of the file that rank 0 has put there, waited for."""
+    while True:
+        with contextlib.suppress(FileNotFoundError), _opened(path) as folder, _explained(path, FileNotFoundError):
+            return os.open(_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        _check_deadline(f"rank 0, which makes {path}, did not come", rank, timeout, deadline)
+        time.sleep(_POLL_S)
+
+
+def _check_deadline(what: str, rank: int, timeout: timedelta, deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise RendezvousError(
+            f"rank {rank} waited {timeout.total_seconds():g} s, but {what}. Did all ranks start, on this host and with "
+            "the same folder for temporary files?"
+        )
+
+
+def _signature(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def _sign(store: Store, rank: int) -> str:
+    """Sign for this rank, unless somebody has; the pid of who has signed."""
+    return bytes(store.compare_set(_signature(rank), "", str(os.getpid()))).decode()
+
+
+def _store_on(fd: int, timeout: timedelta) -> Store:
+    # No number of ranks: with it torch removes the file of the last one to leave, by a name that it has no more.
+    store = FileStore(f"/proc/self/fd/{fd}", -1)
+    store.set_timeout(timeout)
+    return store
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """A descriptor of a folder that is this user's own.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RendezvousError: it is another user's, or open to others, or no folder.
+    """
+    with _explained(path, FileNotFoundError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        state = os.fstat(folder)
+        if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+            raise RendezvousError(
+                f"the ranks would meet in {path}, but it belongs to user {state.st_uid} with mode "
+                f"{stat.S_IMODE(state.st_mode):04o}, not to user {os.geteuid()} alone. Have it removed, or set TMPDIR "
+                "to a folder of your own for all ranks"
+            )
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _explained(path: str, *known: type[OSError]) -> Iterator[None]:
+    """Errors of the system as ours, except for those that the caller knows what to do about."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, known):
+            raise
+        raise RendezvousError(
+            f"the ranks cannot meet in {path} ({error.strerror}); set TMPDIR to a folder of your own for all ranks"
+        ) from error

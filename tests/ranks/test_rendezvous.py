@@ -1,0 +1,324 @@
+"""Ranks that meet in a folder or at a port, as those of a Slurm step do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep import env
+from lockstep.errors import RendezvousError
+from lockstep.rendezvous import folder, tcp
+from lockstep.testing import run_ranks
+from lockstep.topology import Topology
+
+LONG = timedelta(seconds=30)
+SHORT = timedelta(seconds=1)
+
+
+@pytest.fixture
+def name() -> str:
+    """A name nobody has met under: the processes live on from test to test."""
+    return f"lockstep-{os.geteuid()}-test-{secrets.token_hex(8)}"
+
+
+@contextlib.contextmanager
+def temporary_files_in(place: Path) -> Iterator[None]:
+    """Only in this process, and without waiting for it to forget where they went before."""
+    before, tempfile.tempdir = tempfile.tempdir, str(place)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def whoami() -> tuple[int, int]:
+    rank, world_size = env.RANK.get(), env.WORLD_SIZE.get()
+    assert rank is not None
+    assert world_size is not None
+    return rank, world_size
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG.total_seconds()
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# ---- in a folder ----------------------------------------------------------------------------------
+
+
+def meet_twice(place: Path, name: str) -> list[int]:
+    with temporary_files_in(place):
+        seen = []
+        for _ in range(2):
+            store = folder.open_store(name, *whoami(), LONG)
+            assert list(place.iterdir()) == [], "nothing is left on disk once somebody has met"
+            seen.append(store.add("who comes", 1))
+        return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_everybody_meets_and_leaves_nothing(world_size: int, tmp_path: Path, name: str) -> None:
+    orders = run_ranks(meet_twice, world_size, tmp_path, name, init=False)
+    for order in zip(*orders, strict=True):
+        assert sorted(order) == list(range(1, world_size + 1)), "one store for all, and an empty one for each meeting"
+
+
+def leave_over(place: Path, name: str, *, complete: bool, pid: str = "999999999") -> Path:
+    """What ranks leave behind that are killed while they meet; all of the others had signed."""
+    path = place / name
+    path.mkdir(mode=0o700)
+    store = dist.FileStore(str(path / "store"), -1)
+    for rank in (1, 2):
+        store.compare_set(f"rank{rank}", "", pid)
+    if complete:
+        store.set("complete", "1")
+    return path
+
+
+def meet_after_others(place: Path, name: str) -> int:
+    """Rank 0 comes when the others have found what is there."""
+    rank, world_size = whoami()
+    with temporary_files_in(place):
+        if rank == 0:
+            wait_until(lambda: len(list(place.glob("came-*"))) == world_size - 1)
+        else:
+            (place / f"came-{rank}").touch()
+        return folder.open_store(name, rank, world_size, LONG).add("who comes", 1)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_killed_ranks_left_is_nobodys_meeting(tmp_path: Path, name: str, complete: bool) -> None:
+    leave_over(tmp_path, name, complete=complete)
+    orders = run_ranks(meet_after_others, 3, tmp_path, name, init=False)
+    assert sorted(orders) == [1, 2, 3], "all three are in one new store"
+    assert not (tmp_path / name).exists()
+
+
+def meet(place: Path, name: str, timeout: timedelta, absent: tuple[int, ...] = (), as_rank: int | None = None) -> str:
+    rank, world_size = whoami()
+    if rank in absent:
+        return "absent"
+    with temporary_files_in(place):
+        try:
+            folder.open_store(name, rank if as_rank is None else min(rank, as_rank), world_size, timeout)
+        except RendezvousError as error:
+            return str(error)
+    return "met"
+
+
+def test_rank_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
+    zero, one, two, three = run_ranks(meet, 4, tmp_path, name, SHORT, (1, 3), init=False)
+    assert "rank 1, rank 3 did not come within 1 s of rank 0" in zero
+    assert "rank 2 waited 1 s, but " in two
+    assert one == three == "absent"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_zero_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
+    _, one = run_ranks(meet, 2, tmp_path, name, SHORT, (0,), init=False)
+    assert f"rank 1 waited 1 s, but rank 0, which makes {tmp_path / name}, did not come" in one
+
+
+def test_two_that_come_as_one_rank(tmp_path: Path, name: str) -> None:
+    zero, *others = run_ranks(meet, 3, tmp_path, name, SHORT, (), 1, init=False)
+    assert "rank 2 did not come" in zero
+    assert any("two processes came as rank 1: this one and pid " in said for said in others)
+
+
+@pytest.mark.parametrize("kind", ["open to others", "another user's", "a link", "a file"])
+def test_folder_that_is_not_this_users_own(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "a file":
+        path.touch()
+    elif kind == "a link":
+        own = tmp_path / "own"
+        own.mkdir(mode=0o700)
+        path.symlink_to(own)
+    else:
+        path.mkdir(mode=0o700)
+        if kind == "another user's":
+            if os.geteuid() != 0:
+                pytest.skip("only root can give a folder away")
+            os.chown(path, 12345, 12345)
+        else:
+            path.chmod(0o750)
+    for said in run_ranks(meet, 2, tmp_path, name, LONG, init=False):
+        assert str(path) in said
+        assert "set TMPDIR" in said
+    assert os.path.lexists(path), "what is not ours is left alone"
+
+
+def test_nowhere_for_temporary_files(tmp_path: Path, name: str) -> None:
+    (said,) = run_ranks(meet, 1, tmp_path / "missing", name, SHORT, init=False)
+    assert f"the ranks cannot meet in {tmp_path / 'missing' / name} (No such file or directory); set TMPDIR" in said
+
+
+# ---- at a port ------------------------------------------------------------------------------------
+
+
+def listening(port: int) -> set[str]:
+    """Local addresses that listen on a port, as /proc writes them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                found.add(local.rpartition(":")[0])
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def meet_at(address: str, port: int) -> tuple[int, int, set[str]]:
+    rank, world_size = whoami()
+    orders = [tcp.open_store(address, port, rank, world_size, LONG).add("who comes", 1) for _ in range(2)]
+    return orders[0], orders[1], listening(port)
+
+
+@pytest.mark.parametrize(
+    ("address", "listens_on"), [("127.0.0.1", "0100007F"), ("localhost", "00000000000000000000000000000000")]
+)
+def test_rank_zero_listens_where_it_must(address: str, listens_on: str) -> None:
+    outcomes = run_ranks(meet_at, 3, address, free_port(), init=False)
+    assert sorted(first for first, _, _ in outcomes) == [1, 2, 3]
+    assert sorted(second for _, second, _ in outcomes) == [1, 2, 3]
+    assert outcomes[0][2] == {listens_on}
+
+
+def test_port_that_is_taken_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"rank 0 cannot listen on port {port} .*set MASTER_PORT") as caught:
+            tcp.open_store("127.0.0.1", port, 0, 1, SHORT)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.EADDRINUSE
+
+
+def test_ranks_that_do_not_come_to_the_port() -> None:
+    with pytest.raises(RendezvousError, match=r"rank 0 of 2 did not meet the others at 127.0.0.1, port \d+"):
+        tcp.open_store("127.0.0.1", free_port(), 0, 2, SHORT)
+
+
+def test_an_address_elsewhere_means_all_addresses_here() -> None:
+    """One that is translated on the way: 192.0.2.1 is nobody's (RFC 5737)."""
+    port = free_port()
+    with tcp._listen("192.0.2.1", port):
+        assert listening(port) == {"00000000000000000000000000000000"}
+
+
+# ---- lockstep.init() in a step of Slurm ------------------------------------------------------------
+
+
+def become_task(nodes: int, job_id: int) -> None:
+    """The variables that srun would set, in place of those that run_ranks set; the last node has one task."""
+    rank, world_size = whoami()
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCKSTEP_RENDEZVOUS", "GROUP_RANK"):
+            del os.environ[name]
+    on_first = world_size if nodes == 1 else world_size - 1
+    node = int(rank >= on_first)
+    for name, value in {
+        "SLURM_JOB_ID": job_id,
+        "SLURM_STEP_ID": 0,
+        "SLURM_PROCID": rank,
+        "SLURM_NTASKS": world_size,
+        "SLURM_STEP_NUM_TASKS": world_size,
+        "SLURM_LOCALID": rank - node * on_first,
+        "SLURM_NODEID": node,
+        "SLURM_NNODES": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": on_first if nodes == 1 else f"{on_first},1",
+        "SLURM_STEP_NODELIST": "n1.invalid" if nodes == 1 else "n[1-2].invalid",
+    }.items():
+        os.environ[name] = str(value)
+
+
+def train_in_step(
+    place: Path, nodes: int, job_id: int, variables: dict[str, str]
+) -> tuple[Topology | str, str, float, list[str]]:
+    become_task(nodes, job_id)
+    os.environ.update(variables)
+    files: list[str] = []
+    total = 0.0
+    try:
+        with temporary_files_in(place):
+            for _ in range(2):
+                with lockstep.init(timeout=LONG, device="cpu") as world:
+                    tensor = torch.tensor([float(world.rank + 1)])
+                    dist.all_reduce(tensor)
+                    total += tensor.item()
+                    files += [path.name for path in place.iterdir()]
+                    found = (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank)
+    except RendezvousError as error:
+        return str(error), "", total, files
+    return found, world.backend, total, files
+
+
+def job() -> int:
+    return secrets.randbelow(1 << 30)
+
+
+def test_step_on_one_host_opens_no_port(tmp_path: Path) -> None:
+    before = all_listening()
+    outcomes = run_ranks(train_in_step, 3, tmp_path, 1, job(), {}, init=False)
+    assert outcomes == [((rank, 3, rank, 3, 0), "lockstep", 12.0, []) for rank in range(3)]
+    assert all_listening() <= before
+
+
+def all_listening() -> set[str]:
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {words[1] for words in lines if words[3] == "0A"}
+
+
+def test_step_on_two_hosts_with_a_master(tmp_path: Path) -> None:
+    """Two nodes that are this host: MASTER_ADDR is given, and the port is the step's."""
+    number = job()
+    outcomes = run_ranks(train_in_step, 3, tmp_path, 2, number, {"MASTER_ADDR": "127.0.0.1"}, init=False)
+    assert [found for found, *_ in outcomes] == [(0, 3, 0, 2, 0), (1, 3, 1, 2, 0), (2, 3, 0, 1, 1)]
+    assert {total for _, _, total, _ in outcomes} == {12.0}
+    assert listening(20_000 + number % 12_768) == {"0100007F"}
+
+
+def test_step_whose_hosts_have_no_address(tmp_path: Path) -> None:
+    outcomes = run_ranks(train_in_step, 2, tmp_path, 2, job(), {"PATH": str(tmp_path)}, init=False)
+    for said, *_ in outcomes:
+        assert "host n1.invalid, where rank 0 runs, has no address here" in said
+        assert "Set MASTER_ADDR" in said
+
+
+def warn_of_allocation() -> str:
+    become_task(2, 77)
+    del os.environ["SLURM_STEP_ID"]
+    os.environ["SLURM_NTASKS"] = "4"
+    os.environ["SLURM_PROCID"] = "0"
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(tempfile.TemporaryFile("w+"))
+        stack.enter_context(contextlib.redirect_stderr(stream))
+        with lockstep.init(device="cpu") as world:
+            assert (world.rank, world.world_size) == (0, 1)
+        stream.seek(0)
+        return stream.read()
+
+
+def test_script_beside_srun_is_told() -> None:
+    (said,) = run_ranks(warn_of_allocation, 1, init=False)
+    assert said.count("\n") == 1
+    assert "job 77 of Slurm has 4 tasks on 2 nodes, but this process is alone: start the script with `srun" in said
