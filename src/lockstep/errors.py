@@ -84,7 +84,20 @@ class RendezvousError(SetupError):
 
 
 class SharedMemoryError(SetupError, OSError):
-    """Shared memory is too small or cannot be used."""
+    """Shared memory is too small or cannot be used.
+
+    Args:
+        *args: an error number of the system and a message, or the message alone.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if len(args) == 2:  # Python sets these for a plain OSError only.
+            self.errno = args[0] if isinstance(args[0], int) else None
+            self.strerror = str(args[1])
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
 
 
 class CollectiveError(LockstepError):

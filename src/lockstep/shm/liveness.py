@@ -1,20 +1,28 @@
-"""Is that process still there? By pidfd, which also sees a process that nobody has reaped yet."""
+"""Is that process still there? By pidfd, which also sees a process that nobody has reaped yet.
+
+Where pidfds cannot be had (an old kernel, a container whose filter does not know the call),
+`/proc/<pid>/stat` tells the same, at a higher price and therefore less often.
+"""
 
 from __future__ import annotations
 
 import os
 import select
 import socket
+import time
 from dataclasses import dataclass
 
 __all__ = ["PeerIdentity", "Watch", "own_identity"]
 
+_READ_PROC_EVERY_S = 0.05
 
-def _start_time(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; tells it from a later one with its pid."""
+
+def _read_stat(pid: int) -> tuple[str, int]:
+    """State letter and start time (clock ticks after boot) of a process. OSError if there is none."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         # The name, in parentheses, may hold anything; the fields behind it are plain.
-        return int(file.read().rpartition(b")")[2].split()[19])
+        fields = file.read().rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[19])
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,16 @@ class PeerIdentity:
 
 def own_identity() -> PeerIdentity:
     """The identity of the calling process."""
-    return PeerIdentity(os.getpid(), _start_time(os.getpid()), socket.gethostname())
+    pid = os.getpid()
+    return PeerIdentity(pid, _read_stat(pid)[1], socket.gethostname())
+
+
+def _is_running(peer: PeerIdentity) -> bool:
+    try:
+        state, start_time = _read_stat(peer.pid)
+    except OSError:
+        return False
+    return start_time == peer.start_time and state not in "ZX"
 
 
 class Watch:
@@ -46,32 +63,39 @@ class Watch:
 
     def __init__(self, peers: dict[int, PeerIdentity]) -> None:
         """Args: peers: rank -> identity, without the calling process."""
-        self._ranks: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}  # pidfd -> rank
         self._poll = select.poll()
+        self._without_pidfd: dict[int, PeerIdentity] = {}
+        self._read_proc_at_s = 0.0
         self._dead: set[int] = set()
         for rank, peer in peers.items():
             self.add(rank, peer)
 
     def add(self, rank: int, peer: PeerIdentity) -> None:
         """Watch one more process."""
+        fd: int | None = None
         try:
             fd = os.pidfd_open(peer.pid)
         except ProcessLookupError:
             self._dead.add(rank)
             return
-        except OSError:
-            return
+        except (AttributeError, OSError):
+            pass
         try:
-            if _start_time(peer.pid) != peer.start_time:
-                # That pid means another process here: another pid namespace, or long gone.
-                os.close(fd)
-                return
+            # Read after the pidfd was opened: if it is the peer now, it was the peer then.
+            is_peer = _read_stat(peer.pid)[1] == peer.start_time
         except OSError:
             self._dead.add(rank)
-            os.close(fd)
-            return
-        self._ranks[fd] = rank
-        self._poll.register(fd, select.POLLIN)
+            is_peer = False
+        if not is_peer:
+            # Dead, or that pid means another process here: then it lives in another pid namespace.
+            if fd is not None:
+                os.close(fd)
+        elif fd is None:
+            self._without_pidfd[rank] = peer
+        else:
+            self._ranks[fd] = rank
+            self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> set[int]:
         """Ranks whose process has ended. Half a microsecond while all are alive."""
@@ -79,6 +103,9 @@ class Watch:
             self._dead.add(self._ranks.pop(fd))
             self._poll.unregister(fd)
             os.close(fd)
+        if self._without_pidfd and time.monotonic() >= self._read_proc_at_s:
+            self._read_proc_at_s = time.monotonic() + _READ_PROC_EVERY_S
+            self._dead.update(rank for rank, peer in self._without_pidfd.items() if not _is_running(peer))
         return self._dead
 
     def close(self) -> None:
@@ -86,4 +113,5 @@ class Watch:
         for fd in self._ranks:
             os.close(fd)
         self._ranks.clear()
+        self._without_pidfd.clear()
         self._poll = select.poll()
