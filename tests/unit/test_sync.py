@@ -1,0 +1,311 @@
+"""Waiting: who is waited for, how long, and what ends a wait. No ranks: threads, and processes to watch."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import platform
+import signal
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.shm import sync
+from lockstep.shm.liveness import PeerIdentity, Watch, _read_stat, own_identity
+from lockstep.shm.sync import Channel, PeerState, PeerTrouble, TroubleKind, Waiter
+
+RANKS = 4
+PENDING = [(1, 1), (2, 2), (3, 3)]
+
+
+class Words:
+    """Counts of four ranks at 0 … 3 and their states at 4 … 7, all ready; rank 0 waits."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(array("q", [0] * RANKS + [PeerState.READY] * RANKS))
+        self.watch = Watch({})
+        self.waiter = Waiter(self.memory, range(RANKS, 2 * RANKS), 0, self.watch)
+
+    def wait(self, timeout_s: float = 30.0, target: int = 1) -> None:
+        self.waiter.wait(self.memory, PENDING, target, timeout_s)
+
+    def trouble(self, timeout_s: float = 30.0) -> PeerTrouble:
+        with pytest.raises(PeerTrouble) as caught:
+            self.wait(timeout_s)
+        return caught.value
+
+    def come(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.memory[rank] = 1
+
+    def become(self, state: PeerState, *ranks: int) -> None:
+        for rank in ranks:
+            self.memory[RANKS + rank] = state
+
+
+@pytest.fixture
+def words() -> Words:
+    return Words()
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A process that sleeps until it is killed."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    yield pid
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def identity_of(pid: int) -> PeerIdentity:
+    return PeerIdentity(pid, _read_stat(pid)[1], "here")
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- waiting ---------------------------------------------------------------------------------------
+
+
+def test_all_have_come(words: Words) -> None:
+    words.come(1, 2, 3)
+    words.wait(timeout_s=0.0)
+
+
+@pytest.mark.parametrize("delays_s", [(0.0, 0.001, 0.0001), (0.03, 0.0, 0.01)])
+def test_ranks_come_one_after_another(words: Words, delays_s: tuple[float, ...]) -> None:
+    timers = [threading.Timer(delay_s, words.come, [rank]) for rank, delay_s in enumerate(delays_s, start=1)]
+    for timer in timers:
+        timer.start()
+    words.wait()
+    assert words.memory[1:4].tolist() == [1, 1, 1]
+
+
+def test_deadline_names_those_that_are_missing(words: Words) -> None:
+    words.come(2)
+    start = time.monotonic()
+    trouble = words.trouble(timeout_s=0.05)
+    assert trouble.kinds == {1: TroubleKind.LATE, 3: TroubleKind.LATE}
+    assert 0.05 <= trouble.waited_s <= time.monotonic() - start < 0.5
+    assert trouble.ranks(TroubleKind.LATE) == [1, 3]
+    assert trouble.ranks(TroubleKind.DEAD) == []
+
+
+def test_one_deadline_for_all(words: Words) -> None:
+    """Ranks that keep coming do not buy time for the last."""
+    timers = [threading.Timer(0.04 * rank, words.come, [rank]) for rank in (1, 2)]
+    for timer in timers:
+        timer.start()
+    trouble = words.trouble(timeout_s=0.1)
+    assert trouble.kinds == {3: TroubleKind.LATE}
+    assert trouble.waited_s < 0.18
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"), [(PeerState.FAILED, TroubleKind.FAILED), (PeerState.LEFT, TroubleKind.LEFT)]
+)
+def test_rank_that_will_not_come(words: Words, state: PeerState, kind: TroubleKind) -> None:
+    words.come(1, 3)
+    threading.Timer(0.01, words.become, [state, 2]).start()
+    assert words.trouble().kinds == {2: kind}
+
+
+def test_all_kinds_at_once(words: Words, child: int) -> None:
+    words.watch.add(3, identity_of(child))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    words.become(PeerState.FAILED, 1)
+    words.become(PeerState.LEFT, 2)
+    expected = {1: TroubleKind.FAILED, 2: TroubleKind.LEFT, 3: TroubleKind.DEAD}
+    assert words.trouble().kinds == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        (PeerState.READY, TroubleKind.DEAD),
+        (PeerState.LEFT, TroubleKind.LEFT),
+        (PeerState.FAILED, TroubleKind.FAILED),
+    ],
+)
+def test_last_words_say_more_than_death(words: Words, child: int, state: PeerState, kind: TroubleKind) -> None:
+    words.come(1, 3)
+    words.watch.add(2, identity_of(child))
+    words.become(state, 2)
+    os.kill(child, signal.SIGKILL)
+    assert words.trouble().kinds == {2: kind}
+
+
+def test_who_came_and_left_has_kept_its_promise(words: Words) -> None:
+    words.come(1, 2)
+    words.become(PeerState.LEFT, 1)
+    words.become(PeerState.FAILED, 2)
+    threading.Timer(0.02, words.come, [3]).start()
+    words.wait()
+
+
+def test_own_group_is_closed_meanwhile(words: Words) -> None:
+    threading.Timer(0.01, setattr, (words.waiter, "closed", True)).start()
+    assert words.trouble().kinds == {0: TroubleKind.CLOSED}
+
+
+# ---- steps taken back ------------------------------------------------------------------------------
+
+
+def test_rank_that_gave_up_is_not_late_but_about_to_say_why(words: Words) -> None:
+    words.come(1, 2)
+    words.memory[3] = -1
+    threading.Timer(0.1, words.become, [PeerState.FAILED, 3]).start()
+    trouble = words.trouble(timeout_s=0.02)
+    assert trouble.kinds == {3: TroubleKind.FAILED}
+    assert trouble.waited_s > 0.05
+
+
+def test_late_rank_is_told_apart_from_those_that_gave_up_on_it(words: Words) -> None:
+    words.memory[1] = words.memory[2] = -1
+    assert words.trouble(timeout_s=0.02).kinds == {3: TroubleKind.LATE}
+
+
+def test_reason_that_never_follows(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "_REASON_FOLLOWS_WITHIN_S", 0.02)
+    words.come(1, 2)
+    words.memory[3] = -1
+    assert words.trouble(timeout_s=0.02).kinds == {3: TroubleKind.LATE}
+
+
+def test_who_gives_up_while_others_are_awaited_is_noticed(words: Words) -> None:
+    """Rank 1 came first and goes back before the last one comes: the step is not complete."""
+    words.come(1, 2)
+
+    def go_back() -> None:
+        words.memory[1] = -1
+        words.come(3)
+        words.become(PeerState.FAILED, 1)
+
+    threading.Timer(0.02, go_back).start()
+    assert words.trouble().kinds == {1: TroubleKind.FAILED}
+
+
+# ---- channels --------------------------------------------------------------------------------------
+
+
+def make_channels(count: int) -> tuple[list[Channel], memoryview]:
+    memory = memoryview(array("q", [0] * count + [PeerState.READY] * count))
+    waiters = [Waiter(memory, range(count, 2 * count), rank, Watch({})) for rank in range(count)]
+    return [Channel(memory, range(count), rank, waiter) for rank, waiter in enumerate(waiters)], memory
+
+
+def test_nobody_is_more_than_one_step_ahead() -> None:
+    channels, memory = make_channels(3)
+    wrong: list[list[int]] = []
+
+    def run(channel: Channel) -> None:
+        for number in range(1, 200):
+            channel.step(30.0)
+            counts = memory[:3].tolist()
+            if not all(number <= count <= number + 1 for count in counts):
+                wrong.append(counts)
+
+    threads = [threading.Thread(target=run, args=[channel]) for channel in channels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert memory[:3].tolist() == [199] * 3
+
+
+def test_channel_takes_its_step_back_when_it_gives_up() -> None:
+    (first, late), memory = make_channels(2)
+    with pytest.raises(PeerTrouble):
+        first.step(0.02)
+    assert memory[0] < 0
+    memory[2] = PeerState.FAILED
+    with pytest.raises(PeerTrouble) as caught:
+        late.step(30.0)
+    assert caught.value.kinds == {0: TroubleKind.FAILED}
+
+
+def test_one_rank_alone_never_waits() -> None:
+    (channel,), memory = make_channels(1)
+    channel.step(0.0)
+    assert memory[0] == 1
+
+
+def test_fence_of_machines_that_reorder_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    spec = importlib.util.spec_from_file_location("sync_elsewhere", sync.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "sync_elsewhere", module)
+    spec.loader.exec_module(module)
+    module.fence()
+    assert "_fence_lock" in vars(module)
+    assert "_fence_lock" not in vars(sync) or platform.machine() == "aarch64"
+
+
+# ---- liveness --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["pidfd", "proc"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch with pidfds, and where the system has none to give."""
+    if request.param == "proc":
+
+        def refuse(pid: int, flags: int = 0) -> int:
+            raise OSError(errno.EPERM, "a filter knows no such call")
+
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        monkeypatch.setattr("lockstep.shm.liveness._READ_PROC_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("way")
+def test_death_is_seen_before_anybody_reaps(child: int) -> None:
+    before = open_descriptors()
+    watch = Watch({5: identity_of(child), 6: own_identity()})
+    assert watch.dead() == set()
+    os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while watch.dead() != {5}:
+        assert time.monotonic() < deadline
+    os.waitpid(child, 0)
+    assert watch.dead() == {5}
+    watch.close()
+    watch.close()
+    assert open_descriptors() == before
+    assert watch.dead() == {5}
+
+
+@pytest.mark.usefixtures("way")
+def test_process_that_has_gone_already(child: int) -> None:
+    peer = identity_of(child)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    watch = Watch({1: peer})
+    assert watch.dead() == {1}
+    watch.close()
+
+
+@pytest.mark.usefixtures("way")
+def test_pid_that_means_another_process_here(child: int) -> None:
+    """It is that of a peer in another pid namespace, which nobody here can watch."""
+    before = open_descriptors()
+    there = identity_of(child)
+    watch = Watch({1: PeerIdentity(there.pid, there.start_time + 1, "elsewhere")})
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert watch.dead() == set()
+    assert open_descriptors() == before
+    watch.close()
