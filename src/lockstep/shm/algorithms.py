@@ -38,7 +38,9 @@ __all__ = [
 
 # Up to this size every rank reduces everything: one step instead of two.
 _REDUNDANT_BYTES = 16 << 10
-_SYMMETRIC_CHUNK_BYTES = 512 << 10
+# Pieces in which a share is reduced: what is read, added and written again must stay in a core's own cache.
+_PIECE_BYTES = 256 << 10
+_PIECE_BYTES_FOR_TWO = 512 << 10
 _ALIGNMENT = 16  # elements; parts of a chunk start at whole cache lines for 4-byte elements
 
 
@@ -81,7 +83,6 @@ def _all_reduce_redundant(team: Team, tensor: torch.Tensor, kernel: Kernel, num_
 def _all_reduce_shared(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
     """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""
     rank, world_size = team.rank, team.world_size
-    peers = [peer for peer in range(world_size) if peer != rank]
     chunk = team.slot_bytes(num_bytes) // tensor.element_size()
     for start, stop in _chunks(tensor.numel(), chunk):
         part = tensor[start:stop]
@@ -96,14 +97,7 @@ def _all_reduce_shared(team: Team, tensor: torch.Tensor, kernel: Kernel, num_byt
         own = part[low:high]
         team.step(timeout_s)
         shares = [own if peer == rank else views[peer][low:high] for peer in range(world_size)]
-        if world_size > 2:
-            # The own share of the own slot is nobody's: there the tree may build its result.
-            kernel.reduce(shares, mine[low:high])
-            own.copy_(mine[low:high])
-        else:
-            kernel.reduce(shares, own)
-        for peer in peers:
-            shares[peer].copy_(own)
+        reduce_in_place(shares, rank, 0, high - low, kernel)
         team.step(timeout_s)
         if low:
             part[:low].copy_(mine[:low])
@@ -149,7 +143,8 @@ def reduce_in_place(
         kernel: how to reduce.
         own: flat tensor of high - low elements to take instead of what lies in the own part.
     """
-    chunk = _SYMMETRIC_CHUNK_BYTES // parts[0].element_size()
+    piece_bytes = _PIECE_BYTES_FOR_TWO if len(parts) == 2 else _PIECE_BYTES
+    chunk = piece_bytes // parts[0].element_size()
     scratch: torch.Tensor | None = None
     for start in range(low, high, chunk):
         stop = min(start + chunk, high)
