@@ -18,6 +18,7 @@ import torch
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site
 from lockstep.comm.flight import Flight, describe_tensor, fingerprint
+from lockstep.comm.tensors import FlatTensor, check_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
     CollectiveError,
@@ -37,44 +38,6 @@ __all__ = ["Engine"]
 Work = DoneWork | PendingWork
 
 _CLOSE_PATIENCE_S = 1.0
-
-
-def check_tensor(tensor: object, operation: str) -> torch.Tensor:
-    """A dense CPU tensor, or an error that says what is wrong with it.
-
-    Raises:
-        InputTypeError: not a tensor, or not a dense one.
-        InputError: not on the CPU.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise InputTypeError(f"{operation} takes tensors, got {type(tensor).__name__}: {tensor!r:.80}")
-    if not tensor.is_cpu:
-        raise InputError(
-            f"{operation}: the lockstep group moves CPU tensors, got one on {tensor.device}. Move it with .cpu(), or "
-            "let lockstep.init() choose the backend (nccl where there are GPUs)"
-        )
-    if tensor.layout is not torch.strided:
-        raise InputTypeError(f"{operation} takes dense tensors, got layout {tensor.layout}; use .to_dense()")
-    return tensor
-
-
-class _Flat:
-    """A tensor as flat contiguous memory: itself if it is that, else a copy to be written back."""
-
-    __slots__ = ("flat", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached, so that nothing below is recorded by autograd.
-        self.tensor = plain = tensor.detach() if tensor.requires_grad else tensor
-        if plain.is_complex() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        plain = plain.contiguous()
-        self.flat = plain if plain.dim() == 1 else plain.view(-1)
-
-    def write_back(self) -> None:
-        """Copy the flat memory into the tensor if it is not the tensor's own."""
-        if self.flat is not self.tensor and self.flat.data_ptr() != self.tensor.data_ptr():
-            self.tensor.copy_(self.flat.view(self.tensor.shape))
 
 
 class Engine:
@@ -202,7 +165,7 @@ class Engine:
             flat = tensor.detach().view(-1)
             algorithms.all_reduce_symmetric(self.team, region, offset_bytes, flat, kernel, limit_s)
             return
-        item = _Flat(tensor)
+        item = FlatTensor(tensor)
         algorithms.all_reduce(self.team, item.flat, kernel, limit_s)
         item.write_back()
 
@@ -211,7 +174,7 @@ class Engine:
         kernel = find_kernel(op, check_tensor(tensor, "reduce").dtype)
 
         def body(limit_s: float) -> None:
-            item = _Flat(tensor)
+            item = FlatTensor(tensor)
             algorithms.reduce(self.team, item.flat, kernel, root, limit_s)
             if self.team.rank == root:
                 item.write_back()
@@ -232,7 +195,7 @@ class Engine:
 
         def body(limit_s: float) -> None:
             for tensor in tensors:
-                item = _Flat(tensor)
+                item = FlatTensor(tensor)
                 algorithms.broadcast(self.team, item.flat, root, limit_s)
                 item.write_back()
 
@@ -267,8 +230,8 @@ class Engine:
 
         def body(limit_s: float) -> None:
             for row, tensor in zip(outputs, inputs, strict=True):
-                items = [_Flat(output) for output in row]
-                algorithms.all_gather(self.team, [item.flat for item in items], _Flat(tensor).flat, limit_s)
+                items = [FlatTensor(output) for output in row]
+                algorithms.all_gather(self.team, [item.flat for item in items], FlatTensor(tensor).flat, limit_s)
                 for item in items:
                     item.write_back()
 
@@ -297,9 +260,9 @@ class Engine:
             self._check_row("gather", outputs, tensor, same_numel=True)
 
         def body(limit_s: float) -> None:
-            items = None if outputs is None else [_Flat(output) for output in outputs]
+            items = None if outputs is None else [FlatTensor(output) for output in outputs]
             flats = None if items is None else [item.flat for item in items]
-            algorithms.gather(self.team, flats, _Flat(tensor).flat, limit_s)
+            algorithms.gather(self.team, flats, FlatTensor(tensor).flat, limit_s)
             for item in items or ():
                 item.write_back()
 
@@ -326,8 +289,8 @@ class Engine:
             self._check_row("scatter", inputs, tensor, same_numel=True)
 
         def body(limit_s: float) -> None:
-            flats = None if inputs is None else [_Flat(source).flat for source in inputs]
-            item = _Flat(tensor)
+            flats = None if inputs is None else [FlatTensor(source).flat for source in inputs]
+            item = FlatTensor(tensor)
             algorithms.scatter(self.team, item.flat, flats, root, limit_s)
             item.write_back()
 
@@ -361,8 +324,8 @@ class Engine:
 
         def body(limit_s: float) -> None:
             for tensor, row, kernel in zip(outputs, inputs, kernels, strict=True):
-                item = _Flat(tensor)
-                flats = [_Flat(source).flat for source in row]
+                item = FlatTensor(tensor)
+                flats = [FlatTensor(source).flat for source in row]
                 algorithms.reduce_scatter(self.team, item.flat, flats, kernel, limit_s)
                 item.write_back()
 
@@ -399,8 +362,8 @@ class Engine:
             algorithms.all_gather(self.team, table, torch.tensor(own, dtype=torch.int64), limit_s)
             sent, expected = torch.stack(table).chunk(2, dim=1)
             self._check_pairs(sent, expected.T)
-            items = [_Flat(output) for output in outputs]
-            flats = [_Flat(source).flat for source in inputs]
+            items = [FlatTensor(output) for output in outputs]
+            flats = [FlatTensor(source).flat for source in inputs]
             algorithms.all_to_all(self.team, [item.flat for item in items], flats, int(sent.max()), limit_s)
             for item in items:
                 item.write_back()

@@ -1,0 +1,69 @@
+"""What a group takes for a tensor, and how it gets at the memory."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.errors import InputError, InputTypeError
+
+__all__ = ["FlatTensor", "check_tensor"]
+
+# Types that torch can store but not copy: they travel as the bytes that they are.
+_BYTES_ONLY = frozenset(
+    getattr(torch, f"{sign}int{bits}")
+    for sign in ("", "u")
+    for bits in range(1, 8)
+    if hasattr(torch, f"{sign}int{bits}")
+)
+
+
+def check_tensor(tensor: object, operation: str) -> torch.Tensor:
+    """A dense CPU tensor, or an error that says what is wrong with it.
+
+    Raises:
+        InputTypeError: not a tensor, or not a dense one of plain numbers.
+        InputError: not on the CPU.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InputTypeError(f"{operation} takes tensors, got {type(tensor).__name__}: {tensor!r:.80}")
+    if not tensor.is_cpu:
+        raise InputError(
+            f"{operation}: the lockstep group moves CPU tensors, got one on {tensor.device}. Move it with .cpu(), or "
+            "let lockstep.init() choose the backend (nccl where there are GPUs)"
+        )
+    if tensor.layout is not torch.strided:
+        raise InputTypeError(f"{operation} takes dense tensors, got layout {tensor.layout}; use .to_dense()")
+    if tensor.is_quantized:
+        raise InputTypeError(
+            f"{operation} takes tensors of plain numbers, got {tensor.dtype}: move .int_repr() and the scales"
+        )
+    return tensor
+
+
+class FlatTensor:
+    """A tensor as flat contiguous memory: itself if it is that, else a copy to be written back.
+
+    Attributes:
+        tensor: the tensor, detached from autograd.
+        flat: shape (numel,), of the tensor's dtype, or uint8 where torch cannot copy that.
+    """
+
+    __slots__ = ("flat", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached, so that nothing below is recorded by autograd.
+        self.tensor = plain = tensor.detach() if tensor.requires_grad else tensor
+        if plain.is_complex() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        if plain.dtype in _BYTES_ONLY:
+            plain = plain.view(torch.uint8)
+        plain = plain.contiguous()
+        self.flat = plain if plain.dim() == 1 else plain.view(-1)
+
+    def write_back(self) -> None:
+        """Copy the flat memory into the tensor if it is not the tensor's own."""
+        if self.flat is not self.tensor and self.flat.data_ptr() != self.tensor.data_ptr():
+            if self.tensor.dtype in _BYTES_ONLY:
+                self.tensor.view(torch.uint8).copy_(self.flat.view(self.tensor.shape))
+            else:
+                self.tensor.copy_(self.flat.view(self.tensor.shape))
