@@ -135,9 +135,40 @@ SLURM_TASKS_PER_NODE = Variable("SLURM_TASKS_PER_NODE", str, "Tasks on each node
 SLURM_STEP_TASKS_PER_NODE = Variable(
     "SLURM_STEP_TASKS_PER_NODE", str, "Tasks of the step on each node, such as 2(x2),1; set by srun."
 )
+SLURM_GPUS_PER_TASK = Variable(
+    "SLURM_GPUS_PER_TASK", str, "GPUs that each task has for itself, and sees as the only ones; set by Slurm."
+)
 SLURM_STEP_NODELIST = Variable("SLURM_STEP_NODELIST", str, "Nodes of the step, such as n[1-3,7]; set by srun.")
 SLURM_NODELIST = Variable("SLURM_NODELIST", str, "Older name of SLURM_JOB_NODELIST; set by Slurm.")
 SLURM_JOB_NODELIST = Variable("SLURM_JOB_NODELIST", str, "Nodes of the job, such as n[1-3,7]; set by Slurm.")
+
+# What starts MPI programs sets: Open MPI's mpirun, then MPICH's and Intel's (PMI).
+OMPI_COMM_WORLD_RANK = Variable("OMPI_COMM_WORLD_RANK", int, "Rank of this process; set by Open MPI's mpirun.")
+OMPI_COMM_WORLD_SIZE = Variable("OMPI_COMM_WORLD_SIZE", int, "Number of ranks; set by Open MPI's mpirun.")
+OMPI_COMM_WORLD_LOCAL_RANK = Variable(
+    "OMPI_COMM_WORLD_LOCAL_RANK", int, "Rank among the processes of this host; set by Open MPI's mpirun."
+)
+OMPI_COMM_WORLD_LOCAL_SIZE = Variable(
+    "OMPI_COMM_WORLD_LOCAL_SIZE", int, "Number of ranks on this host; set by Open MPI's mpirun."
+)
+OMPI_MCA_ess_base_jobid = Variable("OMPI_MCA_ess_base_jobid", str, "Id of the job; set by Open MPI's mpirun.")
+OMPI_MCA_mpi_yield_when_idle = Variable(
+    "OMPI_MCA_mpi_yield_when_idle",
+    str,
+    "1: Open MPI gives up its core while it waits; Lockstep sets it where ranks outnumber cores and nobody else has.",
+)
+PMIX_RANK = Variable("PMIX_RANK", int, "Rank of this process; set by launchers that speak PMIx.")
+PMIX_NAMESPACE = Variable("PMIX_NAMESPACE", str, "Id of the job; set by launchers that speak PMIx.")
+PMI_RANK = Variable("PMI_RANK", int, "Rank of this process; set by launchers that speak PMI.")
+PMI_SIZE = Variable("PMI_SIZE", int, "Number of ranks; set by launchers that speak PMI.")
+PMI_LOCAL_RANK = Variable("PMI_LOCAL_RANK", int, "Rank among the processes of this host; set by Cray's launchers.")
+PMI_LOCAL_SIZE = Variable("PMI_LOCAL_SIZE", int, "Number of ranks on this host; set by Cray's launchers.")
+MPI_LOCALRANKID = Variable(
+    "MPI_LOCALRANKID", int, "Rank among the processes of this host; set by the mpirun of MPICH and Intel MPI."
+)
+MPI_LOCALNRANKS = Variable(
+    "MPI_LOCALNRANKS", int, "Number of ranks on this host; set by the mpirun of MPICH and Intel MPI."
+)
 
 # Lockstep's own.
 LOCKSTEP_RENDEZVOUS = Variable(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from lockstep import env
 from lockstep.errors import SetupError
+from lockstep.topology.mpi import check_size_is_known, read_mpi
 from lockstep.topology.record import Topology
 from lockstep.topology.slurm import place_in_step, read_slurm
 from lockstep.topology.torchrun import read_torchrun
@@ -16,16 +17,19 @@ _Reader = Callable[[Mapping[str, str]], Topology | None]
 
 
 def _read_variables(variables: Mapping[str, str]) -> Topology | None:
-    """`RANK` and `WORLD_SIZE`; set by hand in a step of Slurm, without the local ones, they are placed in it."""
+    """`RANK` and `WORLD_SIZE`; set by hand under mpirun or in a step of Slurm, without the local ones, placed there."""
     topology = read_torchrun(variables)
     if topology is None or topology.launcher != "environment" or env.LOCAL_WORLD_SIZE.get(variables) is not None:
         return topology
+    placed = read_mpi(variables)
+    if placed is not None and (placed.rank, placed.world_size) == (topology.rank, topology.world_size):
+        return placed
     return place_in_step(variables, topology.rank, topology.world_size) or topology
 
 
 # In order: what stands closest to the process comes first, because launchers nest (`lockstep run` or mpirun inside
 # of a step of Slurm, whose tasks are then daemons of theirs), and the inner one knows the ranks.
-_READERS: tuple[_Reader, ...] = (_read_variables, read_slurm)
+_READERS: tuple[_Reader, ...] = (_read_variables, read_mpi, read_slurm)
 
 
 def read_topology(
@@ -70,6 +74,7 @@ def read_topology(
         if topology is not None:
             _check_world_size(variables, topology)
             return topology
+    check_size_is_known(variables)
     if env.WORLD_SIZE.get(variables) is not None:
         raise SetupError("WORLD_SIZE is set but RANK is not: a launcher sets both; unset both for one process")
     return Topology(rank=0, world_size=1, local_rank=0, local_world_size=1)

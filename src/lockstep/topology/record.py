@@ -20,7 +20,8 @@ class Topology:
         local_world_size: number of ranks on this host.
         node_rank: number of this host.
         num_nodes: number of hosts.
-        launcher: who started this process: "lockstep", "torchrun", "slurm", "environment" or "single".
+        launcher: who started this process: "lockstep", "torchrun", "mpirun", "slurm", "environment" or
+            "single".
         hosts: names of the hosts in the order of their numbers, as the launcher calls them; empty where it
             does not say.
     """
