@@ -309,6 +309,14 @@ def _as_device(device: str | torch.device) -> torch.device:
         raise InputError(f"device is {device!r}, which torch does not know: {str(error).splitlines()[0]}") from None
 
 
+def _default_gpu(topology: Topology) -> tuple[int, torch.device]:
+    """How many GPUs this host must have for its ranks, and which of them is this rank's."""
+    if topology.launcher == "slurm" and env.SLURM_GPUS_PER_TASK.get() is not None:
+        return 1, torch.device("cuda", 0)  # each task sees its own GPUs alone, and counts them from 0
+    # Judged by the number of ranks, so that all of them stop here, and none waits for those that did.
+    return topology.local_world_size, torch.device("cuda", topology.local_rank)
+
+
 def _choose_device(backend: str, topology: Topology, device: str | torch.device | None) -> torch.device:
     default = "cuda" if "nccl" in backend else "cpu"
     chosen = _as_device(device if device is not None else default)
@@ -318,9 +326,7 @@ def _choose_device(backend: str, topology: Topology, device: str | torch.device 
     if chosen.index is not None:
         needed = chosen.index + 1
     else:
-        # Judged by the number of ranks, so that all of them stop here, and none waits for those that did.
-        needed = topology.local_world_size  # type: ignore[unreachable]  # the stubs know no device without index
-        chosen = torch.device("cuda", topology.local_rank)
+        needed, chosen = _default_gpu(topology)  # type: ignore[unreachable]  # the stubs know no device without index
     if needed > count:
         raise SetupError(
             f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "

@@ -12,6 +12,7 @@ General layout, from the bottom up:
 * `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.
 * `worker`: what runs inside a rank before the user's script does.
 * `payload`, `spawn`: the same for a Python function.
+* `slurm`: the same script as a job of a cluster.
 * `cli`: the `lockstep` command.
 
 Names resolve lazily, because a rank imports this package on its way to the user's script.

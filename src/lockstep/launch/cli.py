@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import lockstep
 from lockstep.errors import LaunchError, SetupError
+from lockstep.launch import slurm
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.output import say
 from lockstep.launch.supervisor import launch_job
@@ -25,7 +26,7 @@ _INTERRUPTED_CODE = 130
 
 # Options of `run` that stand alone; all others take a value. Needed to find where the script begins,
 # which argparse itself gets wrong once the script has options or a `--` of its own.
-_RUN_FLAGS = frozenset({"-m", "--module", "--no-prefix", "-h", "--help"})
+_RUN_FLAGS = frozenset({"-m", "--module", "--no-prefix", "-h", "--help", "--slurm", "--dry-run", "--requeue"})
 
 _RECIPES = {"digits": "lockstep.recipes.digits"}
 
@@ -58,8 +59,20 @@ examples:
   lockstep run --nproc 4 train.py --epochs 10
   lockstep run --nproc auto -m mypackage.train
   lockstep run --nproc 2 --log-dir logs --max-restarts 3 train.py
+
+on a cluster: lockstep run --slurm --nodes 2 --ntasks-per-node 4 train.py; see lockstep run --slurm --help
 """
 
+_SLURM_DESCRIPTION = """\
+Run a script on the nodes of a Slurm cluster: write a batch script, submit it, and say where the log will be.
+Options after the script belong to the script.
+"""
+
+_SLURM_EPILOG = """\
+examples:
+  lockstep run --slurm --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 --time 2:00:00 train.py --epochs 10
+  lockstep run --slurm --nodes 2 --requeue --sbatch-arg=--mem=64G --dry-run -m mypackage.train
+"""
 
 _TRAIN_OVERVIEW = """\
 usage: lockstep train <recipe> [options]
@@ -161,11 +174,39 @@ def _head_and_tail(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
 
 def _run(arguments: Sequence[str]) -> int:
     options, script, script_arguments = _split_at_script(arguments)
+    if "--slurm" in options:
+        return _run_on_slurm(options, script, script_arguments)
     parser = _make_run_parser()
     chosen = parser.parse_args(options)
     if script is None:
         parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
+    slurm.warn_of_other_tasks()
     return launch_job(LaunchConfig(target=script, args=script_arguments, **vars(chosen)))
+
+
+def _run_on_slurm(options: Sequence[str], script: str | None, script_arguments: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="lockstep run --slurm",
+        usage="lockstep run --slurm [options] script.py [args ...]\n"
+        "       lockstep run --slurm [options] -m module [args ...]",
+        description=_SLURM_DESCRIPTION,
+        epilog=_SLURM_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    slurm.add_arguments(parser)
+    chosen = parser.parse_args(options)
+    if script is None:
+        parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
+    job = slurm.job_from(chosen, script, script_arguments)
+    if chosen.dry_run:
+        job.check()
+        print(job.script(), end="")
+        return 0
+    submission = slurm.submit(job)
+    print(f"job {submission.job_id}: {job.num_ranks} {'rank' if job.num_ranks == 1 else 'ranks'} of {script}")
+    print(f"log: {submission.log}")
+    return 0
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -183,6 +224,7 @@ def _train(arguments: Sequence[str]) -> int:
     importlib.import_module(_RECIPES[name]).add_arguments(whole)
     whole.parse_args(options)  # Says now, and once, what every rank would say; and shows the help.
     chosen, recipe_options = launcher.parse_known_args(options)
+    slurm.warn_of_other_tasks()
     return launch_job(
         LaunchConfig(
             target=_RECIPES[name],

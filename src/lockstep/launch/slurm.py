@@ -1,0 +1,318 @@
+"""`lockstep run --slurm`: write a batch script for a cluster, and submit it.
+
+The script asks Slurm for the nodes and lets `srun` start one process per rank; `lockstep.init()` in each reads who
+it is from Slurm. Nothing of Lockstep runs between Slurm and the script, and the file has no name anywhere: Slurm
+keeps it (`scontrol write batch_script JOB`), and `--dry-run` prints it.
+
+[Note: requeue] With `--requeue` Slurm signals the batch shell a minute before the time limit, and the shell puts the
+job back into the queue; so does Slurm itself when a node fails. The job then starts again from the top, with
+SLURM_RESTART_COUNT one higher and its output appended to the same log. What it goes on from is for the script to
+save and to look for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep import env
+from lockstep.errors import LaunchError, SetupError
+from lockstep.launch.config import check_target
+from lockstep.launch.output import say
+from lockstep.topology.slurm import read_step
+
+__all__ = ["BatchJob", "Submission", "add_arguments", "job_from", "submit", "warn_of_other_tasks"]
+
+_REQUEUE_BEFORE_S = 60
+_SUBMIT_TIMEOUT_S = 120.0
+
+_REQUEUE_HEAD = """\
+requeue() {
+    interrupted=yes
+    echo "lockstep: the time limit is near; job $SLURM_JOB_ID goes back into the queue" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+}
+trap requeue USR1
+"""
+
+# `wait` returns early when the signal comes, with a code that is not the step's.
+_REQUEUE_TAIL = """\
+step=$!
+while :; do
+    interrupted=
+    wait "$step"; code=$?
+    if [ -z "$interrupted" ]; then exit "$code"; fi
+done
+"""
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What to run on a cluster and what to ask Slurm for.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        args: handed to it untouched.
+        is_module: `target` is a module, run as `python -m` does.
+        nodes: number of hosts.
+        ntasks_per_node: number of ranks on each host; None for one per GPU, or one where no GPUs are asked for.
+        gpus_per_node: GPUs of each host, as Slurm takes them ("4", "a100:4"); None for none.
+        cpus_per_task: cores of each rank; None for Slurm's default.
+        partition: None for Slurm's default.
+        time: limit as Slurm takes it ("30", "2:00:00", "1-0"); None for Slurm's default.
+        job_name: None for the name of the script.
+        output: file for what the ranks write, with Slurm's patterns (%j, %x); None for "%x-%j.out".
+        requeue: see [Note: requeue].
+        prefix: put the rank before every line.
+        sbatch_args: more options for sbatch; they win over all others.
+        python: interpreter that runs the target on every host.
+        folder: where the job runs.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    nodes: int = 1
+    ntasks_per_node: int | None = None
+    gpus_per_node: str | None = None
+    cpus_per_task: int | None = None
+    partition: str | None = None
+    time: str | None = None
+    job_name: str | None = None
+    output: str | None = None
+    requeue: bool = False
+    prefix: bool = True
+    sbatch_args: tuple[str, ...] = ()
+    python: str = sys.executable
+    folder: str = "."
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        if self.job_name is not None:
+            return self.job_name
+        return self.target if self.is_module else os.path.splitext(os.path.basename(os.path.abspath(self.target)))[0]
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks on each host."""
+        if self.ntasks_per_node is not None:
+            return self.ntasks_per_node
+        count = (self.gpus_per_node or "").rpartition(":")[2]
+        return int(count) if count.isdecimal() and int(count) > 0 else 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks on all hosts together."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def log(self) -> str:
+        """Absolute path of the log, with Slurm's patterns."""
+        return os.path.join(os.path.abspath(self.folder), self.output if self.output is not None else "%x-%j.out")
+
+    def check(self) -> None:
+        """Find what cannot work before Slurm is asked.
+
+        Raises:
+            LaunchError: names the option, what it got and what it takes.
+        """
+        check_target(self.target, self.is_module)
+        for name, number in (
+            ("nodes", self.nodes),
+            ("ntasks-per-node", self.ranks_per_node),
+            ("cpus-per-task", self.cpus_per_task),
+        ):
+            if number is not None and number < 1:
+                raise LaunchError(f"--{name} is {number}; expected at least 1")
+        for option in (*self._options(), *self.sbatch_args):
+            if not option.isprintable():
+                raise LaunchError(f"{option!r} cannot stand in a line of a batch script")
+        for option in self.sbatch_args:
+            if not option.startswith("-"):
+                raise LaunchError(
+                    f"--sbatch-arg is {option!r}; expected an option of sbatch, as in --sbatch-arg=--mem=8G"
+                )
+
+    def script(self) -> str:
+        """The batch script."""
+        directives = "".join(
+            f"#SBATCH {_quote_directive(option)}\n" for option in (*self._options(), *self.sbatch_args)
+        )
+        threads = 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"\n'
+        head = f"#!/bin/bash\n# {self.num_ranks} ranks of {self.target!r}\n{directives}\n{threads}"
+        step = shlex.join(self._step())
+        if self.requeue:
+            return f"{head}{_REQUEUE_HEAD}{step} &\n{_REQUEUE_TAIL}"
+        return f"{head}exec {step}\n"
+
+    def _options(self) -> list[str]:
+        """Options of sbatch."""
+        chosen: list[tuple[str, object]] = [
+            ("job-name", self.name),
+            ("partition", self.partition),
+            ("nodes", self.nodes),
+            ("ntasks-per-node", self.ranks_per_node),
+            ("gpus-per-node", self.gpus_per_node),
+            ("cpus-per-task", self.cpus_per_task),
+            ("time", self.time),
+            ("chdir", os.path.abspath(self.folder)),
+            ("output", self.log),
+        ]
+        options = [f"--{name}={value}" for name, value in chosen if value is not None]
+        if self.requeue:
+            options += ["--requeue", "--open-mode=append", f"--signal=B:USR1@{_REQUEUE_BEFORE_S}"]
+        return options
+
+    def _step(self) -> list[str]:
+        """The command that starts the ranks."""
+        # Otherwise the ranks that wait for one that died would be all that is left, until the time limit.
+        srun = ["srun", "--kill-on-bad-exit=1"]
+        if self.prefix:
+            srun.append("--label")
+        if self.cpus_per_task is not None:
+            # Since 22.05 srun does not take it over from the job.
+            srun.append(f"--cpus-per-task={self.cpus_per_task}")
+        return [*srun, self.python, "-u", *(["-m"] if self.is_module else []), self.target, *self.args]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job in Slurm's queue.
+
+    Attributes:
+        job_id: its number.
+        log: where its output will be. Patterns that depend on more than the job stand as they are.
+    """
+
+    job_id: str
+    log: str
+
+
+def submit(job: BatchJob) -> Submission:
+    """Hand a job to Slurm.
+
+    Raises:
+        LaunchError: the job cannot be right, sbatch is not there, or Slurm refuses; says why.
+    """
+    job.check()
+    folder = os.path.dirname(job.log)
+    if "%" not in folder:
+        # Slurm does not make it, and a job without it fails and says so nowhere.
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"cannot make {folder}, where the log is to be ({error.strerror})") from error
+    said = _sbatch(job.script())
+    # With several clusters: "42;cluster".
+    job_id = said.strip().partition(";")[0]
+    if not job_id.isdigit():
+        raise LaunchError(f"sbatch gave no job number; it said {said.strip()!r}")
+    patterns = {"%%": "%", "%j": job_id, "%A": job_id, "%x": job.name}
+    return Submission(job_id, _expand(job.log, patterns))
+
+
+def _sbatch(script: str) -> str:
+    """What sbatch says to a script."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            "sbatch is not installed here, or not on PATH: submit from a login node of the cluster, or print the batch "
+            "script with --dry-run"
+        ) from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"sbatch does not work: {error}") from error
+    if done.returncode != 0:
+        reason = "; ".join(line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines())
+        raise LaunchError(f"Slurm refuses the job: {reason or f'sbatch ended with {done.returncode}'}")
+    return done.stdout
+
+
+def _quote_directive(option: str) -> str:
+    """An option as sbatch reads it from a line of its script: quotes and backslashes, but no variables."""
+    if not any(character in option for character in " \t\"'\\#"):
+        return option
+    return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _expand(text: str, patterns: dict[str, str]) -> str:
+    """Slurm's file name patterns, read from left to right."""
+    parts, position = [], 0
+    while position < len(text):
+        pattern = text[position : position + 2]
+        parts.append(patterns.get(pattern, text[position]))
+        position += 2 if pattern in patterns else 1
+    return "".join(parts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `lockstep run --slurm` to a parser."""
+    parser.add_argument("--slurm", action="store_true", required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit nothing")
+    parser.add_argument(
+        "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", default=1, help="hosts (default: %(default)s)")
+    parser.add_argument(
+        "--ntasks-per-node",
+        "--nproc",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        dest="ntasks_per_node",
+        type=int,
+        metavar="K",
+        help="ranks on each host (default: one per GPU asked for, else 1)",
+    )
+    parser.add_argument("--gpus-per-node", metavar="G", help="GPUs of each host, such as 4 or a100:4")
+    parser.add_argument("--cpus-per-task", type=int, metavar="C", help="cores of each rank")
+    parser.add_argument("--partition", metavar="NAME", help="partition of the cluster")
+    parser.add_argument("--time", metavar="LIMIT", help="time limit, such as 30 (minutes), 2:00:00 or 1-12:00:00")
+    parser.add_argument("--job-name", metavar="NAME", help="default: the name of the script")
+    parser.add_argument(
+        "--output", metavar="FILE", help="log of all ranks, with Slurm's patterns (default: %%x-%%j.out)"
+    )
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help=f"start the job again when a host fails, and {_REQUEUE_BEFORE_S} s before its time limit; the script goes "
+        "on from what it has saved",
+    )
+    parser.add_argument(
+        "--no-prefix", dest="prefix", action="store_false", help="do not put the number of the rank before each line"
+    )
+    parser.add_argument(
+        "--sbatch-arg",
+        dest="sbatch_args",
+        action="append",
+        metavar="OPTION",
+        default=[],
+        help="one more option for sbatch, as in --sbatch-arg=--mem=64G; may be given several times",
+    )
+
+
+def job_from(options: argparse.Namespace, target: str, args: Sequence[str]) -> BatchJob:
+    """The job that the options of `add_arguments` describe."""
+    values = {name: value for name, value in vars(options).items() if name not in ("slurm", "dry_run")}
+    values["sbatch_args"] = tuple(values["sbatch_args"])
+    return BatchJob(target=target, args=tuple(args), **values)
+
+
+def warn_of_other_tasks() -> None:
+    """Say, in the first of several tasks of a step, that launchers that each start a job do not make one job."""
+    step = None
+    with contextlib.suppress(SetupError):  # what is wrong with Slurm's variables is nothing to a job on one host
+        step = read_step(env.snapshot())
+    if step is not None and step.num_tasks > 1 and step.rank == 0:
+        say(
+            f"lockstep: warning: srun started {step.num_tasks} launchers here, and each starts ranks that do not know "
+            "those of the others; for one job let srun start the script itself: srun python script.py\n"
+        )

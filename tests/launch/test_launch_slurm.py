@@ -1,0 +1,237 @@
+"""`lockstep run --slurm` up to sbatch, which is a script of the test's here; tests/cluster asks a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import LaunchError
+from lockstep.launch import cli
+from lockstep.launch.slurm import BatchJob, submit
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a script in it and without anything of Slurm on PATH."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "cat", "mv"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return tmp_path
+
+
+def fake_sbatch(folder: Path, commands: str) -> None:
+    """An sbatch that keeps its script and arguments, and then does this."""
+    program = folder / "bin" / "sbatch"
+    program.write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\ncat > {folder}/batch.sh\n{commands}\n')
+    program.chmod(0o755)
+
+
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def run_main(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["run", "--slurm", *arguments])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+# ---- the script -------------------------------------------------------------------------------------
+
+
+def test_least_that_is_asked_for(folder: Path) -> None:
+    script = BatchJob("train.py").script()
+    assert directives(script) == [
+        "--job-name=train",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        f"--chdir={folder}",
+        f"--output={folder}/%x-%j.out",
+    ]
+    assert script.splitlines()[0] == "#!/bin/bash"
+    assert script.splitlines()[-1] == f"exec srun --kill-on-bad-exit=1 --label {sys.executable} -u train.py"
+
+
+def test_all_that_can_be_asked_for(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    words = ["--partition=gpu", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node", "a100:4", "--cpus-per-task", "8"]
+    words += ["--time", "1-0", "--requeue", "--job-name=big", "--output=logs/%x.txt", "--no-prefix", "--dry-run"]
+    code, script, err = run_main(capfd, *words, "--sbatch-arg=--mem=64G", "train.py", "--lr", "0.1", "--slurm")
+    assert (code, err) == (0, "")
+    assert directives(script) == [
+        "--job-name=big",
+        "--partition=gpu",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=a100:4",
+        "--cpus-per-task=8",
+        "--time=1-0",
+        f"--chdir={folder}",
+        f"--output={folder}/logs/%x.txt",
+        "--requeue",
+        "--open-mode=append",
+        "--signal=B:USR1@60",
+        "--mem=64G",
+    ]
+    assert f"srun --kill-on-bad-exit=1 --cpus-per-task=8 {sys.executable} -u train.py --lr 0.1 --slurm &\n" in script
+    assert "trap requeue USR1" in script
+    assert not (folder / "logs").exists(), "nothing is made when nothing is submitted"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tasks", "ranks"),
+    [(None, None, 2), ("4", None, 8), ("a100:4", None, 8), ("4", 1, 2), (None, 3, 6), ("a100", None, 2)],
+)
+def test_one_rank_per_gpu_unless_told(gpus: str | None, tasks: int | None, ranks: int) -> None:
+    assert BatchJob("train.py", nodes=2, gpus_per_node=gpus, ntasks_per_node=tasks).num_ranks == ranks
+
+
+def test_module_and_words_that_the_shell_would_split() -> None:
+    script = BatchJob("json.tool", ("a b", "$HOME", "x'y", "z\nz"), is_module=True, python="/opt/my python").script()
+    line = script.partition("exec ")[2]
+    # What bash makes of it, with a program that shows its arguments in srun's place.
+    shown = subprocess.run(
+        ["bash", "-c", f'srun() {{ printf "<%s>" "$@"; }}; {line}'], capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.endswith("</opt/my python><-u><-m><json.tool><a b><$HOME><x'y><z\nz>")
+    assert directives(script)[0] == "--job-name=json.tool"
+
+
+def test_directives_are_quoted_for_sbatch() -> None:
+    script = BatchJob("x", job_name="my job", sbatch_args=('--comment=a "#1" \\ b',)).script()
+    assert '"--job-name=my job"' in directives(script)
+    assert '"--comment=a \\"#1\\" \\\\ b"' in directives(script)
+
+
+@pytest.mark.parametrize("ending", [0, 3])
+def test_script_with_requeue_ends_as_its_step_does(folder: Path, ending: int) -> None:
+    done = run_batch(folder, BatchJob("train.py", requeue=True), f"exit {ending}")
+    assert done.returncode == ending
+    assert not (folder / "requeued").exists()
+
+
+def test_signal_near_the_time_limit_requeues_and_waits(folder: Path) -> None:
+    done = run_batch(
+        folder, BatchJob("train.py", requeue=True), "kill -USR1 $PPID; while [ ! -e requeued ]; do :; done"
+    )
+    assert (folder / "requeued").read_text() == "requeue 42\n"
+    assert "job 42 goes back into the queue" in done.stderr
+    assert done.returncode == 0, "the step was waited for to its end"
+
+
+def run_batch(folder: Path, job: BatchJob, step: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script with an srun and an scontrol of the test's."""
+    for name, commands in {"srun": step, "scontrol": f'echo "$@" > {folder}/draft; mv {folder}/draft requeued'}.items():
+        program = folder / "bin" / name
+        program.write_text(f"#!/bin/sh\n{commands}\n")
+        program.chmod(0o755)
+    return subprocess.run(
+        ["bash", "-c", job.script()],
+        env={**os.environ, "SLURM_JOB_ID": "42"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=folder,
+    )
+
+
+# ---- submitting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["42", "42;cluster"])
+def test_submitted_job_and_its_log_are_named(capfd: pytest.CaptureFixture[str], folder: Path, answer: str) -> None:
+    fake_sbatch(folder, f"echo '{answer}'")
+    code, out, err = run_main(capfd, "--nodes", "2", "--nproc", "3", "--output", "logs/%x-%%-%j-%t.out", "train.py")
+    assert (code, err) == (0, "")
+    assert out == f"job 42: 6 ranks of train.py\nlog: {folder}/logs/train-%-42-%t.out\n"
+    assert (folder / "logs").is_dir(), "Slurm would fail without it, and say so nowhere"
+    assert (folder / "arguments").read_text() == "--parsable\n"
+    assert "--ntasks-per-node=3" in directives((folder / "batch.sh").read_text())
+
+
+def test_slurms_refusal_is_passed_on(folder: Path) -> None:
+    fake_sbatch(folder, "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
+    with pytest.raises(LaunchError, match="Slurm refuses the job: error: invalid partition specified: gpu"):
+        submit(BatchJob("train.py", partition="gpu"))
+
+
+@pytest.mark.parametrize(
+    ("commands", "message"),
+    [("exit 3", "sbatch ended with 3"), ("echo Submitted", "sbatch gave no job number; it said 'Submitted'")],
+)
+def test_strange_sbatch(folder: Path, commands: str, message: str) -> None:
+    fake_sbatch(folder, commands)
+    with pytest.raises(LaunchError, match=message):
+        submit(BatchJob("train.py"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train.py"], "sbatch is not installed here, or not on PATH"),
+        ([], "name a script to run; see `lockstep run --slurm --help`"),
+        (["-m"], "name a module to run after -m"),
+        (["missing.py"], "script 'missing.py' not found"),
+        (["--nodes", "0", "train.py"], "--nodes is 0; expected at least 1"),
+        (["--nodes", "two", "train.py"], "invalid int value: 'two'"),
+        (["--ntasks-per-node", "0", "train.py"], "--ntasks-per-node is 0"),
+        (["--cpus-per-task", "-1", "train.py"], "--cpus-per-task is -1"),
+        (["--sbatch-arg", "mem=4G", "train.py"], "--sbatch-arg is 'mem=4G'; expected an option of sbatch"),
+        (["--sbatch-arg=--comment=a\nb", "train.py"], "cannot stand in a line of a batch script"),
+        (["--job-name", "a\nb", "train.py"], "cannot stand in a line of a batch script"),
+        (["--output", "/proc/none/x", "train.py"], "cannot make /proc/none, where the log is to be"),
+        (["--max-restarts", "3", "train.py"], "unrecognized arguments: --max-restarts 3"),
+    ],
+)
+def test_errors_are_one_line(capfd: pytest.CaptureFixture[str], folder: Path, arguments: list[str], words: str) -> None:
+    code, out, err = run_main(capfd, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("lockstep: error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_help(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["run", "--slurm", "--help"])
+    assert leaving.value.code == 0
+    out = capfd.readouterr().out
+    for option in ("--dry-run", "--partition", "--gpus-per-node", "--time", "--requeue", "--sbatch-arg"):
+        assert f"  {option}" in out
+    assert "%x-%j.out" in out
+
+
+# ---- a launcher inside of a step ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "tasks", "is_said"), [(0, 2, True), (1, 2, False), (0, 1, False)])
+def test_launchers_side_by_side_are_told(
+    capfd: pytest.CaptureFixture[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    tasks: int,
+    is_said: bool,
+) -> None:
+    monkeypatch.setattr(cli, "launch_job", lambda config: 0)
+    for name, value in {
+        "JOB_ID": 1,
+        "STEP_ID": 0,
+        "PROCID": rank,
+        "NTASKS": tasks,
+        "LOCALID": rank,
+        "NODEID": 0,
+        "NNODES": 1,
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert cli.main(["run", "train.py"]) == 0
+    err = capfd.readouterr().err
+    assert ("srun started 2 launchers here" in err) is is_said
+    assert err.count("\n") == is_said
