@@ -112,9 +112,10 @@ def _find(
         try:
             published = store.get(_SEGMENT)
         except RuntimeError as error:
+            waited_s = time.monotonic() - start
             raise RendezvousError(
-                f"{name_of(rank)} waited {timeout_s:g} s for {name_of(0)}, which opens the shared memory, and it "
-                f"did not come. Is it running? ({str(error).splitlines()[0]})"
+                f"{name_of(rank)} waited {waited_s:.1f} s for {name_of(0)}, which opens the shared memory, and could "
+                f"not learn where it is: {str(error).splitlines()[0]}. Is {name_of(0)} running?"
             ) from None
         if published.startswith(_ERROR):
             raise SharedMemoryError(f"{name_of(0)}: {published.removeprefix(_ERROR)}")
