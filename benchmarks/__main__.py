@@ -35,12 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _known(name: str) -> str:
+    if name not in (*CASES, "report"):
+        raise argparse.ArgumentTypeError(f"there is no {name!r}; there are: {', '.join(CASES)}, report")
+    return name
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "what",
         nargs="*",
-        choices=[*CASES, "report"],
+        type=_known,  # not `choices`: argparse of Python 3.11 holds even an empty list against them
+        metavar="{" + ",".join([*CASES, "report"]) + "}",
         help="cases to run, all of them by default; or `report`: run nothing, regenerate tables and pictures "
         "from the stored results and fill the markers in README.md",
     )
