@@ -135,9 +135,7 @@ SLURM_TASKS_PER_NODE = Variable("SLURM_TASKS_PER_NODE", str, "Tasks on each node
 SLURM_STEP_TASKS_PER_NODE = Variable(
     "SLURM_STEP_TASKS_PER_NODE", str, "Tasks of the step on each node, such as 2(x2),1; set by srun."
 )
-SLURM_GPUS_PER_TASK = Variable(
-    "SLURM_GPUS_PER_TASK", str, "GPUs that each task has for itself, and sees as the only ones; set by Slurm."
-)
+SLURM_GPUS_ON_NODE = Variable("SLURM_GPUS_ON_NODE", int, "GPUs of this node that the step may use; set by Slurm.")
 SLURM_STEP_NODELIST = Variable("SLURM_STEP_NODELIST", str, "Nodes of the step, such as n[1-3,7]; set by srun.")
 SLURM_NODELIST = Variable("SLURM_NODELIST", str, "Older name of SLURM_JOB_NODELIST; set by Slurm.")
 SLURM_JOB_NODELIST = Variable("SLURM_JOB_NODELIST", str, "Nodes of the job, such as n[1-3,7]; set by Slurm.")

@@ -309,10 +309,12 @@ def _as_device(device: str | torch.device) -> torch.device:
         raise InputError(f"device is {device!r}, which torch does not know: {str(error).splitlines()[0]}") from None
 
 
-def _default_gpu(topology: Topology) -> tuple[int, torch.device]:
-    """How many GPUs this host must have for its ranks, and which of them is this rank's."""
-    if topology.launcher == "slurm" and env.SLURM_GPUS_PER_TASK.get() is not None:
-        return 1, torch.device("cuda", 0)  # each task sees its own GPUs alone, and counts them from 0
+def _default_gpu(topology: Topology, count: int) -> tuple[int, torch.device]:
+    """How many GPUs this rank must see for its host to have enough, and which of them is its own."""
+    of_host = env.SLURM_GPUS_ON_NODE.get() if topology.launcher == "slurm" else None
+    if count > 0 and of_host is not None and count < topology.local_world_size <= of_host:
+        # Asked for --gpus-per-task or --gpu-bind, Slurm shows each task its own alone, counted from 0.
+        return 1, torch.device("cuda", 0)
     # Judged by the number of ranks, so that all of them stop here, and none waits for those that did.
     return topology.local_world_size, torch.device("cuda", topology.local_rank)
 
@@ -326,7 +328,7 @@ def _choose_device(backend: str, topology: Topology, device: str | torch.device 
     if chosen.index is not None:
         needed = chosen.index + 1
     else:
-        needed, chosen = _default_gpu(topology)  # type: ignore[unreachable]  # the stubs know no device without index
+        needed, chosen = _default_gpu(topology, count)  # type: ignore[unreachable]  # stubs: always an index
     if needed > count:
         raise SetupError(
             f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
