@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from datetime import timedelta
@@ -197,5 +196,5 @@ def wait_for_rank_zero() -> Caught:
 def test_rank_zero_never_comes_to_init() -> None:
     _, waited = run_ranks(wait_for_rank_zero, 2, init=False)
     assert type(waited.error) is RendezvousError
-    assert re.search(r"rank 1 waited [01]\.\d s for rank 0, which opens the shared memory", str(waited.error))
-    assert waited.seconds < DEADLINE_S + AT_ONCE_S + 1  # torch's FileStore counts whole seconds
+    assert "rank 0 did not come within 0.4 s of rank 1. Is every rank running" in str(waited.error)
+    assert waited.seconds < DEADLINE_S + AT_ONCE_S

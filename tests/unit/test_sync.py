@@ -163,9 +163,9 @@ def test_own_group_is_closed_meanwhile(words: Words) -> None:
 # ---- steps taken back ------------------------------------------------------------------------------
 
 
-def test_rank_that_gave_up_is_not_late_but_about_to_say_why(words: Words) -> None:
+def test_rank_that_gives_up_is_not_late_but_about_to_say_why(words: Words) -> None:
     words.come(1, 2)
-    words.memory[3] = -1
+    words.become(PeerState.GIVING_UP, 3)
     threading.Timer(0.1, words.become, [PeerState.FAILED, 3]).start()
     trouble = words.trouble(timeout_s=0.02)
     assert trouble.kinds == {3: TroubleKind.FAILED}
@@ -173,14 +173,14 @@ def test_rank_that_gave_up_is_not_late_but_about_to_say_why(words: Words) -> Non
 
 
 def test_late_rank_is_told_apart_from_those_that_gave_up_on_it(words: Words) -> None:
-    words.memory[1] = words.memory[2] = -1
+    words.become(PeerState.GIVING_UP, 1, 2)
     assert words.trouble(timeout_s=0.02).kinds == {3: TroubleKind.LATE}
 
 
 def test_reason_that_never_follows(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "_REASON_FOLLOWS_WITHIN_S", 0.02)
     words.come(1, 2)
-    words.memory[3] = -1
+    words.become(PeerState.GIVING_UP, 3)
     assert words.trouble(timeout_s=0.02).kinds == {3: TroubleKind.LATE}
 
 
@@ -189,12 +189,18 @@ def test_who_gives_up_while_others_are_awaited_is_noticed(words: Words) -> None:
     words.come(1, 2)
 
     def go_back() -> None:
-        words.memory[1] = -1
+        words.memory[1] = 0
         words.come(3)
         words.become(PeerState.FAILED, 1)
 
     threading.Timer(0.02, go_back).start()
     assert words.trouble().kinds == {1: TroubleKind.FAILED}
+
+
+def test_who_gives_up_the_next_step_has_taken_this_one(words: Words) -> None:
+    words.come(1, 2, 3)
+    words.become(PeerState.FAILED, 1, 2, 3)
+    words.wait(timeout_s=0.0)
 
 
 # ---- channels --------------------------------------------------------------------------------------
@@ -228,9 +234,15 @@ def test_nobody_is_more_than_one_step_ahead() -> None:
 
 def test_channel_takes_its_step_back_when_it_gives_up() -> None:
     (first, late), memory = make_channels(2)
+    threads = [threading.Thread(target=channel.step, args=[30.0]) for channel in (first, late)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     with pytest.raises(PeerTrouble):
         first.step(0.02)
-    assert memory[0] < 0
+    assert memory[0] == 1, "the step before that stays taken"
+    assert memory[2] == PeerState.GIVING_UP
     memory[2] = PeerState.FAILED
     with pytest.raises(PeerTrouble) as caught:
         late.step(30.0)

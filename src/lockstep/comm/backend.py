@@ -11,49 +11,27 @@ torch give backends written in Python another base class, this file is what chan
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
-from lockstep import env
 from lockstep.comm import exits
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
+from lockstep.comm.founding import Lookout, MeetingStore
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.errors import InputError
+from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
 
 __all__ = ["EngineProcessGroup", "LockstepProcessGroup", "create"]
 
 _Tensors = Sequence[torch.Tensor]
-
-
-class _TimedStore:
-    """A torch store whose `get` waits no longer than the group's timeout."""
-
-    def __init__(self, store: Store, timeout: timedelta) -> None:
-        self._store = store
-        self._timeout = timeout
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> str:
-        self._store.wait([key], self._timeout)
-        return bytes(self._store.get(key)).decode()
-
-    def has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
-
-    def delete(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):  # not every kind of store can
-            self._store.delete_key(key)
 
 
 def _timeout_s(options: Any) -> float | None:
@@ -291,12 +269,11 @@ class LockstepProcessGroup(EngineProcessGroup):
         global_ranks: Sequence[int],
     ) -> None:
         ranks = tuple(global_ranks) or tuple(range(world_size))
-        # A restarted job may find its store as the attempt before it left it.
-        attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
-        meeting = _TimedStore(PrefixStore(f"attempt{attempt}", store), timeout)
-        team = Team.connect(meeting, rank, world_size, timeout.total_seconds(), lambda peer: f"rank {ranks[peer]}")
+        timeout_s = timeout.total_seconds()
+        with Lookout(dist.group.WORLD, ranks) as look_out:
+            team = Team.connect(Meeting(MeetingStore(store), rank, ranks, timeout_s, look_out))
         name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
-        engine = Engine(team, Flight(team, name, ranks), timeout.total_seconds())
+        engine = Engine(team, Flight(team, name, ranks), timeout_s)
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

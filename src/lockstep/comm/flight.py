@@ -244,7 +244,7 @@ class Flight:
             f"{self._own_call()}",
             self._globals([self._rank]),
         )
-        self.fail(message)
+        self._board.fail(Failure(CollectiveAborted.__name__, self.broken.culprits, message))
 
     def fail(self, message: str, culprits: tuple[int, ...] | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`.

@@ -132,7 +132,7 @@ class Board:
     def leave(self) -> None:
         """Mark this rank as gone in good order; a failure stays a failure."""
         state = self.state_words[self.rank]
-        if self.words[state] == PeerState.READY:
+        if self.words[state] in (PeerState.READY, PeerState.GIVING_UP):
             self.words[state] = PeerState.LEFT
 
     def fail(self, failure: Failure) -> None:

@@ -9,11 +9,21 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 import time
 from dataclasses import dataclass
 
-__all__ = ["PeerIdentity", "Watch", "own_identity"]
+__all__ = [
+    "PeerIdentity",
+    "Watch",
+    "is_running",
+    "own_identity",
+    "pid_namespace",
+    "seconds_since_boot",
+    "started_at_s",
+]
 
+_CLOSE_PATIENCE_S = 0.1
 _READ_PROC_EVERY_S = 0.05
 
 
@@ -23,6 +33,21 @@ def _read_stat(pid: int) -> tuple[str, int]:
         # The name, in parentheses, may hold anything; the fields behind it are plain.
         fields = file.read().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
+
+
+def seconds_since_boot() -> float:
+    """Now, on a clock that all processes of a host share and nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def started_at_s() -> float:
+    """When this process began, in seconds since boot, to a hundredth."""
+    return _read_stat(os.getpid())[1] / os.sysconf("SC_CLK_TCK")
+
+
+def pid_namespace() -> str:
+    """Tells processes that can see each other's pids from those that cannot, such as in two containers."""
+    return os.readlink("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True)
@@ -46,7 +71,8 @@ def own_identity() -> PeerIdentity:
     return PeerIdentity(pid, _read_stat(pid)[1], socket.gethostname())
 
 
-def _is_running(peer: PeerIdentity) -> bool:
+def is_running(peer: PeerIdentity) -> bool:
+    """Whether a process of this pid namespace is still there and not only waits to be reaped."""
     try:
         state, start_time = _read_stat(peer.pid)
     except OSError:
@@ -68,6 +94,8 @@ class Watch:
         self._without_pidfd: dict[int, PeerIdentity] = {}
         self._read_proc_at_s = 0.0
         self._dead: set[int] = set()
+        # Collectives and point to point wait in threads of their own, and a poll object bears only one.
+        self._lock = threading.Lock()
         for rank, peer in peers.items():
             self.add(rank, peer)
 
@@ -99,19 +127,24 @@ class Watch:
 
     def dead(self) -> set[int]:
         """Ranks whose process has ended. Half a microsecond while all are alive."""
-        for fd, _ in self._poll.poll(0):
-            self._dead.add(self._ranks.pop(fd))
-            self._poll.unregister(fd)
-            os.close(fd)
-        if self._without_pidfd and time.monotonic() >= self._read_proc_at_s:
-            self._read_proc_at_s = time.monotonic() + _READ_PROC_EVERY_S
-            self._dead.update(rank for rank, peer in self._without_pidfd.items() if not _is_running(peer))
-        return self._dead
+        with self._lock:
+            for fd, _ in self._poll.poll(0):
+                self._dead.add(self._ranks.pop(fd))
+                self._poll.unregister(fd)
+                os.close(fd)
+            if self._without_pidfd and time.monotonic() >= self._read_proc_at_s:
+                self._read_proc_at_s = time.monotonic() + _READ_PROC_EVERY_S
+                self._dead.update(rank for rank, peer in self._without_pidfd.items() if not is_running(peer))
+            return set(self._dead)
 
     def close(self) -> None:
         """Stop watching."""
+        # A fork may have copied the lock while another thread held it.
+        has_lock = self._lock.acquire(timeout=_CLOSE_PATIENCE_S)
         for fd in self._ranks:
             os.close(fd)
         self._ranks.clear()
         self._without_pidfd.clear()
         self._poll = select.poll()
+        if has_lock:
+            self._lock.release()

@@ -5,32 +5,42 @@ each writes into its block who it is, and all wait until everybody has.
 
 [Note: stale handles] A store may outlive a group: a script that opens a second group over it must not
 be handed the segment of the first. So rank 0 deletes the handle once all have come, and nobody leaves
-`Team.connect` before that. Where a killed rank 0 could not delete it, the handle leads nowhere, because a
-segment goes with its maker: then wait for the next one to be published, but not for long, because a
-container that cannot see the maker looks the same.
+`Team.connect` before that. Where a killed rank 0 could not delete it, the handle leads nowhere, because
+a segment goes with its maker. If it was published before this process began, it is of an earlier life of
+the job: wait for the next one.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
 
-from lockstep.errors import RankLost, RendezvousError, SetupError, SharedMemoryError
+from lockstep.errors import LockstepError, RankLost, RendezvousError, SetupError, SharedMemoryError
 from lockstep.shm.board import Board
-from lockstep.shm.liveness import Watch, own_identity
+from lockstep.shm.liveness import (
+    PeerIdentity,
+    Watch,
+    is_running,
+    own_identity,
+    pid_namespace,
+    seconds_since_boot,
+    started_at_s,
+)
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import PeerState
 
-__all__ = ["Store", "forget", "meet"]
+__all__ = ["Meeting", "Store"]
 
 _SEGMENT = "segment"
-_ERROR = "error:"
 _STALE = (errno.ENOENT, errno.ESRCH, errno.ESTALE)
-_STALE_PATIENCE_S = 10.0
-_POLL_S = 0.02
+_EARLIER_LIFE_PATIENCE_S = 10.0
+_SAME_LIFE_PATIENCE_S = 0.5
+_LONGEST_NAP_S = 0.02
 _ASK_STORE_EVERY_S = 0.1
 
 
@@ -41,7 +51,7 @@ class Store(Protocol):
         """Publish a value."""
 
     def get(self, key: str) -> str:
-        """Read a value, waiting for it up to the group's timeout; RuntimeError after that."""
+        """Read a value that is there."""
 
     def has(self, key: str) -> bool:
         """Whether a value is there."""
@@ -50,123 +60,185 @@ class Store(Protocol):
         """Remove a value."""
 
 
-def meet(
-    store: Store, rank: int, world_size: int, size_bytes: int, timeout_s: float, name_of: Callable[[int], str]
-) -> Segment:
-    """The control segment of a new group, in which all ranks have introduced themselves. Collective.
+def _nothing_lost() -> None:
+    """Nobody is known before the first group."""
+
+
+class Meeting:
+    """The ranks of one host that are about to form a group.
 
     Args:
-        store: where to meet; nobody else uses its keys.
-        rank: this rank, 0 … world_size-1.
-        world_size: number of ranks that will come.
-        size_bytes: of the segment.
+        store: where they meet; nobody else uses its keys.
+        rank: this rank among them.
+        global_ranks: the global rank of each.
         timeout_s: seconds to wait for the last of them.
-        name_of: how to call a rank in an error message.
-
-    Raises:
-        RendezvousError: a rank did not come in time, or two came as the same; names it.
-        RankLost: a rank came and died.
-        SetupError: ranks were given different world sizes.
-        SharedMemoryError: the memory cannot be had; on every rank.
+        look_out: called while waiting; raises if a rank that is awaited cannot come.
     """
-    if rank == 0:
-        segment, published = _publish(store, world_size, size_bytes)
-    else:
-        segment, published = _find(store, rank, world_size, timeout_s, name_of)
-    try:
-        board = Board(segment, rank, world_size)
-        if board.state(rank) != PeerState.ABSENT:
-            other = board.identity(rank)
-            raise RendezvousError(
-                f"two processes came as {name_of(rank)}: this one and pid {other.pid} on {other.host}. Give each "
-                "process a rank of its own"
-            )
-        board.introduce(own_identity())
-        _await_all(board, store, _failure_key(published), timeout_s, name_of)
-    finally:
-        segment.release()
-    return segment
 
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeout_s: float,
+        look_out: Callable[[], None] = _nothing_lost,
+    ) -> None:
+        self._store = store
+        self.rank = rank
+        self.global_ranks = tuple(global_ranks)
+        self.timeout_s = timeout_s
+        self._look_out = look_out
+        self._start_s = time.monotonic()
 
-def forget(store: Store) -> None:
-    """Delete the handle. By rank 0, once all have come. See [Note: stale handles]."""
-    store.delete(_SEGMENT)
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that will come."""
+        return len(self.global_ranks)
 
+    def name(self, rank: int) -> str:
+        """How to call a rank in an error."""
+        return f"rank {self.global_ranks[rank]}"
 
-def _publish(store: Store, world_size: int, size_bytes: int) -> tuple[Segment, str]:
-    try:
-        segment = Segment.create(size_bytes)
-    except SharedMemoryError as error:
-        store.set(_SEGMENT, f"{_ERROR}{error}")
-        raise
-    published = f"{world_size} {segment.handle}"
-    store.set(_SEGMENT, published)
-    return segment, published
+    def lost(self, ranks: Sequence[int], what: str) -> RankLost:
+        """The error for ranks that came and are gone."""
+        names = ", ".join(map(self.name, ranks))
+        culprits = tuple(self.global_ranks[rank] for rank in ranks)
+        return RankLost(f"{names} {what} while the group was being made", culprits)
 
+    def open_segment(self, size_bytes: int) -> Segment:
+        """The control segment of the new group, in which all ranks have introduced themselves. Collective.
 
-def _find(
-    store: Store, rank: int, world_size: int, timeout_s: float, name_of: Callable[[int], str]
-) -> tuple[Segment, str]:
-    start = time.monotonic()
-    while True:
+        Raises:
+            RendezvousError: a rank did not come in time, or two came as the same; names it.
+            RankLost: a rank came and died.
+            SetupError: ranks were given different world sizes.
+            SharedMemoryError: the memory cannot be had; on every rank.
+        """
+        if self.rank != 0:
+            return self._introduce(*self._find())
         try:
-            published = store.get(_SEGMENT)
-        except RuntimeError as error:
-            waited_s = time.monotonic() - start
-            raise RendezvousError(
-                f"{name_of(rank)} waited {waited_s:.1f} s for {name_of(0)}, which opens the shared memory, and could "
-                f"not learn where it is: {str(error).splitlines()[0]}. Is {name_of(0)} running?"
-            ) from None
-        if published.startswith(_ERROR):
-            raise SharedMemoryError(f"{name_of(0)}: {published.removeprefix(_ERROR)}")
-        expected, _, handle = published.partition(" ")
+            return self._introduce(*self._publish(size_bytes))
+        except LockstepError as error:
+            # Those who come later need not wait for what will not be.
+            self._store.set(_SEGMENT, json.dumps({"error": type(error).__name__, "message": str(error)}))
+            raise
+
+    def _introduce(self, segment: Segment, published: str) -> Segment:
         try:
-            segment = Segment.attach(handle)
-        except SharedMemoryError as error:
-            if error.errno not in _STALE or time.monotonic() - start > min(timeout_s, _STALE_PATIENCE_S):
-                store.set(_failure_key(published), f"{name_of(rank)}: {error}")
-                raise
-            time.sleep(_POLL_S)
-            continue
-        if int(expected) != world_size:
+            board = Board(segment, self.rank, self.world_size)
+            if board.state(self.rank) != PeerState.ABSENT:
+                other = board.identity(self.rank)
+                raise RendezvousError(
+                    f"two processes came as {self.name(self.rank)}: this one and pid {other.pid} on {other.host}. Give "
+                    "each process a rank of its own"
+                )
+            board.introduce(own_identity())
+            self._await_all(board, _failure_key(published))
+        finally:
             segment.release()
-            raise SetupError(
-                f"{name_of(rank)} was given world_size {world_size}, {name_of(0)} {expected}: give all ranks the same"
-            )
+        return segment
+
+    def forget_segment(self) -> None:
+        """Delete the handle. By rank 0, once all have come. See [Note: stale handles]."""
+        self._store.delete(_SEGMENT)
+
+    def _publish(self, size_bytes: int) -> tuple[Segment, str]:
+        segment = Segment.create(size_bytes)
+        published = json.dumps(
+            {
+                "handle": segment.handle,
+                "world_size": self.world_size,
+                "maker": asdict(own_identity()),
+                "pid_namespace": pid_namespace(),
+                "published_at_s": seconds_since_boot(),
+            }
+        )
+        self._store.set(_SEGMENT, published)
         return segment, published
+
+    def _find(self) -> tuple[Segment, str]:
+        while True:
+            published = self._await_published()
+            found = json.loads(published)
+            if "error" in found:
+                kind = SharedMemoryError if found["error"] == SharedMemoryError.__name__ else RendezvousError
+                raise kind(f"{self.name(0)} gave up: {found['message']}")
+            if found["world_size"] != self.world_size:
+                raise SetupError(
+                    f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} "
+                    f"{found['world_size']}: give all ranks the same"
+                )
+            try:
+                return Segment.attach(found["handle"]), published
+            except SharedMemoryError as error:
+                if error.errno not in _STALE or not self._may_be_replaced(found):
+                    text = f"{self.name(self.rank)}: {error}"
+                    self._store.set(_failure_key(published), text)
+                    raise SharedMemoryError(error.errno, text) from None
+            time.sleep(_LONGEST_NAP_S)
+
+    def _may_be_replaced(self, found: dict[str, Any]) -> bool:
+        """Whether a handle that leads nowhere may give way to another soon. See [Note: stale handles]."""
+        if found["pid_namespace"] != pid_namespace():
+            return False
+        waited_s = self._waited_s()
+        if found["published_at_s"] < started_at_s():
+            return waited_s < min(self.timeout_s, _EARLIER_LIFE_PATIENCE_S)
+        if not is_running(PeerIdentity(**found["maker"])):
+            raise self.lost([0], "died")
+        return waited_s < min(self.timeout_s, _SAME_LIFE_PATIENCE_S)
+
+    def _await_published(self) -> str:
+        while True:
+            try:
+                if self._store.has(_SEGMENT):
+                    return self._store.get(_SEGMENT)
+            except RuntimeError as error:
+                raise RendezvousError(
+                    f"{self.name(self.rank)} lost the store in which the ranks meet: {str(error).splitlines()[0]}"
+                ) from None
+            self._nap([0])
+
+    def _await_all(self, board: Board, failure_key: str) -> None:
+        """Wait until every rank has introduced itself."""
+        ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
+        watch = Watch({})
+        known: set[int] = {board.rank}
+        try:
+            while True:
+                for rank in range(board.world_size):
+                    if rank not in known and board.state(rank) != PeerState.ABSENT:
+                        watch.add(rank, board.identity(rank))
+                        known.add(rank)
+                if len(known) == board.world_size:
+                    return
+                dead = sorted(watch.dead())
+                if dead:
+                    raise self.lost(dead, "died")
+                if self._waited_s() > ask_store_at_s:
+                    ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
+                    if self._store.has(failure_key):
+                        raise SharedMemoryError(self._store.get(failure_key))
+                self._nap([rank for rank in range(board.world_size) if rank not in known])
+        finally:
+            watch.close()
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def _nap(self, missing: Sequence[int]) -> None:
+        """Wait a little for ranks that are missing, unless they cannot come, or it took too long already."""
+        self._look_out()
+        waited_s = self._waited_s()
+        if waited_s > self.timeout_s:
+            names = ", ".join(map(self.name, missing))
+            raise RendezvousError(
+                f"{names} did not come within {self.timeout_s:g} s of {self.name(self.rank)}. Is every rank running, "
+                f"with the same world size of {self.world_size}?"
+            )
+        time.sleep(min(_LONGEST_NAP_S, waited_s / 10))
 
 
 def _failure_key(published: str) -> str:
     """Where ranks that cannot map what was published say so; another one for every segment."""
     return "failure-" + hashlib.blake2b(published.encode(), digest_size=8).hexdigest()
-
-
-def _await_all(board: Board, store: Store, failure_key: str, timeout_s: float, name_of: Callable[[int], str]) -> None:
-    """Wait until every rank has introduced itself."""
-    start = time.monotonic()
-    ask_store_at_s = _ASK_STORE_EVERY_S
-    watch = Watch({})
-    known: set[int] = {board.rank}
-    try:
-        while True:
-            for rank in range(board.world_size):
-                if rank not in known and board.state(rank) != PeerState.ABSENT:
-                    watch.add(rank, board.identity(rank))
-                    known.add(rank)
-            if len(known) == board.world_size:
-                return
-            dead = sorted(watch.dead())
-            if dead:
-                names = ", ".join(map(name_of, dead))
-                raise RankLost(f"{names} died while the group was being made", tuple(dead))
-            waited_s = time.monotonic() - start
-            if waited_s > ask_store_at_s:
-                ask_store_at_s = waited_s + _ASK_STORE_EVERY_S
-                if store.has(failure_key):
-                    raise SharedMemoryError(store.get(failure_key))
-            if waited_s > timeout_s:
-                missing = ", ".join(name_of(rank) for rank in range(board.world_size) if rank not in known)
-                raise RendezvousError(f"{missing} did not come within {timeout_s:g} s of {name_of(board.rank)}")
-            time.sleep(min(0.001, waited_s / 10))
-    finally:
-        watch.close()

@@ -15,11 +15,11 @@ the rank takes a nap of a microsecond, because whoever wakes up is given an idle
 there is none to be given and a nap costs a time slice. Only the slow part looks at clocks and at the state of
 peers, so trouble is noticed within milliseconds and costs nothing when there is none.
 
-[Note: steps taken back] A rank that gives up waiting takes its own step back: its count becomes
-negative. A peer that comes later finds the step incomplete, waits, looks, and learns why: it cannot
-take a collective for finished that others have given up. Only a peer that arrives in the very moment
-of giving up may still pass; the next step stops it. The reason is in the block of the rank a little
-later than the negative count, which therefore means "a reason will follow", not "late".
+[Note: steps taken back] A rank that gives up waiting takes its own step back: it writes that it is
+giving up, then the count before the step. A peer that comes later finds the step incomplete, waits,
+looks, and learns why: it cannot take a collective for finished that others have given up. Only a
+peer that arrives in the very moment of giving up may still pass; the next step stops it. The reason
+is in the block a little later, so a rank that is giving up is not late: it will have failed soon.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from enum import IntEnum
 
 from lockstep.shm.liveness import Watch
 
-__all__ = ["Channel", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence"]
+__all__ = ["Channel", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence", "nap"]
 
 _NAP_AFTER_S = 0.002
 _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
 _SHORTEST_NAP_S = 0.000001
 _LONGEST_NAP_S = 0.0005
 _LOOK_EVERY_S = 0.002
-_TAKEN_BACK = -1
 _REASON_FOLLOWS_WITHIN_S = 5.0
 
 
@@ -50,8 +49,9 @@ class PeerState(IntEnum):
 
     ABSENT = 0  # has not mapped the segment yet
     READY = 1  # has mapped it and takes part
-    LEFT = 2  # has left in good order: its collectives are over
-    FAILED = 3  # has raised; its block says what
+    GIVING_UP = 2  # has stopped waiting; its block will say why
+    LEFT = 3  # has left in good order: its collectives are over
+    FAILED = 4  # has raised; its block says what
 
 
 class TroubleKind(IntEnum):
@@ -102,7 +102,7 @@ _libc = ctypes.CDLL(None)
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 
 
-def _nap(seconds: float) -> None:
+def nap(seconds: float) -> None:
     """Sleep, to the microsecond: by default the kernel adds up to 50 to wake several sleepers at once."""
     slack_ns = _libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0)
     _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -176,9 +176,9 @@ class Waiter:
                 self.look(words, pending, target, now - start, timeout_s)
                 next_look = now + _LOOK_EVERY_S
             if now - start > _NAP_AFTER_S:
-                _nap((now - start) / 20)
+                nap((now - start) / 20)
             elif self._has_own_core and now - before > _SHARED_CORE_S:
-                _nap(_SHORTEST_NAP_S)
+                nap(_SHORTEST_NAP_S)
             before = time.monotonic()
 
     def look(
@@ -195,7 +195,7 @@ class Waiter:
         dead = set(self._watch.dead())
         states = {rank: self._words[self._state_words[rank]] for rank, _ in pending}
         # Read the words last: a peer that arrived and left after that has kept its promise.
-        missing = {rank: words[index] for rank, index in pending if words[index] < target}
+        missing = [rank for rank, index in pending if words[index] < target]
         kinds: dict[int, TroubleKind] = {}
         for rank in missing:
             # What a rank said before it died says more than its death.
@@ -206,12 +206,18 @@ class Waiter:
             elif rank in dead:
                 kinds[rank] = TroubleKind.DEAD
         if not kinds and waited_s >= timeout_s:
-            late = [rank for rank, count in missing.items() if count >= 0]
-            if waited_s >= timeout_s + _REASON_FOLLOWS_WITHIN_S:
-                late = list(missing)
+            late = missing
+            if waited_s < timeout_s + _REASON_FOLLOWS_WITHIN_S:
+                late = [rank for rank in missing if states[rank] != PeerState.GIVING_UP]
             kinds = dict.fromkeys(late, TroubleKind.LATE)
         if kinds:
             raise PeerTrouble(kinds, waited_s)
+
+    def give_up(self) -> None:
+        """Let the peers know that a reason for not coming will follow. See [Note: steps taken back]."""
+        state = self._state_words[self._rank]
+        if self._words[state] == PeerState.READY:
+            self._words[state] = PeerState.GIVING_UP
 
 
 class Channel:
@@ -246,7 +252,9 @@ class Channel:
                 try:
                     self._waiter.wait(words, self._peers, count, timeout_s)
                 except BaseException:
-                    words[self._mine] = _TAKEN_BACK
+                    self._waiter.give_up()
+                    fence()
+                    words[self._mine] = count - 1
                     raise
                 break
         fence()

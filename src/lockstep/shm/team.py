@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.errors import RankLost, RendezvousError, SharedMemoryError
+from lockstep.errors import RendezvousError, SharedMemoryError
 from lockstep.log import get_logger
 from lockstep.shm.board import Board
 from lockstep.shm.liveness import Watch
-from lockstep.shm.meeting import Store, forget, meet
+from lockstep.shm.meeting import Meeting
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
 from lockstep.shm.sync import Channel, PeerTrouble, TroubleKind, Waiter
 
@@ -104,17 +104,8 @@ class Team:
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
 
     @classmethod
-    def connect(
-        cls, store: Store, rank: int, world_size: int, timeout_s: float, name_of: Callable[[int], str] = str
-    ) -> Team:
-        """Meet the other ranks of this host. Collective.
-
-        Args:
-            store: where rank 0 publishes its segment.
-            rank: this rank, 0 … world_size-1.
-            world_size: number of ranks that will come.
-            timeout_s: seconds to wait for the last of them.
-            name_of: how to call a rank in an error message.
+    def connect(cls, meeting: Meeting) -> Team:
+        """Connect the ranks of this host. Collective.
 
         Raises:
             RendezvousError: a rank did not come in time, or two came as the same; names it.
@@ -122,19 +113,21 @@ class Team:
             SetupError: ranks were given different world sizes.
             SharedMemoryError: the memory cannot be had; on every rank.
         """
+        world_size = meeting.world_size
         size_bytes = Board.size_bytes(world_size) + world_size * 2 * SMALL_SLOT_BYTES
-        team = cls(meet(store, rank, world_size, size_bytes, timeout_s, name_of), rank, world_size)
-        if rank == 0:
-            forget(store)
+        team = cls(meeting.open_segment(size_bytes), meeting.rank, world_size)
+        if meeting.rank == 0:
+            meeting.forget_segment()
         try:
-            team.step(timeout_s)
+            team.step(meeting.timeout_s)
         except PeerTrouble as trouble:
+            team.board.leave()
             team.watch.close()
-            ranks = tuple(sorted(trouble.kinds))
-            names = ", ".join(map(name_of, ranks))
+            ranks = sorted(trouble.kinds)
             if trouble.ranks(TroubleKind.LATE):
-                raise RendezvousError(f"{names} came and then did not go on within {timeout_s:g} s") from None
-            raise RankLost(f"{names} came and was gone again while the group was being made", ranks) from None
+                names = ", ".join(map(meeting.name, ranks))
+                raise RendezvousError(f"{names} came and then did not go on within {meeting.timeout_s:g} s") from None
+            raise meeting.lost(ranks, "came and was gone again") from None
         return team
 
     def step(self, timeout_s: float) -> None:
