@@ -17,7 +17,8 @@ CallSite = tuple[CodeType | None, int]
 # Frames of these folders are not the user's: Lockstep itself and torch.
 _INTERNAL_FOLDERS = (str(Path(__file__).parents[1]) + "/", str(Path(torch.__file__).parent) + "/")
 _INTERNAL_FILES = ("<frozen ", "<string>")
-_STANDARD_LIBRARY = ("/contextlib.py", "/threading.py")
+# What wraps torch's functions and threads.
+_WRAPPERS = ("/contextlib.py", "/functools.py", "/threading.py", "/typing_extensions.py", "/warnings.py")
 # What in our own package only uses the rest, as a script would: its lines are the ones to name.
 _PACKAGE = str(Path(__file__).parents[1])
 _USERS_INSIDE = (f"{_PACKAGE}/testing/conformance/", f"{_PACKAGE}/recipes/", f"{_PACKAGE}/train.py")
@@ -26,7 +27,7 @@ _SITE_BYTES = 250
 
 
 def _is_internal_file(name: str) -> bool:
-    if name.startswith(_INTERNAL_FILES) or name.endswith(_STANDARD_LIBRARY):
+    if name.startswith(_INTERNAL_FILES) or name.endswith(_WRAPPERS):
         return True
     return name.startswith(_INTERNAL_FOLDERS) and not name.startswith(_USERS_INSIDE)
 

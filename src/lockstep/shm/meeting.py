@@ -32,7 +32,7 @@ from lockstep.shm.liveness import (
     started_at_s,
 )
 from lockstep.shm.segment import Segment
-from lockstep.shm.sync import PeerState
+from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
 
 __all__ = ["Meeting", "Store"]
 
@@ -99,11 +99,24 @@ class Meeting:
         """How to call a rank in an error."""
         return f"rank {self.global_ranks[rank]}"
 
-    def lost(self, ranks: Sequence[int], what: str) -> RankLost:
-        """The error for ranks that came and are gone."""
+    def _lost(self, ranks: Sequence[int], what: str) -> RankLost:
         names = ", ".join(map(self.name, ranks))
         culprits = tuple(self.global_ranks[rank] for rank in ranks)
         return RankLost(f"{names} {what} while the group was being made", culprits)
+
+    def explain(self, trouble: PeerTrouble, board: Board) -> RankLost | RendezvousError:
+        """The error for ranks that came and then did not go on."""
+        gone = trouble.ranks(TroubleKind.DEAD) + trouble.ranks(TroubleKind.LEFT)
+        if gone:
+            return self._lost(gone, "came and was gone again")
+        failures = [board.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)]
+        for failure in failures:
+            if failure.kind == RankLost.__name__:
+                return RankLost(failure.message, failure.culprits)
+        if failures:
+            return RendezvousError(failures[0].message)
+        names = ", ".join(map(self.name, trouble.ranks(TroubleKind.LATE)))
+        return RendezvousError(f"{names} came and then did not go on within {self.timeout_s:g} s")
 
     def open_segment(self, size_bytes: int) -> Segment:
         """The control segment of the new group, in which all ranks have introduced themselves. Collective.
@@ -185,7 +198,7 @@ class Meeting:
         if found["published_at_s"] < started_at_s():
             return waited_s < min(self.timeout_s, _EARLIER_LIFE_PATIENCE_S)
         if not is_running(PeerIdentity(**found["maker"])):
-            raise self.lost([0], "died")
+            raise self._lost([0], "died")
         return waited_s < min(self.timeout_s, _SAME_LIFE_PATIENCE_S)
 
     def _await_published(self) -> str:
@@ -214,7 +227,7 @@ class Meeting:
                     return
                 dead = sorted(watch.dead())
                 if dead:
-                    raise self.lost(dead, "died")
+                    raise self._lost(dead, "died")
                 if self._waited_s() > ask_store_at_s:
                     ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
                     if self._store.has(failure_key):

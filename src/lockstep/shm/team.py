@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.errors import RendezvousError, SharedMemoryError
+from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
-from lockstep.shm.board import Board
+from lockstep.shm.board import Board, Failure
 from lockstep.shm.liveness import Watch
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
-from lockstep.shm.sync import Channel, PeerTrouble, TroubleKind, Waiter
+from lockstep.shm.sync import Channel, PeerTrouble, Waiter
 
 __all__ = ["Region", "Team"]
 
@@ -121,13 +121,11 @@ class Team:
         try:
             team.step(meeting.timeout_s)
         except PeerTrouble as trouble:
-            team.board.leave()
+            error = meeting.explain(trouble, team.board)
+            culprits = error.culprits if isinstance(error, RankLost) else ()
+            team.board.fail(Failure(type(error).__name__, culprits, str(error)))
             team.watch.close()
-            ranks = sorted(trouble.kinds)
-            if trouble.ranks(TroubleKind.LATE):
-                names = ", ".join(map(meeting.name, ranks))
-                raise RendezvousError(f"{names} came and then did not go on within {meeting.timeout_s:g} s") from None
-            raise meeting.lost(ranks, "came and was gone again") from None
+            raise error from None
         return team
 
     def step(self, timeout_s: float) -> None:
