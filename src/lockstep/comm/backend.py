@@ -164,6 +164,39 @@ class EngineProcessGroup(ProcessGroup):
         """`dist.barrier`."""
         return self.engine.barrier(_is_async(opts), _timeout_s(opts))
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names every rank that did not come, whatever `wait_all_ranks` says. Collective.
+
+        To be called on the group: `dist.monitored_barrier` turns away every backend but gloo.
+
+        Args:
+            timeout: instead of the group's own.
+            wait_all_ranks: accepted for torch's sake.
+
+        Raises:
+            CollectiveTimeout: names the ranks that did not come, and where they are.
+        """
+        self.engine.barrier(False, None if timeout is None else timeout.total_seconds())
+
+    # ---- point to point ------------------------------------------------------------------------------
+
+    def send(self, tensors: _Tensors, peer: int, tag: int = 0) -> Work:
+        """`dist.send` and `dist.isend`."""
+        (tensor,) = tensors
+        return self.engine.send(tensor, peer, tag)
+
+    def recv(self, tensors: _Tensors, peer: int, tag: int = 0) -> Work:
+        """`dist.recv` and `dist.irecv` from one rank."""
+        (tensor,) = tensors
+        return self.engine.receive(tensor, peer, tag)
+
+    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Work:
+        """`dist.recv` and `dist.irecv` from whoever sends."""
+        (tensor,) = tensors
+        return self.engine.receive(tensor, None, tag)
+
+    # ---- pieces --------------------------------------------------------------------------------------
+
     def _split(self, whole: torch.Tensor, part: torch.Tensor, operation: str) -> list[torch.Tensor]:
         """`whole` as one flat piece of `part`'s size for each rank."""
         world_size = self.size()
@@ -273,7 +306,9 @@ class LockstepProcessGroup(EngineProcessGroup):
         with Lookout(dist.group.WORLD, ranks) as look_out:
             team = Team.connect(Meeting(MeetingStore(store), rank, ranks, timeout_s, look_out))
         name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
-        engine = Engine(team, Flight(team, name, ranks), timeout_s)
+        flight = Flight(team, name, ranks)
+        flight.waiting_in = team.mail_area.waiting
+        engine = Engine(team, flight, timeout_s)
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site
 from lockstep.comm.flight import Flight, describe_tensor, fingerprint
+from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.tensors import FlatTensor, check_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
@@ -53,7 +54,10 @@ class Engine:
         self.team = team
         self.flight = flight
         self.timeout_s = timeout_s
+        self._algorithms = algorithms
         self._runner = Runner("lockstep-collectives")
+        self._p2p: PointToPoint | None = None  # from the first send or receive on
+        self._p2p_lock = threading.Lock()
         self._turn = threading.Lock()
         self._closed = ""  # why the group cannot be used any more
         # Symmetric regions by address, to recognise tensors that lie in one.
@@ -387,6 +391,26 @@ class Engine:
                 (self.flight.global_rank(sender), self.flight.global_rank(receiver)),
             )
 
+    # ---- point to point --------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Begin to send to a rank. Local."""
+        if self._closed:
+            raise NotInitialized(f"send on {self.flight.group_name}: {self._closed}")
+        return self._point_to_point().send(tensor, peer, tag, self.timeout_s)
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+        """Begin to receive from a rank, or from any. Local."""
+        if self._closed:
+            raise NotInitialized(f"recv on {self.flight.group_name}: {self._closed}")
+        return self._point_to_point().receive(tensor, peer, tag, self.timeout_s)
+
+    def _point_to_point(self) -> PointToPoint:
+        if self._p2p is None:
+            with self._p2p_lock:
+                self._p2p = self._p2p or PointToPoint(self.team, self.flight)
+        return self._p2p
+
     # ---- symmetric memory ----------------------------------------------------------------------
 
     def allocate(self, part_bytes: int) -> Region:
@@ -515,6 +539,8 @@ class Engine:
         self._closed = "this group was shut down; call init() again before using it"
         self.team.waiter.closed = True
         self._runner.close()
+        if self._p2p is not None:
+            self._p2p.close()
         # A call in another thread notices within milliseconds. If it does not, it is computing, not
         # waiting: the memory it works on stays mapped.
         had_turn = self._turn.acquire(timeout=_CLOSE_PATIENCE_S)
@@ -532,4 +558,6 @@ class Engine:
             f"this process is a fork of {self.flight.name(self.team.rank)} and no rank itself; make the call in that "
             "process, or start a process of its own for it"
         )
+        if self._p2p is not None:
+            self._p2p.disown()
         self.team.watch.close()

@@ -53,6 +53,7 @@ class Flight:
         group_name: how errors call the group.
         number: collectives entered so far.
         broken: the error that every further call repeats, or None.
+        waiting_in: tells which send or receive a rank waits in; empty for none. Set where there is point to point.
     """
 
     def __init__(self, team: Team, group_name: str, global_ranks: Sequence[int]) -> None:
@@ -69,6 +70,7 @@ class Flight:
         self._record_words = team.board.record_words
         self.number = 0
         self.broken: CollectiveError | None = None
+        self.waiting_in: Callable[[int], str] = lambda rank: ""
         self._verify = self.verify  # bound once, not per collective
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite) -> None:
@@ -84,7 +86,7 @@ class Flight:
             CollectiveError: this group broke earlier; the first error is repeated.
         """
         if self.broken is not None:
-            raise self._repeat()
+            raise self.repeat()
         fingerprint_, call = self._calls.get(key) or self._add_call(key, describe())
         site_index = self._sites.get(site)
         if site_index is None:
@@ -155,28 +157,37 @@ class Flight:
 
     # ---- waits that cannot end -------------------------------------------------------------------
 
-    def explain(self, trouble: PeerTrouble) -> CollectiveError:
-        """The error for a wait that cannot end; breaks the group."""
-        if trouble.ranks(TroubleKind.CLOSED):
-            return CollectiveAborted(
-                f"{self.group_name} was shut down on {self.name(self._rank)} during {self._own_call()}"
-            )
-        if trouble.ranks(TroubleKind.LATE):
-            return self.break_with(self._explain_late(trouble))
-        failures = {rank: self._board.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)}
-        return self.break_with(self._explain_given_up(trouble, failures) or self._explain_loss(trouble, failures))
+    def explain(self, trouble: PeerTrouble, activity: str | None = None, hint: str = "") -> CollectiveError:
+        """The error for a wait that cannot end; breaks the group.
 
-    def _explain_late(self, trouble: PeerTrouble) -> CollectiveTimeout:
+        Args:
+            trouble: why.
+            activity: what this rank was waiting in; default the current collective.
+            hint: what else to say should a rank be late.
+        """
+        if activity is None:
+            activity = f"collective #{self.number} of {self.group_name}, {self._own_call()}"
+        if trouble.ranks(TroubleKind.CLOSED):
+            return CollectiveAborted(f"{self.group_name} was shut down on {self.name(self._rank)} during {activity}")
+        if trouble.ranks(TroubleKind.LATE):
+            return self.break_with(self._explain_late(trouble, activity, hint))
+        failures = {rank: self._board.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)}
+        given_up = self._explain_given_up(trouble, failures, activity)
+        return self.break_with(given_up or self._explain_loss(trouble, failures, activity))
+
+    def _explain_late(self, trouble: PeerTrouble, activity: str, hint: str) -> CollectiveTimeout:
         late = trouble.ranks(TroubleKind.LATE)
         places = [f"{self.name(rank)}, which {self._last_seen(rank)}" for rank in late]
         return CollectiveTimeout(
-            f"{self.name(self._rank)} waited {trouble.waited_s:.1f} s in collective #{self.number} of "
-            f"{self.group_name}, {self._own_call()}. Missing: {'; '.join(places)}. It may be stopped, stuck "
-            "or far behind: look at its stack (py-spy dump --pid …), or give a longer timeout if it had work to do",
+            f"{self.name(self._rank)} waited {trouble.waited_s:.1f} s in {activity}. Missing: {'; '.join(places)}. "
+            f"{hint}It may be stopped, stuck or far behind: look at its stack (py-spy dump --pid …), or give a longer "
+            "timeout if it had work to do",
             self._globals(late),
         )
 
-    def _explain_given_up(self, trouble: PeerTrouble, failures: Mapping[int, Failure]) -> CollectiveTimeout | None:
+    def _explain_given_up(
+        self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str
+    ) -> CollectiveTimeout | None:
         """The error where all that is wrong is that others gave up at their deadline, or None."""
         gave_up = [rank for rank, failure in failures.items() if failure.kind == CollectiveTimeout.__name__]
         if len(gave_up) < len(trouble.kinds):
@@ -185,12 +196,11 @@ class Flight:
         blamed = sorted({culprit for rank in gave_up for culprit in failures[rank].culprits})
         verb = "came to" if self._global_ranks[self._rank] in blamed else "waited in"
         return CollectiveTimeout(
-            f"{self.name(self._rank)} {verb} collective #{self.number} of {self.group_name}, {self._own_call()}, but "
-            f"{self.names(gave_up)} had given up. {first.message}",
+            f"{self.name(self._rank)} {verb} {activity}, but {self.names(gave_up)} had given up. {first.message}",
             tuple(blamed),
         )
 
-    def _explain_loss(self, trouble: PeerTrouble, failures: Mapping[int, Failure]) -> RankLost:
+    def _explain_loss(self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str) -> RankLost:
         """Name whoever caused it: the ranks missing here may only follow another's trouble."""
         raised = [
             rank
@@ -204,11 +214,7 @@ class Flight:
         else:
             culprits = self._globals(told)
         stories = [self._story(rank, trouble.kinds[rank], failures.get(rank)) for rank in told]
-        return RankLost(
-            f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in collective #{self.number} of "
-            f"{self.group_name}, {self._own_call()}",
-            culprits,
-        )
+        return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}", culprits)
 
     def _story(self, rank: int, kind: TroubleKind, failure: Failure | None) -> str:
         if failure is not None:
@@ -220,8 +226,11 @@ class Flight:
     def _last_seen(self, rank: int) -> str:
         record = self._board.latest_record(rank)
         if record is None:
-            return "had not entered a collective yet"
-        return f"was last seen in collective #{record.number}, {record.call} at {record.site}"
+            seen = "had not entered a collective yet"
+        else:
+            seen = f"was last seen in collective #{record.number}, {record.call} at {record.site}"
+        waiting = self.waiting_in(rank)
+        return f"{seen}, then in {waiting}" if waiting else seen
 
     # ---- the end of the group --------------------------------------------------------------------
 
@@ -255,7 +264,8 @@ class Flight:
         """
         self._board.fail(Failure("", self._globals([self._rank]) if culprits is None else culprits, message))
 
-    def _repeat(self) -> CollectiveError:
+    def repeat(self) -> CollectiveError:
+        """The error that broke this group, to be raised again."""
         first = self.broken
         assert first is not None
         return type(first)(f"{self.group_name} broke earlier on this rank: {first}", first.culprits)

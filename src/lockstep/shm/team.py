@@ -17,6 +17,7 @@ from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
 from lockstep.shm.board import Board, Failure
 from lockstep.shm.liveness import Watch
+from lockstep.shm.mail_area import MailArea
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
 from lockstep.shm.sync import Channel, PeerTrouble, Waiter
@@ -81,6 +82,7 @@ class Team:
         board: the control blocks.
         watch: liveness of the peers.
         waiter: how to wait for words of shared memory.
+        mail_area: where messages between two ranks travel.
         after_step: called once after the next step, then forgotten; the flight record sets it
             to compare what the ranks came for before anybody reads a byte.
     """
@@ -99,6 +101,7 @@ class Team:
         self._small = [
             segment.tensor(start + peer * 2 * SMALL_SLOT_BYTES, 2 * SMALL_SLOT_BYTES) for peer in range(world_size)
         ]
+        self.mail_area = MailArea(segment, start + world_size * 2 * SMALL_SLOT_BYTES, world_size)
         self._large: Region | None = None
         self._large_slot_bytes = LARGE_SLOT_BYTES
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
@@ -114,7 +117,8 @@ class Team:
             SharedMemoryError: the memory cannot be had; on every rank.
         """
         world_size = meeting.world_size
-        size_bytes = Board.size_bytes(world_size) + world_size * 2 * SMALL_SLOT_BYTES
+        slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
+        size_bytes = Board.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
         team = cls(meeting.open_segment(size_bytes), meeting.rank, world_size)
         if meeting.rank == 0:
             meeting.forget_segment()

@@ -24,10 +24,6 @@ BACKEND_GAPS: Mapping[str, Mapping[str, str]] = {
         "in_order": "asynchronous calls run at once on several threads, in no order",
         "wide_accumulation": "adds 16-bit floats in 16 bits",
     },
-    "lockstep": {
-        "monitored_barrier": "not there yet; every barrier names the ranks that are missing",
-        "p2p": "send, recv and their kin are not there yet",
-    },
 }
 
 

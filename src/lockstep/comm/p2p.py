@@ -1,0 +1,394 @@
+"""send, recv and their kin for one group on one rank: who moves messages along, deadlines, errors.
+
+`shm/mailbox.py` knows how messages move, and has to be called for them to do so. Whoever waits for a
+message calls it (`PointToPoint.drive`), so that a message that is there costs no change of threads. While
+nobody waits, a thread calls it every half a millisecond: it exists from the first operation on that could not be
+finished at once. So operations go on while this rank computes or is in a collective.
+
+[Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment
+somebody waits for it. An operation that nobody waits for ends with its peer, or with the group.
+
+[Note: what breaks a group] A pair that disagrees about a message (CollectiveMismatch) has lost that message
+and nothing else. A rank that is gone, or did not come in time, is an error that breaks the group on this rank as it
+does in a collective: peers that wait for this rank learn of it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from lockstep.comm import clock
+from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
+from lockstep.comm.flight import Flight
+from lockstep.comm.tensors import FlatTensor, check_tensor
+from lockstep.comm.transfers import DoneTransfer, Transfer, source_of
+from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
+from lockstep.shm.mailbox import Mailbox
+from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
+from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind, nap
+from lockstep.shm.team import Team
+
+__all__ = ["PointToPoint"]
+
+_LOOK_EVERY_S = 0.002
+_YIELD_FOR_S = 0.001
+_NAP_S = 0.0005
+# A yield that takes this long has gone to another process. Whoever wakes up from a nap comes before it.
+_SHARED_CORE_S = 0.00002
+_SHORTEST_NAP_S = 0.000001
+_THREAD_RESTS_AFTER_S = 0.05
+_CLOSE_PATIENCE_S = 1.0
+_LABEL_CACHE_ENTRIES = 1024
+_NUM_HINTS = 3
+
+
+class PointToPoint:
+    """Point to point in one group on one rank.
+
+    Args:
+        team: the ranks of the group.
+        flight: its flight record.
+        mailbox: what moves messages; default through the memory of the team.
+    """
+
+    def __init__(self, team: Team, flight: Flight, mailbox: Mailbox | None = None) -> None:
+        self._team = team
+        self._flight = flight
+        self._mailbox = mailbox or Mailbox(team.mail_area, team.rank, team.world_size)
+        self._lock = threading.Lock()  # guards the mailbox and _transfers
+        self._transfers: dict[Send | Receive, Transfer] = {}
+        self._labels: dict[tuple[torch.dtype, torch.Size, CallSite], Label] = {}
+        self._spins = max(team.waiter.spins // 4, 1)
+        self._drivers: set[int] = set()  # threads in `drive`
+        self._thread: threading.Thread | None = None
+        self._has_work = threading.Event()
+        self._closed = False
+
+    # ---- operations ----------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout_s: float) -> DoneTransfer | Transfer:
+        """Begin to send a tensor. Local.
+
+        Args:
+            tensor: any shape; must not change before this has finished.
+            peer: group rank of the receiver; may be this rank itself.
+            tag: what a receive must name to match, from 0 on.
+            timeout_s: seconds from the first wait to the deadline.
+
+        Raises:
+            RankLost: the peer is gone.
+            InputError, InputTypeError: not a dense CPU tensor; no such rank or tag.
+        """
+        check_tensor(tensor, "send")
+        self._check_address("send", peer, tag)
+        item = FlatTensor(tensor)
+        label = self._label(tensor, call_site())
+        if peer != self._team.rank:
+            self._refuse_if_gone(Send(tag, label, item.flat, peer=peer))
+        with self._lock:
+            send = self._mailbox.send(peer, tag, label, item.flat.view(torch.uint8))
+            transfer = self._track(send, item, timeout_s)
+            finished = self._take_finished()
+        self._finish(finished)
+        return DoneTransfer(tensor, source_of(send)) if transfer is None else transfer
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> DoneTransfer | Transfer:
+        """Begin to receive a tensor. Local.
+
+        Args:
+            tensor: of the shape and dtype that are sent.
+            peer: group rank of the sender; None for any.
+            tag: what the send must have named to match.
+            timeout_s: seconds from the first wait to the deadline.
+
+        Raises:
+            InputError, InputTypeError: not a dense CPU tensor; no such rank or tag.
+        """
+        check_tensor(tensor, "recv")
+        source = ANY_SOURCE if peer is None else peer
+        self._check_address("recv", source, tag)
+        item = FlatTensor(tensor)
+        label = self._label(tensor, call_site())
+        with self._lock:
+            receive = self._mailbox.receive(source, tag, label, item.flat.view(torch.uint8))
+            transfer = self._track(receive, item, timeout_s)
+            finished = self._take_finished()
+        self._finish(finished)
+        if transfer is None:
+            item.write_back()
+            return DoneTransfer(tensor, source_of(receive))
+        self._advance()
+        return transfer
+
+    def _check_address(self, name: str, peer: int, tag: int) -> None:
+        if self._flight.broken is not None:
+            raise self._flight.repeat()
+        if not isinstance(tag, int):
+            raise InputTypeError(f"{name}: the tag is {tag!r}; give an integer")
+        if not 0 <= tag < 1 << 63:
+            raise InputError(f"{name}: the tag is {tag}; give an integer from 0 on")
+        if peer != ANY_SOURCE and not 0 <= peer < self._team.world_size:
+            raise InputError(
+                f"{name}: there is no rank {peer} in {self._flight.group_name}, which has {self._team.world_size} ranks"
+            )
+
+    def _label(self, tensor: torch.Tensor, site: CallSite) -> Label:
+        key = tensor.dtype, tensor.shape, site
+        label = self._labels.get(key)
+        if label is None:
+            if len(self._labels) >= _LABEL_CACHE_ENTRIES:
+                self._labels.clear()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            label = self._labels[key] = Label(dtype, tuple(tensor.shape), site_text(site))
+        return label
+
+    def _refuse_if_gone(self, send: Send) -> None:
+        """A small message would be written to the ring of a rank that is gone as if that read it."""
+        gone = self._gone([send.peer])
+        if gone:
+            raise self._flight.explain(PeerTrouble(gone, 0.0), self.name_of(send))
+
+    def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> Transfer | None:
+        """A handle for an operation that is not over yet, or has gone wrong. Under the lock."""
+        if operation.done and operation.conflict is None:
+            return None
+        transfer = Transfer(self, operation, item, timeout_s)
+        self._transfers[operation] = transfer
+        if not operation.done:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="lockstep-p2p", daemon=True)
+                self._thread.start()
+            if not self._has_work.is_set():
+                self._has_work.set()
+        return transfer
+
+    # ---- moving along --------------------------------------------------------------------------------
+
+    def drive(self, transfer: Transfer, limit_s: float | None) -> None:
+        """Move all messages along until `transfer` has finished, or `limit_s` seconds have passed. Local."""
+        transfer.start_deadline()
+        started = time.perf_counter()
+        thread = threading.get_ident()
+        self._drivers.add(thread)
+        try:
+            for _ in range(self._spins):
+                self._advance()
+                if transfer.is_completed():
+                    return
+            self._drive_slowly(transfer, limit_s)
+        finally:
+            self._drivers.discard(thread)
+            clock.add(time.perf_counter() - started)
+
+    def _drive_slowly(self, transfer: Transfer, limit_s: float | None) -> None:
+        area, rank = self._team.mail_area, self._team.rank
+        began = moved_at = now = time.monotonic()
+        look_at = began + _LOOK_EVERY_S
+        is_said = False
+        try:
+            while not transfer.is_completed():
+                if self._closed:  # In a fork of the rank: a rank that shuts down ends its transfers.
+                    raise CollectiveAborted(f"{self.name_of(transfer.operation)}: not in this process")
+                if self._advance():
+                    moved_at = now
+                now = time.monotonic()
+                if now >= look_at:
+                    if not is_said:
+                        area.say_waiting(rank, _call_at(transfer.operation, self._flight))
+                        is_said = True
+                    self._look()
+                    look_at = now + _LOOK_EVERY_S
+                if limit_s is not None and now - began >= limit_s:
+                    return
+                if now - moved_at > _YIELD_FOR_S:
+                    nap(min(_NAP_S, (now - moved_at) / 20))
+                else:
+                    os.sched_yield()
+                    if time.monotonic() - now > _SHARED_CORE_S:
+                        nap(_SHORTEST_NAP_S)
+        finally:
+            if is_said:
+                area.say_waiting(rank, "")
+
+    def _loop(self) -> None:
+        """The thread: moves messages along while nobody waits for one."""
+        busy_at = look_at = time.monotonic()
+        while not self._closed:
+            now = time.monotonic()
+            if self._transfers:
+                busy_at = now
+            elif now - busy_at > _THREAD_RESTS_AFTER_S:
+                self._has_work.clear()
+                if not self._transfers and not self._closed:
+                    self._has_work.wait()
+                continue
+            moved = False
+            if self._transfers and not self._drivers:
+                moved = self._advance()
+                if now >= look_at:
+                    self._look()
+                    look_at = now + _LOOK_EVERY_S
+            if not moved:
+                time.sleep(_NAP_S)
+
+    def _advance(self) -> bool:
+        """Do what can be done now, unless another thread is at it. Whether something moved."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._closed:
+                return False
+            before = self._mailbox.num_records
+            self._progress()
+            moved = self._mailbox.num_records != before
+            finished = self._take_finished()
+        finally:
+            self._lock.release()
+        self._finish(finished)
+        return moved
+
+    def _progress(self) -> None:
+        """Under the lock."""
+        try:
+            self._mailbox.progress()
+        except BaseException as error:
+            # Some record may be half read: no way to go on.
+            name = self._flight.name(self._team.rank)
+            broken = CollectiveAborted(
+                f"{name} {describe_exception(error)}, while it moved messages of {self._flight.group_name}",
+                (self._flight.global_rank(self._team.rank),),
+            )
+            self._flight.break_with(broken)
+            if not isinstance(error, Exception):
+                raise
+
+    def _take_finished(self) -> list[Transfer]:
+        """The handles of what has become done. Under the lock."""
+        done = self._mailbox.take_finished()
+        return [self._transfers.pop(operation) for operation in done if operation in self._transfers]
+
+    def _finish(self, transfers: Iterable[Transfer]) -> None:
+        """Not under the lock."""
+        for transfer in transfers:
+            conflict = transfer.operation.conflict
+            transfer.finish(None if conflict is None else self._mismatch(transfer.operation, conflict))
+
+    # ---- trouble -------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """End the transfers that cannot finish any more, unless another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return
+        failed: list[tuple[Transfer, PeerTrouble | None]] = []
+        try:
+            if self._closed:
+                return
+            # Before reading: what a peer sent before it left has been sent.
+            gone = self._gone(peer for peer in range(self._team.world_size) if peer != self._team.rank)
+            self._progress()
+            finished = self._take_finished()
+            now = time.monotonic()
+            for operation, transfer in list(self._transfers.items()):
+                trouble = self._trouble(transfer, gone, now)
+                if trouble is not None or self._flight.broken is not None:
+                    self._mailbox.abandon(operation)
+                    failed.append((self._transfers.pop(operation), trouble))
+        finally:
+            self._lock.release()
+        self._finish(finished)
+        for transfer, trouble in failed:
+            transfer.finish(self._flight.repeat() if trouble is None else self._explain(transfer, trouble))
+
+    def _gone(self, peers: Iterable[int]) -> dict[int, TroubleKind]:
+        """Those of `peers` that will not send or receive any more."""
+        dead = self._team.watch.dead()
+        gone: dict[int, TroubleKind] = {}
+        for peer in peers:
+            state = self._team.board.state(peer)
+            # What a rank said before it died says more than its death.
+            if state is PeerState.FAILED:
+                gone[peer] = TroubleKind.FAILED
+            elif state is PeerState.LEFT:
+                gone[peer] = TroubleKind.LEFT
+            elif peer in dead:
+                gone[peer] = TroubleKind.DEAD
+        return gone
+
+    def _trouble(self, transfer: Transfer, gone: Mapping[int, TroubleKind], now: float) -> PeerTrouble | None:
+        awaited, since = transfer.operation.awaited, transfer.awaited_since_s
+        waited_s = 0.0 if since is None else now - since
+        if awaited != ANY_SOURCE:
+            candidates = [awaited]
+            kinds = {awaited: gone[awaited]} if awaited in gone else {}
+        else:
+            candidates = [peer for peer in range(self._team.world_size) if peer != self._team.rank]
+            # One that has left has no more to say; one that broke may have been the one to send.
+            kinds = {peer: kind for peer, kind in gone.items() if kind is not TroubleKind.LEFT}
+            if len(gone) == len(candidates):
+                kinds = dict(gone)
+        if not kinds and since is not None and waited_s >= transfer.timeout_s:
+            kinds = dict.fromkeys(candidates, TroubleKind.LATE)
+        return PeerTrouble(kinds, waited_s) if kinds else None
+
+    def _explain(self, transfer: Transfer, trouble: PeerTrouble) -> CollectiveError:
+        hint = ""
+        late = trouble.ranks(TroubleKind.LATE)
+        if late and isinstance(transfer.operation, Receive):
+            kept = [arrival for peer in late for arrival in self._mailbox.kept_from(peer)]
+            others = [f"send({one.label}, tag={one.tag}) at {one.label.site}" for one in kept[:_NUM_HINTS]]
+            if others:
+                hint = f"Sent to this rank, and not received yet: {'; '.join(others)}. "
+        return self._flight.explain(trouble, self.name_of(transfer.operation), hint)
+
+    def _mismatch(self, operation: Send | Receive, conflict: Label) -> CollectiveMismatch:
+        flight, rank, peer = self._flight, self._team.rank, operation.awaited
+        mine = f"{flight.name(rank)} called {self.name_of(operation)}"
+        other = "recv" if isinstance(operation, Send) else "send"
+        yours = f"{other}({conflict}, tag={operation.tag}) of {flight.name(peer)} at {conflict.site}"
+        return CollectiveMismatch(
+            f"{mine}, and what matches it by rank and tag is {yours}. Give both sides the same dtype and shape (one of "
+            "them may be flat), or another tag if they were not meant for each other",
+            tuple(sorted({flight.global_rank(rank), flight.global_rank(peer)})),
+        )
+
+    def name_of(self, operation: Send | Receive) -> str:
+        """`recv(float32[3], src=0, tag=0) of the default group at train.py:3 in main`."""
+        return f"{_call(operation, self._flight)} of {self._flight.group_name} at {operation.label.site}"
+
+    # ---- end -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all transfers with CollectiveAborted, and the thread. Local."""
+        has_lock = self._lock.acquire(timeout=_CLOSE_PATIENCE_S)
+        self._closed = True
+        transfers = list(self._transfers.values())
+        self._transfers.clear()
+        self._mailbox.close()
+        if has_lock:
+            self._lock.release()
+        self._has_work.set()
+        for transfer in transfers:
+            name = self.name_of(transfer.operation)
+            transfer.finish(CollectiveAborted(f"{name}: the group was shut down before this had finished"))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_PATIENCE_S)
+
+    def disown(self) -> None:
+        """In a forked child: touch nothing shared any more. Local."""
+        self._closed = True
+
+
+def _call(operation: Send | Receive, flight: Flight) -> str:
+    if isinstance(operation, Send):
+        return f"send({operation.label}, dst={flight.global_rank(operation.peer)}, tag={operation.tag})"
+    source = "any" if operation.source == ANY_SOURCE else str(flight.global_rank(operation.source))
+    return f"recv({operation.label}, src={source}, tag={operation.tag})"
+
+
+def _call_at(operation: Send | Receive, flight: Flight) -> str:
+    return f"{_call(operation, flight)} at {operation.label.site}"

@@ -1,0 +1,117 @@
+"""Work handles of sends and receives."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch.futures import Future
+
+from lockstep.comm.tensors import FlatTensor
+from lockstep.comm.work import DoneWork, PendingWork
+from lockstep.errors import CollectiveTimeout
+from lockstep.shm.messages import Receive, Send
+
+__all__ = ["DoneTransfer", "Transfer", "source_of"]
+
+_NO_SOURCE = -1
+
+
+def source_of(operation: Send | Receive) -> int:
+    """Group rank that a message came from; -1 for a send, or before it is known."""
+    if isinstance(operation, Send) or operation.peer is None:
+        return _NO_SOURCE
+    return operation.peer
+
+
+class _Owner(Protocol):
+    def drive(self, transfer: Transfer, limit_s: float | None) -> None: ...
+
+    def name_of(self, operation: Send | Receive) -> str: ...
+
+
+class DoneTransfer(DoneWork):
+    """A send or receive that had finished before it returned.
+
+    Args:
+        tensor: what was sent or received.
+        source: group rank it came from; -1 for a send.
+    """
+
+    def __init__(self, tensor: torch.Tensor, source: int) -> None:
+        super().__init__([tensor])
+        self._source = source
+
+    def _source_rank(self) -> int:
+        """Group rank of the sender; torch's `recv` from any source asks for it."""
+        return self._source
+
+
+class Transfer(PendingWork):
+    """A send or receive under way.
+
+    Args:
+        owner: moves it along.
+        operation: what the mailbox knows of it.
+        item: the tensor.
+        timeout_s: seconds from the first wait to the deadline.
+
+    Attributes:
+        awaited_since_s: when somebody began to wait for it, on the monotonic clock; None if nobody has.
+    """
+
+    def __init__(self, owner: _Owner, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> None:
+        super().__init__(_nothing, [item.tensor], lambda: owner.name_of(operation))
+        self.operation = operation
+        self.timeout_s = timeout_s
+        self.awaited_since_s: float | None = None
+        self._owner = owner
+        self._item = item
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Keep the outcome and hand it to whoever waits. Once, and under no lock: callbacks run in here."""
+        if error is None and isinstance(self.operation, Receive):
+            self._item.write_back()
+        self._error = error
+        self._finish()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it has finished.
+
+        Raises:
+            CollectiveTimeout: it has not within `timeout` (if that is above zero), and goes on; or the peer did not
+                come before the group's own deadline.
+            CollectiveMismatch: the message and the receive do not fit.
+            RankLost: the peer died, left or failed.
+        """
+        limit_s = timeout.total_seconds() if timeout is not None else 0.0
+        if not self.is_completed():
+            self._owner.drive(self, limit_s if limit_s > 0 else None)
+            if not self.is_completed():
+                raise CollectiveTimeout(
+                    f"{self._describe()} had not finished when wait(timeout={limit_s:g} s) ran out; it goes on, and "
+                    "the group's own deadline will say who is missing"
+                )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future that finishes with it. The deadline runs from now on."""
+        self.start_deadline()
+        return super().get_future()
+
+    def start_deadline(self) -> None:
+        """Somebody waits from now on."""
+        if self.awaited_since_s is None:
+            self.awaited_since_s = time.monotonic()
+
+    def _source_rank(self) -> int:
+        """Group rank of the sender; torch's `recv` from any source asks for it."""
+        return source_of(self.operation)
+
+
+def _nothing() -> None:
+    """The mailbox does the work."""

@@ -1,0 +1,71 @@
+"""Where the rings of a team lie: a part of the control segment, which every rank maps from the beginning.
+
+Layout in bytes, for W ranks::
+
+    0        text of rank 0: what it waits for in a send or receive; then of rank 1, …    TEXT_BYTES each
+    …        ring from rank 0 to rank 0, 0 to 1, …; then from rank 1, …            ring_bytes(capacity) each
+
+[Note: rings from the beginning] Sending is nothing that all ranks do together, so no memory can be made for it when it
+begins; and a rank may send and leave before its peer has come to its receive, so what is sent cannot
+lie in memory that goes with the sender. Hence every pair has a ring, used or not. They take 256 KiB for each rank until
+there are more than 64; then 4 KiB for each pair.
+"""
+
+from __future__ import annotations
+
+from lockstep.shm.ring import ring_bytes
+from lockstep.shm.segment import Segment
+
+__all__ = ["MailArea"]
+
+_RING_BYTES_PER_RANK = 256 << 10
+_SMALLEST_RING_BYTES, _LARGEST_RING_BYTES = 4 << 10, 64 << 10
+_TEXT_BYTES = 512
+
+
+class MailArea:
+    """The part of the control segment for messages between two ranks.
+
+    Args:
+        segment: the mapped control segment.
+        start: offset of the area, a multiple of 64.
+        world_size: number of ranks.
+
+    Attributes:
+        capacity: bytes of each ring, a power of two.
+    """
+
+    def __init__(self, segment: Segment, start: int, world_size: int) -> None:
+        self.segment = segment
+        self.capacity = self._capacity(world_size)
+        self._memory = segment.memory
+        self._start = start
+        self._world_size = world_size
+
+    @staticmethod
+    def _capacity(world_size: int) -> int:
+        share = max(_RING_BYTES_PER_RANK // world_size, 1)
+        return max(_SMALLEST_RING_BYTES, min(_LARGEST_RING_BYTES, 1 << share.bit_length() - 1))
+
+    @classmethod
+    def size_bytes(cls, world_size: int) -> int:
+        """Bytes of the area."""
+        return world_size * _TEXT_BYTES + world_size**2 * ring_bytes(cls._capacity(world_size))
+
+    def ring_start(self, sender: int, receiver: int) -> int:
+        """Offset in the segment of the ring from one rank to another."""
+        rings = self._start + self._world_size * _TEXT_BYTES
+        return rings + (sender * self._world_size + receiver) * ring_bytes(self.capacity)
+
+    def say_waiting(self, rank: int, text: str) -> None:
+        """Publish what that rank waits for; empty for nothing. By that rank only."""
+        start = self._start + rank * _TEXT_BYTES
+        data = text.encode(errors="replace")[: _TEXT_BYTES - 2]
+        self._memory[start + 2 : start + 2 + len(data)] = data
+        self._memory[start : start + 2] = len(data).to_bytes(2, "little")
+
+    def waiting(self, rank: int) -> str:
+        """What that rank waits for in a send or receive: `recv(float32[3], src=0, tag=0) at …`; empty for nothing."""
+        start = self._start + rank * _TEXT_BYTES
+        length = int.from_bytes(self._memory[start : start + 2], "little")
+        return bytes(self._memory[start + 2 : start + 2 + length]).decode(errors="ignore")

@@ -1,0 +1,401 @@
+"""Point to point on one host: sends and receives of one rank, moved through the rings of its pairs.
+
+[Note: eager or announced] A small message travels in a record of the ring (`ring.py`) and its send is over as soon as
+it is written; a receiver that has no use for it yet keeps a copy. What a receiver must keep is bounded: it
+publishes how much it has got rid of, and a sender too far ahead of that, or whose message is large, only *announces*
+the message. The receiver *grants* it when a receive matches, and then it is streamed through chunks of the
+sender's pool (`pool.py`). The first chunk goes along with the announcement where one is free, so that a message
+of one chunk needs no round trip when the receiver is there.
+
+[Note: nothing blocks a ring] Whoever has anything pending with a peer reads all records from that peer, whatever they
+are: eager messages into bounded memory, announcements into a queue no longer than what the peer has pending. So a
+grant never sits behind something that cannot be read, and no order of sends and receives that has a way to end gets
+stuck in here.
+
+[Note: labels] Each message names its dtype, shape and the line of its send. These repeat, so they are written
+once for each peer and then named by a number. A receiver looks the number up as it reads, so a number can be given to
+another label later.
+
+This module waits for nobody: `progress` does what can be done now. Who calls it, for how long, and what becomes of
+ranks that are gone is the business of `lockstep.comm.p2p`. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+from lockstep import env
+from lockstep.errors import SharedMemoryError
+from lockstep.shm.mail_area import MailArea
+from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Matcher, Receive, Send
+from lockstep.shm.pool import CHUNK_BYTES, Pool, PoolView
+from lockstep.shm.ring import Fields, RingReader, RingWriter, copy_bytes
+
+__all__ = ["Mailbox"]
+
+_LARGEST_DEBT_BYTES = 4 << 20  # what a receiver may have to keep for each sender
+_OVERHEAD_BYTES = 256  # of a message that is kept, besides its payload
+_NUM_LABELS = 64
+_RECORDS_PER_READ = 64
+_NO_CHUNK = -1
+
+
+class _Kind(IntEnum):
+    """Records. The fields behind the kind are: number, tag, num_bytes, label, chunk, chunk_bytes."""
+
+    LABEL = 1  # the payload is what that label stands for from here on
+    POOL = 2  # the payload is the handle of the sender's pool
+    EAGER = 3  # the payload is the message
+    ANNOUNCE = 4  # a message that waits for a grant; the chunk is its beginning
+    CHUNK = 5  # the next piece of a granted message: the chunk, or else the payload
+    GRANT = 6  # to the sender of that number: go on
+    REFUSE = 7  # to the sender of that number: the receive that matched has that label, which does not fit
+
+
+@dataclass(eq=False)
+class _Peer:
+    """What this rank knows of another."""
+
+    rank: int
+    writer: RingWriter
+    reader: RingReader
+    # Records that found no room, in order, each with the send that is over when it is written.
+    backlog: deque[tuple[Fields, torch.Tensor | None, Send | None]] = field(default_factory=deque)
+    num_messages: int = 0  # sent to it so far
+    eager_bytes: int = 0  # of the eager ones, overhead included
+    settled_bytes: int = 0  # of the eager ones from it: delivered
+    label_numbers: dict[Label, int] = field(default_factory=dict)  # as it knows them, oldest first
+    labels: dict[int, Label] = field(default_factory=dict)  # as it sent them
+    knows_pool: bool = False
+    pool: PoolView | None = None  # its own
+    announced: dict[int, Send] = field(default_factory=dict)  # by number
+    granted: dict[int, Receive] = field(default_factory=dict)  # by number
+
+
+class Mailbox:
+    """The messages of one rank.
+
+    Args:
+        area: where the rings lie.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Attributes:
+        pending: the operations that are not done, in the order they were asked for.
+        num_records: read and written so far; who waits can tell by it that something moves.
+    """
+
+    def __init__(self, area: MailArea, rank: int, world_size: int) -> None:
+        self._area = area
+        self._rank = rank
+        self._others = [peer for peer in range(world_size) if peer != rank]
+        self._peers: dict[int, _Peer] = {}
+        self._matcher = Matcher()
+        self._streams: deque[Send] = deque()  # granted, and not all of it written yet
+        self._finished: list[Send | Receive] = []
+        self.pending: dict[Send | Receive, None] = {}
+        self.num_records = 0
+        self._pending_with: Counter[int] = Counter()  # by rank or ANY_SOURCE
+        self._eager_bytes = area.capacity // 4
+        self._pool: Pool | None = None
+        # Peers open a pool some time after it was made. In a folder (LOCKSTEP_SHM_DIR) it would need its name until
+        # then, and a kill would leave the name behind: there, messages are streamed through the rings.
+        self._may_have_pool = env.LOCKSTEP_SHM_DIR.get() is None
+
+    # ---- asked for from above ------------------------------------------------------------------------
+
+    def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
+        """Begin to send. Local.
+
+        Args:
+            peer: where to; may be this rank.
+            tag: what a receive must have to match.
+            label: of the tensor.
+            flat: its bytes: uint8 of shape (n,). They must not change until the send is done.
+        """
+        send = Send(tag, label, flat, peer=peer)
+        self.pending[send] = None
+        self._pending_with[peer] += 1
+        if peer == self._rank:
+            self._match(Arrival(peer, tag, label, flat.numel(), own=send))
+            return send
+        to = self._peer(peer)
+        to.num_messages += 1
+        send.number = to.num_messages
+        number = self._label_number(to, label)
+        cost = flat.numel() + _OVERHEAD_BYTES
+        if flat.numel() <= self._eager_bytes and to.eager_bytes + cost - to.writer.settled <= _LARGEST_DEBT_BYTES:
+            to.eager_bytes += cost
+            self._write(to, (_Kind.EAGER, send.number, tag, flat.numel(), number, _NO_CHUNK, 0), flat, send)
+        else:
+            to.announced[send.number] = send
+            chunk = self._fill_chunk(to, send, unclaimed=True) if flat.numel() else _NO_CHUNK
+            self._write(to, (_Kind.ANNOUNCE, send.number, tag, flat.numel(), number, chunk, send.num_sent))
+        return send
+
+    def receive(self, source: int, tag: int, label: Label, flat: torch.Tensor) -> Receive:
+        """Begin to receive. Local.
+
+        Args:
+            source: where from, or `ANY_SOURCE`.
+            tag: what the message must have to match.
+            label: of the tensor.
+            flat: where its bytes go: uint8 of shape (n,).
+        """
+        receive = Receive(tag, label, flat, source=source)
+        self.pending[receive] = None
+        self._pending_with[source] += 1
+        arrival = self._matcher.arrival_for(receive)
+        if arrival is not None:
+            self._deliver(receive, arrival)
+        return receive
+
+    def progress(self) -> None:
+        """Do what can be done now: read, match, copy, write. Local; waits for nothing.
+
+        Raises:
+            SharedMemoryError: a peer's pool cannot be mapped.
+        """
+        ranks = self._others if ANY_SOURCE in self._pending_with else list(self._pending_with)
+        for rank in ranks:
+            if rank != self._rank:
+                peer = self._peer(rank)
+                self._read(peer)
+                self._flush(peer)
+        if self._streams:
+            self._stream()
+
+    def take_finished(self) -> list[Send | Receive]:
+        """The operations that have become done since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abandon(self, operation: Send | Receive) -> None:
+        """Stop caring for an operation: its memory is not touched again. The peer's side may never end."""
+        if not operation.done:
+            operation.done = True
+            self._forget(operation)
+            if isinstance(operation, Receive):
+                self._matcher.withdraw(operation)
+
+    def kept_from(self, peer: int) -> Iterator[Arrival]:
+        """The messages of a peer that wait here for a receive, in order of arrival."""
+        return self._matcher.kept_from(peer)
+
+    def close(self) -> None:
+        """Let go of the pool's file. Local; peers that have mapped it go on."""
+        if self._pool is not None:
+            self._pool.release()
+
+    # ---- bookkeeping ---------------------------------------------------------------------------------
+
+    def _peer(self, rank: int) -> _Peer:
+        peer = self._peers.get(rank)
+        if peer is None:
+            area = self._area
+            writer = RingWriter(area.segment, area.ring_start(self._rank, rank), area.capacity)
+            reader = RingReader(area.segment, area.ring_start(rank, self._rank), area.capacity)
+            peer = self._peers[rank] = _Peer(rank, writer, reader)
+        return peer
+
+    def _finish(self, operation: Send | Receive, conflict: Label | None = None) -> None:
+        if not operation.done:
+            operation.done = True
+            operation.conflict = conflict
+            self._forget(operation)
+            self._finished.append(operation)
+
+    def _forget(self, operation: Send | Receive) -> None:
+        del self.pending[operation]
+        peer = operation.peer if isinstance(operation, Send) else operation.source
+        self._pending_with[peer] -= 1
+        if not self._pending_with[peer]:
+            del self._pending_with[peer]
+
+    def _label_number(self, to: _Peer, label: Label) -> int:
+        """The number by which that peer knows a label. See [Note: labels]."""
+        number = to.label_numbers.get(label)
+        if number is None:
+            number = len(to.label_numbers)
+            if number == _NUM_LABELS:
+                number = to.label_numbers.pop(next(iter(to.label_numbers)))
+            to.label_numbers[label] = number
+            data = label.encode()[: to.writer.largest_payload]
+            self._write_text(to, (_Kind.LABEL, 0, 0, len(data), number, _NO_CHUNK, 0), data)
+        return number
+
+    # ---- matching ------------------------------------------------------------------------------------
+
+    def _match(self, arrival: Arrival) -> None:
+        """Hand a message to the receive that waits for it, or keep it."""
+        receive = self._matcher.receive_for(arrival)
+        if receive is not None:
+            self._deliver(receive, arrival)
+            return
+        if arrival.data is not None and not arrival.announced:
+            arrival.data = arrival.data.clone()  # It lies in the ring, which must go on.
+        self._matcher.keep(arrival)
+
+    def _deliver(self, receive: Receive, arrival: Arrival) -> None:
+        """Copy what has come of a message, and see to the rest."""
+        receive.peer = arrival.peer
+        fits = arrival.label.fits(receive.label)
+        if fits and arrival.data is not None:
+            receive.num_received = arrival.data.numel()
+            copy_bytes(arrival.data, receive.flat[: receive.num_received])
+        if arrival.own is not None:
+            if fits:
+                copy_bytes(arrival.own.flat, receive.flat)
+            self._finish(arrival.own, None if fits else receive.label)
+        elif arrival.announced:
+            self._answer(receive, arrival, fits)
+            if fits and receive.num_received < arrival.num_bytes:
+                return
+        else:
+            self._settle(arrival)
+        self._finish(receive, None if fits else arrival.label)
+
+    def _answer(self, receive: Receive, arrival: Arrival, fits: bool) -> None:
+        """Grant an announced message, or refuse it."""
+        peer = self._peer(arrival.peer)
+        if arrival.chunk is not None:
+            assert peer.pool is not None
+            peer.pool.hand_back(arrival.chunk)
+        if not fits:
+            number = self._label_number(peer, receive.label)
+            self._write(peer, (_Kind.REFUSE, arrival.number, 0, 0, number, _NO_CHUNK, 0))
+            return
+        if receive.num_received < arrival.num_bytes:
+            peer.granted[arrival.number] = receive
+        self._write(peer, (_Kind.GRANT, arrival.number, 0, 0, 0, _NO_CHUNK, 0))
+
+    def _settle(self, arrival: Arrival) -> None:
+        peer = self._peer(arrival.peer)
+        peer.settled_bytes += arrival.num_bytes + _OVERHEAD_BYTES
+        peer.reader.settle(peer.settled_bytes)
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def _read(self, peer: _Peer) -> None:
+        """Handle what has come from a peer."""
+        reader = peer.reader
+        for _ in range(_RECORDS_PER_READ):
+            fields = reader.read()
+            if fields is None:
+                return
+            kind, number, tag, num_bytes, label, chunk, chunk_bytes = fields
+            if kind == _Kind.EAGER:
+                data = reader.payload(num_bytes)
+                self._match(Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, data))
+            elif kind == _Kind.ANNOUNCE:
+                arrival = Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, announced=True)
+                if chunk != _NO_CHUNK:
+                    assert peer.pool is not None, "the handle of a pool comes before its first chunk"
+                    arrival.chunk, arrival.data = chunk, peer.pool.view(chunk, chunk_bytes)
+                self._match(arrival)
+            elif kind == _Kind.CHUNK:
+                self._read_piece(peer, number, num_bytes, chunk)
+            elif kind == _Kind.GRANT:
+                self._go_on(peer.announced.pop(number))
+            elif kind == _Kind.REFUSE:
+                self._finish(peer.announced.pop(number), peer.labels[label])
+            elif kind == _Kind.LABEL:
+                peer.labels[label] = Label.decode(bytes(reader.payload(num_bytes).numpy()))
+            else:
+                assert kind == _Kind.POOL, fields
+                peer.pool = PoolView(bytes(reader.payload(num_bytes).numpy()).decode())
+            reader.advance()
+            self.num_records += 1
+
+    def _read_piece(self, peer: _Peer, number: int, num_bytes: int, chunk: int) -> None:
+        """The next piece of a granted message."""
+        receive = peer.granted[number]
+        pool = peer.pool if chunk != _NO_CHUNK else None
+        data = peer.reader.payload(num_bytes) if pool is None else pool.view(chunk, num_bytes)
+        start, stop = receive.num_received, receive.num_received + num_bytes
+        if not receive.done:
+            copy_bytes(data, receive.flat[start:stop])
+        receive.num_received = stop
+        if pool is not None:
+            pool.hand_back(chunk)
+        if stop == receive.flat.numel():
+            del peer.granted[number]
+            self._finish(receive)
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def _write(self, to: _Peer, fields: Fields, payload: torch.Tensor | None = None, send: Send | None = None) -> None:
+        """Write a record, behind those that wait for room; `send` is done once it is written."""
+        to.backlog.append((fields, payload, send))
+        self._flush(to)
+
+    def _write_text(self, to: _Peer, fields: Fields, data: bytes) -> None:
+        self._write(to, fields, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _flush(self, to: _Peer) -> None:
+        """Write the records for which there is room."""
+        backlog = to.backlog
+        while backlog:
+            fields, payload, send = backlog[0]
+            if not to.writer.write(fields, payload):
+                return
+            backlog.popleft()
+            self.num_records += 1
+            if send is not None:
+                self._finish(send)
+
+    def _go_on(self, send: Send) -> None:
+        """A message was granted."""
+        if send.num_sent == send.flat.numel():
+            self._finish(send)
+        else:
+            self._streams.append(send)
+
+    def _stream(self) -> None:
+        """Write one piece of each granted message, as far as there is room."""
+        for _ in range(len(self._streams)):
+            send = self._streams.popleft()
+            if send.done:
+                continue  # abandoned
+            to = self._peer(send.peer)
+            if not to.backlog:
+                self._write_piece(to, send)
+            self._go_on(send)
+
+    def _write_piece(self, to: _Peer, send: Send) -> None:
+        start = send.num_sent
+        chunk = self._fill_chunk(to, send, unclaimed=False)
+        if chunk != _NO_CHUNK:
+            self._write(to, (_Kind.CHUNK, send.number, 0, send.num_sent - start, 0, chunk, 0))
+        elif self._pool is None:
+            piece = send.flat[start : start + self._eager_bytes]
+            if to.writer.write((_Kind.CHUNK, send.number, 0, piece.numel(), 0, _NO_CHUNK, 0), piece):
+                send.num_sent += piece.numel()
+                self.num_records += 1
+
+    def _fill_chunk(self, to: _Peer, send: Send, *, unclaimed: bool) -> int:
+        """Copy the next piece of a message into a chunk of the pool: its number, or `_NO_CHUNK`."""
+        pool = self._open_pool()
+        chunk = None if pool is None else pool.take(unclaimed=unclaimed)
+        if pool is None or chunk is None:
+            return _NO_CHUNK
+        if not to.knows_pool:
+            to.knows_pool = True
+            self._write_text(to, (_Kind.POOL, 0, 0, len(pool.handle), 0, _NO_CHUNK, 0), pool.handle.encode())
+        piece = send.flat[send.num_sent : send.num_sent + CHUNK_BYTES]
+        copy_bytes(piece, pool.view(chunk, piece.numel()))
+        send.num_sent += piece.numel()
+        return chunk
+
+    def _open_pool(self) -> Pool | None:
+        if self._pool is None and self._may_have_pool:
+            try:
+                self._pool = Pool()
+            except SharedMemoryError:
+                self._may_have_pool = False  # Through the rings, then: slower, and needs no memory.
+        return self._pool

@@ -1,0 +1,215 @@
+"""Messages between two ranks, and which receive gets which.
+
+A receive names a tag and a source, or any source. It gets the message that came first of those that fit; a message
+goes to the receive that was posted first of those that it fits. So messages of one source and tag are
+received in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+__all__ = ["ANY_SOURCE", "Arrival", "Label", "Matcher", "Receive", "Send"]
+
+ANY_SOURCE = -1
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class Label:
+    """What is known of one side of a message besides its tag. Compared by `fits`, hashed by identity.
+
+    Attributes:
+        dtype: name of the dtype.
+        shape: of the tensor.
+        site: where the user called send or receive.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    site: str
+
+    def fits(self, other: Label) -> bool:
+        """Whether a message with this label can be received as the other.
+
+        Dtypes must be equal, and shapes too, apart from dimensions of size 1; a flat tensor fits every shape
+        of as many elements.
+        """
+        if self.dtype != other.dtype:
+            return False
+        if self.shape == other.shape:
+            return True
+        mine, yours = ([size for size in label.shape if size != 1] for label in (self, other))
+        return mine == yours or (min(len(mine), len(yours)) <= 1 and self.numel == other.numel)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return int(torch.Size(self.shape).numel())
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    def encode(self) -> bytes:
+        """As bytes, for `decode`."""
+        return f"{self.dtype}|{','.join(map(str, self.shape))}|{self.site}".encode(errors="replace")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Label:
+        """From bytes, the end of which may be missing."""
+        dtype, shape, site = data.decode(errors="replace").split("|", 2)
+        return cls(dtype, tuple(int(size) for size in shape.split(",") if size), site)
+
+
+@dataclass(eq=False)
+class _Operation:
+    """One side of a message.
+
+    Attributes:
+        tag: as the user gave it.
+        label: of this side.
+        flat: the memory, uint8, shape (n,).
+        done: nothing more will happen to it here.
+        conflict: what the other side said, where the two do not fit.
+    """
+
+    tag: int
+    label: Label
+    flat: torch.Tensor
+    done: bool = False
+    conflict: Label | None = None
+
+
+@dataclass(eq=False)
+class Send(_Operation):
+    """A message on its way.
+
+    Attributes:
+        peer: where to.
+        number: its number among all messages to that peer.
+        num_sent: bytes written to shared memory so far.
+    """
+
+    peer: int = 0
+    number: int = 0
+    num_sent: int = 0
+
+    @property
+    def awaited(self) -> int:
+        """The rank on which it depends."""
+        return self.peer
+
+
+@dataclass(eq=False)
+class Receive(_Operation):
+    """A message to come.
+
+    Attributes:
+        source: where from, or `ANY_SOURCE`.
+        order: its number among all receives of this rank.
+        peer: where it did come from, once matched.
+        num_received: bytes copied so far.
+    """
+
+    source: int = ANY_SOURCE
+    order: int = 0
+    peer: int | None = None
+    num_received: int = 0
+
+    @property
+    def awaited(self) -> int:
+        """The rank on which it depends, or `ANY_SOURCE`."""
+        return self.source if self.peer is None else self.peer
+
+
+@dataclass(eq=False)
+class Arrival:
+    """The first that is heard of a message.
+
+    Attributes:
+        peer: where from.
+        tag: as the sender gave it.
+        label: of the sender.
+        num_bytes: of the whole message.
+        number: its number among all messages of that peer.
+        data: what has come of it: all, the first chunk, or nothing.
+        chunk: of the sender's pool in which `data` lies, if it does.
+        announced: it has to be granted before the rest comes.
+        own: the send, where this rank sends to itself.
+        order: its number among all arrivals here.
+    """
+
+    peer: int
+    tag: int
+    label: Label
+    num_bytes: int
+    number: int = 0
+    data: torch.Tensor | None = None
+    chunk: int | None = None
+    announced: bool = False
+    own: Send | None = None
+    order: int = 0
+
+
+class Matcher:
+    """The receives that wait for messages, and the messages that wait for receives, of one rank."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        # No queue is ever empty.
+        self._receives: dict[tuple[int, int], deque[Receive]] = {}  # by source or ANY_SOURCE, and tag
+        self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}  # by source and tag
+
+    def arrival_for(self, receive: Receive) -> Arrival | None:
+        """Take the message for a new receive; if there is none, the receive waits."""
+        self._num_seen += 1
+        receive.order = self._num_seen
+        if receive.source == ANY_SOURCE:
+            keys = [key for key in self._arrivals if key[1] == receive.tag]
+        else:
+            keys = [key for key in ((receive.source, receive.tag),) if key in self._arrivals]
+        if keys:
+            return _take(self._arrivals, min(keys, key=lambda key: self._arrivals[key][0].order))
+        self._receives.setdefault((receive.source, receive.tag), deque()).append(receive)
+        return None
+
+    def receive_for(self, arrival: Arrival) -> Receive | None:
+        """Take the receive for a new message; if there is none, the caller may `keep` the message."""
+        keys = [key for key in ((arrival.peer, arrival.tag), (ANY_SOURCE, arrival.tag)) if key in self._receives]
+        if not keys:
+            return None
+        return _take(self._receives, min(keys, key=lambda key: self._receives[key][0].order))
+
+    def keep(self, arrival: Arrival) -> None:
+        """Let a message wait for its receive."""
+        self._num_seen += 1
+        arrival.order = self._num_seen
+        self._arrivals.setdefault((arrival.peer, arrival.tag), deque()).append(arrival)
+
+    def withdraw(self, receive: Receive) -> None:
+        """Forget a receive that waits, if it does."""
+        key = receive.source, receive.tag
+        queue = self._receives.get(key)
+        if queue is not None and receive in queue:
+            queue.remove(receive)
+            if not queue:
+                del self._receives[key]
+
+    def kept_from(self, peer: int) -> Iterator[Arrival]:
+        """The messages of a peer that wait for a receive, in order of arrival."""
+        found = [arrival for queue in self._arrivals.values() for arrival in queue if arrival.peer == peer]
+        return iter(sorted(found, key=lambda arrival: arrival.order))
+
+
+def _take(queues: dict[tuple[int, int], deque[_T]], key: tuple[int, int]) -> _T:
+    queue = queues[key]
+    first = queue.popleft()
+    if not queue:
+        del queues[key]
+    return first

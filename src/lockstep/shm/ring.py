@@ -1,0 +1,169 @@
+"""A stream of records from one rank to another, through a ring of bytes in shared memory.
+
+One rank writes, one reads, and nobody locks. Layout in bytes, integers 64 bit little endian::
+
+    0        bytes written since the beginning (by the writer)             64
+    64       bytes read since the beginning, bytes settled (by the reader) 64
+    128      the ring                                                      capacity
+
+    record, at a multiple of 64 bytes:
+    0        its size with padding, then seven fields of its kind          64
+    64       payload
+
+[Note: no record wraps] A record lies in one piece. One that does not fit before the end of the ring
+begins at its start, and a record of kind 0 fills the gap. So no record may be larger than half the
+ring: then an empty ring has room for it wherever the writer stands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.shm.segment import Segment
+from lockstep.shm.sync import fence
+
+__all__ = ["Fields", "RingReader", "RingWriter", "copy_bytes", "ring_bytes"]
+
+_HEADER = struct.Struct("8q")
+_RECORD_UNIT = _HEADER.size
+_GAP = 0
+_RING_START = 128
+
+Fields = tuple[int, int, int, int, int, int, int]
+
+
+def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy memory, in this thread alone.
+
+    torch would share a copy of tens of KiB with its other threads, which costs milliseconds where cores are few.
+
+    Args:
+        source: contiguous, uint8, shape (n,).
+        target: the same, elsewhere.
+    """
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+def ring_bytes(capacity: int) -> int:
+    """Bytes that a ring of `capacity` takes in a segment."""
+    return _RING_START + capacity
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Where a ring lies."""
+
+    words: memoryview  # of the whole segment, 64 bit each
+    data: memoryview  # the ring, as bytes
+    tensor: torch.Tensor  # the ring, as uint8, shape (capacity,)
+    written: int  # index of the word
+    read: int
+    settled: int
+
+
+def _map(segment: Segment, start: int, capacity: int) -> _Memory:
+    first = start + _RING_START
+    return _Memory(
+        segment.memory.cast("q"),
+        segment.memory[first : first + capacity],
+        segment.tensor(first, capacity),
+        start // 8,
+        start // 8 + 8,
+        start // 8 + 9,
+    )
+
+
+class RingWriter:
+    """The writing end.
+
+    Args:
+        segment: where the ring lies.
+        start: its offset, a multiple of 64.
+        capacity: its size, a power of two.
+
+    Attributes:
+        largest_payload: bytes that a record can carry.
+    """
+
+    def __init__(self, segment: Segment, start: int, capacity: int) -> None:
+        self._memory = _map(segment, start, capacity)
+        self._capacity = capacity
+        self._written = 0
+        self.largest_payload = capacity // 2 - _RECORD_UNIT
+
+    def write(self, fields: Fields, payload: torch.Tensor | None = None) -> bool:
+        """Write a record if there is room for it now. Local.
+
+        Args:
+            fields: its kind, above 0, and six more numbers.
+            payload: uint8 tensor of shape (n,), n at most `largest_payload`.
+
+        Returns:
+            Whether it was written.
+        """
+        num_bytes = 0 if payload is None else payload.numel()
+        size = _RECORD_UNIT + -(-num_bytes // _RECORD_UNIT) * _RECORD_UNIT
+        memory, capacity = self._memory, self._capacity
+        offset = self._written % capacity
+        gap = capacity - offset if size > capacity - offset else 0
+        if self._written + gap + size - memory.words[memory.read] > capacity:
+            return False
+        if gap:
+            _HEADER.pack_into(memory.data, offset, gap, _GAP, 0, 0, 0, 0, 0, 0)
+            offset = 0
+        _HEADER.pack_into(memory.data, offset, size, *fields)
+        if payload is not None and num_bytes:
+            start = offset + _RECORD_UNIT
+            copy_bytes(payload, memory.tensor[start : start + num_bytes])
+        self._written += gap + size
+        fence()
+        memory.words[memory.written] = self._written
+        return True
+
+    @property
+    def settled(self) -> int:
+        """The number that the reader published last by `settle`."""
+        return self._memory.words[self._memory.settled]
+
+
+class RingReader:
+    """The reading end; arguments as for `RingWriter`."""
+
+    def __init__(self, segment: Segment, start: int, capacity: int) -> None:
+        self._memory = _map(segment, start, capacity)
+        self._capacity = capacity
+        self._read = 0
+        self._size = 0
+        self._offset = 0
+
+    def read(self) -> Fields | None:
+        """The fields of the next record, or None if there is none yet. Local. Then comes `advance`."""
+        memory = self._memory
+        while memory.words[memory.written] != self._read:
+            fence()
+            self._offset = self._read % self._capacity
+            header = _HEADER.unpack_from(memory.data, self._offset)
+            self._size = header[0]
+            if header[1] != _GAP:
+                return header[1:]
+            self.advance()
+        return None
+
+    def payload(self, num_bytes: int) -> torch.Tensor:
+        """The first bytes of the record's payload: uint8, shape (num_bytes,). Valid until `advance`."""
+        start = self._offset + _RECORD_UNIT
+        return self._memory.tensor[start : start + num_bytes]
+
+    def advance(self) -> None:
+        """Give the record's room back to the writer."""
+        self._read += self._size
+        fence()
+        self._memory.words[self._memory.read] = self._read
+
+    def settle(self, total_bytes: int) -> None:
+        """Publish a number for the writer: what of all that was read needs no memory here any more."""
+        self._memory.words[self._memory.settled] = total_bytes
