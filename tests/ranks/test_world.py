@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +238,7 @@ def init_with_another_world_size() -> Caught:
     rank = env.RANK.get() or 0
     world_size = 3 if rank == 1 else 2
     store = dist.FileStore(os.path.join(env.LOCKSTEP_RENDEZVOUS.get() or "", "own"), -1)
-    return attempt(lambda: lockstep.init(rank=rank, world_size=world_size, store=store, timeout=2))
+    return attempt(lambda: lockstep.init(rank=rank, world_size=world_size, store=store, timeout=1))
 
 
 def test_world_sizes_differ() -> None:
@@ -247,7 +246,7 @@ def test_world_sizes_differ() -> None:
     assert type(one.error) is SetupError
     assert "rank 1 was given world_size 3, rank 0 2: give all ranks the same" in str(one.error)
     assert type(zero.error) is RendezvousError
-    assert "rank 1 did not come within 2 s of rank 0" in str(zero.error)
+    assert "rank 1 did not come within 1 s of rank 0" in str(zero.error)
 
 
 def init_as_the_same_rank() -> Caught:
@@ -255,7 +254,7 @@ def init_as_the_same_rank() -> Caught:
     store = dist.FileStore(os.path.join(env.LOCKSTEP_RENDEZVOUS.get() or "", "own"), -1)
 
     def init() -> None:
-        with lockstep.init(rank=rank, world_size=2, store=store, timeout=2):
+        with lockstep.init(rank=rank, world_size=2, store=store, timeout=1):
             pass
 
     return attempt(init)
