@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from lockstep.comm import registration as _registration
+from lockstep.rendezvous import urls as _urls
 
 __version__ = "0.1.0"
 
@@ -56,4 +57,4 @@ def __dir__() -> list[str]:
 
 
 # So that `dist.init_process_group("lockstep")` works after `import lockstep`, whichever of the two is imported first.
-_registration.ensure()
+_registration.ensure(_urls.register)

@@ -2,8 +2,11 @@
 
 [Note: rendezvous] Under our launcher the ranks meet through a file in its private folder, and one
 process alone needs nobody: neither opens a port. Under torchrun, or with `MASTER_ADDR` set by hand,
-they meet as torch does. The tasks of a Slurm step work out a place, which is again a file if they are on one
-host (`rendezvous/`). An explicit `store` or `init_method` always wins.
+they meet as torch does. The tasks of a Slurm step, and the ranks that mpirun starts, work out a place, which is again a
+file if they are on one host (`rendezvous/`). An explicit `store` or `init_method` always wins.
+
+[Note: mpi] `backend="mpi"` is torch's own where PyTorch was built with MPI, and else our group "mpi4py". Then MPI
+says who this rank is, and brings the ranks together.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from torch.distributed import distributed_c10d
 
 from lockstep import env
 from lockstep.comm import clock, registration
-from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup
 from lockstep.comm.callsite import describe_exception
-from lockstep.comm.registration import BACKEND_NAME
+from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
+from lockstep.comm.mpi.library import load as load_mpi
+from lockstep.comm.registration import BACKEND_NAME, MPI_BACKEND_NAME
 from lockstep.errors import (
     AlreadyInitialized,
     BackendUnavailable,
@@ -35,12 +40,14 @@ from lockstep.errors import (
 )
 from lockstep.log import get_logger, warn_once
 from lockstep.rendezvous.meeting import meet_in_slurm
+from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
 
 __all__ = ["World", "current_world", "init", "symmetric_empty"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+_MPI = "mpi"
 
 _SHUT_DOWN = "this world was shut down; call lockstep.init() again to open another"
 
@@ -61,7 +68,7 @@ class World:
         local_rank: rank among the processes of this host.
         local_world_size: number of ranks on this host.
         node_rank: number of this host.
-        launcher: who started this process: "lockstep", "torchrun", "slurm", "environment" or "single".
+        launcher: who started this process: "lockstep", "torchrun", "mpirun", "slurm", "environment" or "single".
         device: where this rank computes.
         backend: name of the process group's backend.
     """
@@ -114,7 +121,7 @@ class World:
         Args:
             reason: an exception, or a sentence.
         """
-        if isinstance(self._group, LockstepProcessGroup):
+        if isinstance(self._group, EngineProcessGroup):
             error = reason if isinstance(reason, BaseException) else None
             self._group.fail(describe_exception(reason) if isinstance(reason, BaseException) else reason, error)
         self.shutdown()
@@ -156,11 +163,11 @@ def init(
     """Join the other ranks of this job and initialise `torch.distributed`. Collective.
 
     Args:
-        backend: "auto" (nccl where there are GPUs, else lockstep, or gloo across hosts), "lockstep", "gloo", "nccl", or
-            any name that torch.distributed knows.
+        backend: "auto" (nccl where there are GPUs, else lockstep, or gloo across hosts), "lockstep", "gloo", "nccl",
+            "mpi", or any name that torch.distributed knows.
         rank: instead of the launcher's; with `world_size`.
         world_size: instead of the launcher's; with `rank`.
-        init_method: a torch URL (env://, tcp://host:port, file:///path) to meet at.
+        init_method: a torch URL (env://, tcp://host:port, file:///path, mpi://) to meet at.
         store: a torch store to meet at.
         device: where this rank computes; default its GPU with nccl, else the CPU.
         timeout: seconds, or a timedelta, after which a rank that does not come is an error; default 30 minutes.
@@ -170,7 +177,7 @@ def init(
 
     Raises:
         AlreadyInitialized: a world is open.
-        BackendUnavailable: no such backend here; lists those there are.
+        BackendUnavailable: no such backend here; lists those there are, or says how to get it.
         SetupError: contradicting arguments, or more GPU ranks than GPUs.
         RendezvousError: the others did not come, or nobody said where to meet.
         RankLost: a rank came and died.
@@ -196,7 +203,11 @@ def init(
     if store is not None and init_method is not None:
         raise SetupError("both store and init_method were given: they are two ways to meet; give one")
     limit = _as_timedelta(timeout)
-    topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
+    if _means_mpi4py(backend) and rank is None and world_size is None:
+        topology, place = _ask_mpi(limit)
+        store = place if init_method is None and store is None else store
+    else:
+        topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
     _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)
     chosen_device = _choose_device(backend, topology, device)
@@ -207,6 +218,9 @@ def init(
 
 def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:
     """Initialise torch.distributed."""
+    if backend == _MPI:  # Torch's own needs no place, and warns of rank and world size.
+        dist.init_process_group(backend, timeout=timeout)
+        return
     if store is None and init_method is None:
         store, init_method = _meeting_place(topology, timeout)
     names_given = distributed_c10d._world.group_count
@@ -237,7 +251,7 @@ def _adopt(
 ) -> World:
     """A world around the default group that the script has made itself; shutdown leaves that group alone."""
     actual = dist.get_backend()
-    if backend not in ("auto", actual):
+    if backend not in ("auto", actual) and not (_means_mpi4py(backend) and actual == MPI_BACKEND_NAME):
         raise AlreadyInitialized(
             f"torch.distributed is already initialised with backend {actual!r}; "
             f"lockstep.init(backend={backend!r}) cannot change it. Remove one of the two calls"
@@ -280,9 +294,30 @@ def _available_backends() -> list[str]:
         names.append("gloo")
     if dist.is_nccl_available() and torch.cuda.is_available():
         names.append("nccl")
-    if dist.is_mpi_available():
-        names.append("mpi")
-    return names + sorted(name.lower() for name in dist.Backend._plugins if name.lower() not in {*names, "fake"})
+    hidden = {*names, "fake"}
+    if dist.is_mpi_available() or is_mpi4py_installed():
+        names.append(_MPI)
+    if not is_mpi4py_installed():
+        hidden.add(MPI_BACKEND_NAME)
+    return names + sorted(name.lower() for name in dist.Backend._plugins if name.lower() not in hidden)
+
+
+def _means_mpi4py(backend: object) -> bool:
+    """Whether that backend is our group over MPI. See [Note: mpi]."""
+    name = backend.lower() if isinstance(backend, str) else ""
+    return name == MPI_BACKEND_NAME or (name == _MPI and not dist.is_mpi_available())
+
+
+def _ask_mpi(timeout: timedelta) -> tuple[Topology, Store]:
+    """Who this rank is in MPI's world, and where it meets the others. Collective."""
+    topology, store = meet_by_mpi(timeout)
+    given = env.WORLD_SIZE.get()
+    if given not in (None, topology.world_size):
+        raise SetupError(
+            f"WORLD_SIZE is {given}, but MPI knows of {topology.world_size} rank(s): ranks of an MPI job are started "
+            f"by `mpirun -np {given} python script.py`"
+        )
+    return topology, store
 
 
 def _choose_backend(backend: str, topology: Topology, device: str | torch.device | None) -> str:
@@ -295,11 +330,17 @@ def _choose_backend(backend: str, topology: Topology, device: str | torch.device
             return "nccl"
         return BACKEND_NAME if topology.num_nodes == 1 else "gloo"
     names = _available_backends()
+    chosen = []
     # "cpu:gloo,cuda:nccl" is torch's form for one backend per device type.
     for part in name.split(","):
-        if part.rpartition(":")[2] not in names:
+        device_type, colon, kind = part.rpartition(":")
+        if _means_mpi4py(kind):
+            load_mpi()  # says what is missing
+            kind = MPI_BACKEND_NAME
+        elif kind not in names:
             raise BackendUnavailable(f"backend {backend!r} is not available here; there are: auto, {', '.join(names)}")
-    return name
+        chosen.append(f"{device_type}{colon}{kind}")
+    return ",".join(chosen)
 
 
 def _as_device(device: str | torch.device) -> torch.device:
@@ -363,6 +404,9 @@ def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None
     if found is not None:
         return found, None
     if env.MASTER_ADDR.get() is None or env.MASTER_PORT.get() is None:
+        found = meet_under_mpirun(env.snapshot(), topology, timeout)
+        if found is not None:
+            return found, None
         raise RendezvousError(
             f"rank {topology.rank} of {topology.world_size} does not know where to meet the others: MASTER_ADDR and "
             "MASTER_PORT are not set. Start the script with `lockstep run --nproc N script.py`, or give init_method or "

@@ -11,6 +11,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,9 +49,10 @@ class Engine:
         team: the ranks of the group.
         flight: its flight record.
         timeout_s: default seconds until a rank that does not come is an error.
+        algorithms: how the team moves data: a module with the functions of `lockstep.shm.algorithms`.
     """
 
-    def __init__(self, team: Team, flight: Flight, timeout_s: float) -> None:
+    def __init__(self, team: Team, flight: Flight, timeout_s: float, algorithms: ModuleType = algorithms) -> None:
         self.team = team
         self.flight = flight
         self.timeout_s = timeout_s
@@ -133,7 +135,7 @@ class Engine:
         return self._submit(
             "barrier",
             lambda: "barrier()",
-            lambda limit_s: algorithms.barrier(self.team, limit_s),
+            lambda limit_s: self._algorithms.barrier(self.team, limit_s),
             [],
             is_async,
             timeout_s,
@@ -167,10 +169,10 @@ class Engine:
         if found is not None:
             region, offset_bytes = found
             flat = tensor.detach().view(-1)
-            algorithms.all_reduce_symmetric(self.team, region, offset_bytes, flat, kernel, limit_s)
+            self._algorithms.all_reduce_symmetric(self.team, region, offset_bytes, flat, kernel, limit_s)
             return
         item = FlatTensor(tensor)
-        algorithms.all_reduce(self.team, item.flat, kernel, limit_s)
+        self._algorithms.all_reduce(self.team, item.flat, kernel, limit_s)
         item.write_back()
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int, is_async: bool, timeout_s: float | None) -> Work:
@@ -179,7 +181,7 @@ class Engine:
 
         def body(limit_s: float) -> None:
             item = FlatTensor(tensor)
-            algorithms.reduce(self.team, item.flat, kernel, root, limit_s)
+            self._algorithms.reduce(self.team, item.flat, kernel, root, limit_s)
             if self.team.rank == root:
                 item.write_back()
 
@@ -200,7 +202,7 @@ class Engine:
         def body(limit_s: float) -> None:
             for tensor in tensors:
                 item = FlatTensor(tensor)
-                algorithms.broadcast(self.team, item.flat, root, limit_s)
+                self._algorithms.broadcast(self.team, item.flat, root, limit_s)
                 item.write_back()
 
         return self._submit(
@@ -235,7 +237,7 @@ class Engine:
         def body(limit_s: float) -> None:
             for row, tensor in zip(outputs, inputs, strict=True):
                 items = [FlatTensor(output) for output in row]
-                algorithms.all_gather(self.team, [item.flat for item in items], FlatTensor(tensor).flat, limit_s)
+                self._algorithms.all_gather(self.team, [item.flat for item in items], FlatTensor(tensor).flat, limit_s)
                 for item in items:
                     item.write_back()
 
@@ -266,7 +268,7 @@ class Engine:
         def body(limit_s: float) -> None:
             items = None if outputs is None else [FlatTensor(output) for output in outputs]
             flats = None if items is None else [item.flat for item in items]
-            algorithms.gather(self.team, flats, FlatTensor(tensor).flat, limit_s)
+            self._algorithms.gather(self.team, flats, FlatTensor(tensor).flat, root, limit_s)
             for item in items or ():
                 item.write_back()
 
@@ -295,7 +297,7 @@ class Engine:
         def body(limit_s: float) -> None:
             flats = None if inputs is None else [FlatTensor(source).flat for source in inputs]
             item = FlatTensor(tensor)
-            algorithms.scatter(self.team, item.flat, flats, root, limit_s)
+            self._algorithms.scatter(self.team, item.flat, flats, root, limit_s)
             item.write_back()
 
         return self._submit(
@@ -330,7 +332,7 @@ class Engine:
             for tensor, row, kernel in zip(outputs, inputs, kernels, strict=True):
                 item = FlatTensor(tensor)
                 flats = [FlatTensor(source).flat for source in row]
-                algorithms.reduce_scatter(self.team, item.flat, flats, kernel, limit_s)
+                self._algorithms.reduce_scatter(self.team, item.flat, flats, kernel, limit_s)
                 item.write_back()
 
         sizes = [[source.numel() for source in row] for row in inputs]
@@ -363,12 +365,12 @@ class Engine:
             # Every rank learns what every rank sends and expects, so that all see a pair that disagrees.
             own = [source.numel() for source in inputs] + [output.numel() for output in outputs]
             table = [torch.empty(len(own), dtype=torch.int64) for _ in inputs]
-            algorithms.all_gather(self.team, table, torch.tensor(own, dtype=torch.int64), limit_s)
+            self._algorithms.all_gather(self.team, table, torch.tensor(own, dtype=torch.int64), limit_s)
             sent, expected = torch.stack(table).chunk(2, dim=1)
             self._check_pairs(sent, expected.T)
             items = [FlatTensor(output) for output in outputs]
             flats = [FlatTensor(source).flat for source in inputs]
-            algorithms.all_to_all(self.team, [item.flat for item in items], flats, int(sent.max()), limit_s)
+            self._algorithms.all_to_all(self.team, [item.flat for item in items], flats, int(sent.max()), limit_s)
             for item in items:
                 item.write_back()
 

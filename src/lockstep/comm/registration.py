@@ -1,7 +1,8 @@
-"""Makes torch.distributed know the name "lockstep", without importing torch before the user does.
+"""Makes torch.distributed know the names "lockstep" and "mpi4py", without importing torch before the user does.
 
-`import lockstep` calls `ensure`. If torch.distributed is loaded the name is registered at once;
-else when it is. So the launcher, which imports lockstep too, never pays for torch.
+`import lockstep` calls `ensure`. If torch.distributed is loaded the names are registered at once;
+else when it is. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported by
+who makes a group with it.
 """
 
 from __future__ import annotations
@@ -10,27 +11,42 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["BACKEND_NAME", "ensure"]
+__all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
 
 BACKEND_NAME = "lockstep"
+# torch keeps "mpi" for a branch of its own, which raises where torch was built without MPI.
+MPI_BACKEND_NAME = "mpi4py"
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
+
+# What layers above have to register with torch.
+_registrars: list[Callable[[ModuleType], None]] = []
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What torch calls to make a group."""
+    """What torch calls to make a group of shared memory."""
     from lockstep.comm.backend import create
+
+    return create(options, backend_options)
+
+
+def _create_mpi(options: Any, backend_options: Any) -> Any:
+    """What torch calls to make a group over MPI."""
+    from lockstep.comm.mpi.group import create
 
     return create(options, backend_options)
 
 
 def _register(module: ModuleType) -> None:
     backend = module.Backend
-    if BACKEND_NAME.upper() not in backend._plugins:
-        backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu"])
+    for name, create in ((BACKEND_NAME, _create), (MPI_BACKEND_NAME, _create_mpi)):
+        if name.upper() not in backend._plugins:
+            backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    for registrar in _registrars:
+        registrar(module)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -60,8 +76,14 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         _register(module)
 
 
-def ensure() -> None:
-    """Register the backend now, or as soon as torch.distributed is there. Local; may be called again."""
+def ensure(also: Callable[[ModuleType], None] | None = None) -> None:
+    """Register the backends now, or as soon as torch.distributed is there. Local; may be called again.
+
+    Args:
+        also: called with torch's module right after, this time and every other.
+    """
+    if also is not None and also not in _registrars:
+        _registrars.append(also)
     module = sys.modules.get(_TORCH_MODULE)
     if module is not None and hasattr(module, "Backend"):
         _register(module)

@@ -5,5 +5,7 @@ General layout:
 * `slurm`: an address and a port, or a name on one host, that every task of a step works out alone. No torch.
 * `folder`: a torch store that processes of one host share through a folder, which is gone once they met.
 * `tcp`: a torch store between hosts.
+* `mpi`: a store for the ranks of an MPI job, through MPI or, on one host, without it.
 * `meeting`: which of these it is.
+* `urls`: the same for who calls `dist.init_process_group` itself.
 """

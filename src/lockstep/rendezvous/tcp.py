@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.errors import RendezvousError
 
-__all__ = ["open_store"]
+__all__ = ["listen", "open_store"]
 
 _BACKLOG = 4096
 _ANY_ADDRESS = "::"
@@ -24,7 +24,14 @@ _stores: dict[tuple[str, int], Store] = {}
 _openings: Counter[tuple[str, int]] = Counter()
 
 
-def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+def open_store(
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    listener: socket.socket | None = None,
+) -> Store:
     """Meet the other ranks at an address, where rank 0 listens. Collective.
 
     Rank 0 listens on that address alone. Only where it is a name that means this host itself (127.0.1.1, as some
@@ -37,6 +44,7 @@ def open_store(address: str, port: int, rank: int, world_size: int, timeout: tim
         rank: 0 … world_size-1.
         world_size: number of ranks.
         timeout: until a rank that does not come is an error; also of the store.
+        listener: on rank 0: what listens there already, from `listen`.
 
     Returns:
         An empty store, another one in every call.
@@ -46,7 +54,8 @@ def open_store(address: str, port: int, rank: int, world_size: int, timeout: tim
     """
     place = (address, port)
     if place not in _stores:
-        listener = _listen(address, port) if rank == 0 else None
+        if rank == 0 and listener is None:
+            listener = listen(address, port)
         try:
             _stores[place] = TCPStore(
                 address,
@@ -66,7 +75,16 @@ def open_store(address: str, port: int, rank: int, world_size: int, timeout: tim
     return PrefixStore(f"world{_openings[place]}", _stores[place])
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket on an address of this host. Local; see `open_store` for which one.
+
+    Args:
+        address: name or address of this host.
+        port: 0 for any that is free.
+
+    Raises:
+        RendezvousError: the port is taken.
+    """
     for candidate in _own_addresses(address):
         with contextlib.suppress(_NotHere):
             return _listen_on(candidate, port)

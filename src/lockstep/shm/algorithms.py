@@ -201,7 +201,9 @@ def all_gather(team: Team, outputs: Sequence[torch.Tensor], tensor: torch.Tensor
     _gather_to(team, outputs, [output.numel() for output in outputs], tensor, timeout_s)
 
 
-def gather(team: Team, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, timeout_s: float) -> None:
+def gather(
+    team: Team, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, _root: int, timeout_s: float
+) -> None:
     """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
     _gather_to(team, outputs, [tensor.numel()] * team.world_size, tensor, timeout_s)
 

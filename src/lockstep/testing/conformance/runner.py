@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +30,7 @@ from lockstep.testing.conformance.case import Case, Context, all_unique
 from lockstep.testing.conformance.gaps import reason_to_skip
 from lockstep.testing.conformance.meeting import Meeting, create
 from lockstep.testing.pool import run_ranks
+from lockstep.topology import read_topology
 
 __all__ = ["CASES", "CaseResult", "Report", "run_conformance"]
 
@@ -93,6 +94,7 @@ def run_conformance(
     skip_gaps: bool = True,
     collective_timeout: float = 10.0,
     timeout: float = 200.0,
+    launch: Callable[..., list[Any]] = run_ranks,
 ) -> Report:
     """Run the cases on `world_size` new ranks. Local: called once, not on every rank.
 
@@ -103,6 +105,8 @@ def run_conformance(
         skip_gaps: skip cases whose features `BACKEND_GAPS` lists for this backend.
         collective_timeout: seconds, the process group's own deadline.
         timeout: seconds for all cases together; those not reached fail.
+        launch: starts the ranks, called as `run_ranks` with `init=False` and `expect_errors=True`; for backends whose
+            ranks need a launcher of their own, which must be one that `lockstep.topology` can read.
     """
     fitting = [one for one in cases if one.min_world_size <= world_size]
     unknown = {one.name for one in fitting} - {one.name for one in CASES}
@@ -117,21 +121,27 @@ def run_conformance(
         if left_s <= 0:
             results |= {name: CaseResult(name, "failed", f"not reached within {timeout:g} s") for name in remaining}
             break
-        new = _run_until_broken(backend, world_size, remaining, register, collective_timeout, left_s)
+        new = _run_until_broken(launch, backend, world_size, remaining, register, collective_timeout, left_s)
         results |= {result.name: result for result in new}
         remaining = remaining[len(new) :]
     return Report(backend, world_size, tuple(results[one.name] for one in fitting))
 
 
 def _run_until_broken(
-    backend: str, world_size: int, names: list[str], register: str | None, collective_timeout: float, timeout: float
+    launch: Callable[..., list[Any]],
+    backend: str,
+    world_size: int,
+    names: list[str],
+    register: str | None,
+    collective_timeout: float,
+    timeout: float,
 ) -> list[CaseResult]:
     """Results from the first case on, up to and including one that broke a process, at least one."""
     folder = tempfile.mkdtemp(prefix="lockstep-conformance-")
     broken = ""
     try:
         create(os.path.join(folder, "meeting"), world_size)
-        outcomes = run_ranks(
+        outcomes = launch(
             _run_on_rank, world_size, backend, names, folder, register, collective_timeout,
             backend=backend, init=False, timeout=timeout, expect_errors=True,
         )  # fmt: skip
@@ -175,9 +185,8 @@ def _run_on_rank(backend: str, names: list[str], folder: str, register: str | No
     if register is not None:
         importlib.import_module(register)
     by_name = {one.name: one for one in CASES}
-    rank, world_size = env.RANK.get(), env.WORLD_SIZE.get()
-    assert rank is not None
-    assert world_size is not None
+    topology = read_topology(env.snapshot())
+    rank, world_size = topology.rank, topology.world_size
     meeting = Meeting(os.path.join(folder, "meeting"), rank, world_size)
     groups = _groups(backend, rank, world_size, folder, collective_timeout)
     next(groups)

@@ -1,0 +1,28 @@
+"""The process group "mpi4py": torch's verbs over MPI, with the PyTorch that everybody installs.
+
+General layout:
+
+* `library`: mpi4py and the MPI library behind it, found and checked; what this process is in MPI's world.
+* `board`: what every rank is doing, as it has told the others in messages.
+* `waiter`: waiting without blocking in MPI.
+* `team`: the ranks of one group, connected: notices, exchanges of tensors, and how a rank leaves.
+* `algorithms`: the collectives, as exchanges between the ranks of a team.
+* `mailbox`: point to point.
+* `departures`: how a process leaves MPI, in good order or not.
+* `group`: the process group that torch sees.
+
+[Note: who adds] MPI moves bytes here and does not add. `MPI_Allreduce` of bfloat16 adds bit patterns, knows
+neither float8 nor torch's float16, and may add in another order for another size or on another rank. So
+reductions are torch's own kernels (`lockstep.shm.kernels`) on parts that MPI has moved: every dtype and
+operation, 16-bit floats accumulated in float32, one fixed pairwise tree over ranks, and hence the same bits on
+every rank, in every run, and on a group of shared memory. A large all_reduce moves no more bytes than MPI's own.
+
+[Note: nobody blocks] All calls into MPI return at once and are asked again until they are done, because a
+call that blocks has no deadline and keeps a core busy. A rank begins a collective by telling all others what it
+came for; data moves only when all have come for the same. So a mismatch is an error before a byte is
+written, a rank that does not come is named at the deadline, and one that fails or leaves says so.
+
+[Note: one communicator] Each group has a communicator, and whatever thread calls MPI on it holds the lock of its team:
+two threads at a time on one communicator corrupt data silently (Open MPI 4.1). Collectives run one at a time,
+in the thread that calls them or, if asynchronous, in the group's own thread.
+"""

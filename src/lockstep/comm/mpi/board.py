@@ -1,0 +1,199 @@
+"""What every rank of a group is doing, as it told the others in messages.
+
+The counterpart of the control segment of one host (`lockstep.shm.board`), and read by the same flight record. Each
+rank keeps a board of its own and writes down there what it says itself and what it hears.
+
+A *notice* is one message to every peer::
+
+    kind, fingerprint, number, call, site    64 bit each
+    length of the call's text, of the site's   32 bit each; -1 if the peer has heard it before
+    both texts                               UTF-8
+
+A rank sends one ENTER notice for each collective, and at its end one LEFT or FAILED, the last that it
+ever sends. The latter two hold in `number` the last collective that the rank has finished, and FAILED has
+its reason in place of the call's text.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+
+from lockstep.shm.board import RING, Failure, Record
+from lockstep.shm.liveness import PeerIdentity
+from lockstep.shm.sync import PeerState
+
+__all__ = ["NOTICE_BYTES", "MpiBoard", "NoticeKind", "notice_kind"]
+
+_HEADER = struct.Struct("<5q2i")
+_TEXT_BYTES = 256
+_REASON_BYTES = 2048
+NOTICE_BYTES = _HEADER.size + max(2 * _TEXT_BYTES, _REASON_BYTES)
+
+_WORDS_PER_RANK = 16
+_RECORD_WORDS = 8
+_NO_TEXT = -1
+
+
+class NoticeKind(IntEnum):
+    """What a rank tells the others."""
+
+    ENTER = 1  # it has come to a collective
+    LEFT = 2  # it left the group in good order
+    FAILED = 3  # it raised something, or gave up waiting
+
+
+_KINDS = {int(kind): kind for kind in NoticeKind}
+
+
+class MpiBoard:
+    """What this rank knows of all ranks of the group.
+
+    Args:
+        rank: this rank.
+        identities: the process of each rank.
+        on_failure: called when this rank has failed, once.
+
+    Attributes:
+        words: 64-bit words that hold two records per rank, for even and odd collectives.
+        record_words: index of each rank's first record.
+        finished: for each rank that left or failed, the last collective that it has finished.
+    """
+
+    def __init__(self, rank: int, identities: Sequence[PeerIdentity], on_failure: Callable[[Failure], None]) -> None:
+        self.rank = rank
+        self._on_failure = on_failure
+        self._identities = tuple(identities)
+        world_size = len(self._identities)
+        self.words = memoryview(array("q", bytes(8 * _WORDS_PER_RANK * world_size)))
+        self.record_words = [_WORDS_PER_RANK * peer for peer in range(world_size)]
+        self.finished: dict[int, int] = {}
+        self._states = [PeerState.READY] * world_size
+        self._failures: dict[int, Failure] = {}
+        self._calls: list[list[str]] = [[""] * RING for _ in range(world_size)]
+        self._sites: list[list[str]] = [[""] * RING for _ in range(world_size)]
+        self._ring_counts = [0, 0]
+        # Texts that the peers have not heard yet.
+        self._new_call: str | None = None
+        self._new_site: str | None = None
+
+    # ---- what the flight record needs --------------------------------------------------------------
+
+    def identity(self, rank: int) -> PeerIdentity:
+        """The process of that rank."""
+        return self._identities[rank]
+
+    def state(self, rank: int) -> PeerState:
+        """Where that rank stands."""
+        return self._states[rank]
+
+    def failure(self, rank: int) -> Failure:
+        """Why that rank failed."""
+        return self._failures[rank]
+
+    def fail(self, failure: Failure) -> None:
+        """Mark this rank as failed. The first failure stays, because it is the cause of the others."""
+        if self._states[self.rank] != PeerState.FAILED:
+            self._states[self.rank] = PeerState.FAILED
+            self._failures[self.rank] = failure
+            self._on_failure(failure)
+
+    def add_call(self, text: str) -> int:
+        """Keep a description of a call; returns its index among those of this rank."""
+        self._new_call = _cut(text, _TEXT_BYTES)
+        return self._add_text(self._calls[self.rank], 0, self._new_call)
+
+    def add_site(self, text: str) -> int:
+        """Keep a call site; returns its index among those of this rank."""
+        self._new_site = _cut(text, _TEXT_BYTES)
+        return self._add_text(self._sites[self.rank], 1, self._new_site)
+
+    def _add_text(self, ring: list[str], which: int, text: str) -> int:
+        word = self.record_words[self.rank] + 2 + which
+        in_use = (self.words[word], self.words[word + _RECORD_WORDS])
+        index = self._ring_counts[which] % RING
+        while index in in_use:
+            index = (index + 1) % RING
+        self._ring_counts[which] = index + 1
+        ring[index] = text
+        return index
+
+    def record(self, rank: int, number: int) -> Record:
+        """What is known of that rank in collectives of `number`'s parity."""
+        word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
+        fingerprint, written_number, call, site = self.words[word : word + 4]
+        return Record(fingerprint, written_number, self._calls[rank][call], self._sites[rank][site])
+
+    def latest_record(self, rank: int) -> Record | None:
+        """The last collective that rank said it had entered, or None before its first."""
+        even, odd = self.record(rank, 0), self.record(rank, 1)
+        latest = even if even.number >= odd.number else odd
+        return latest if latest.number > 0 else None
+
+    def number(self, rank: int) -> int:
+        """Number of the last collective that rank said it had entered; 0 before its first."""
+        word = self.record_words[rank] + 1
+        return max(self.words[word], self.words[word + _RECORD_WORDS])
+
+    # ---- notices -----------------------------------------------------------------------------------
+
+    def enter_notice(self) -> bytes:
+        """The notice that this rank has come to the collective of its latest record."""
+        word = self.record_words[self.rank] + (self.number(self.rank) & 1) * _RECORD_WORDS
+        call, site = self._new_call, self._new_site
+        self._new_call = self._new_site = None
+        if call is None and site is None:
+            return _HEADER.pack(NoticeKind.ENTER, *self.words[word : word + 4], _NO_TEXT, _NO_TEXT)
+        texts = [None if text is None else text.encode() for text in (call, site)]
+        lengths = [_NO_TEXT if text is None else len(text) for text in texts]
+        header = _HEADER.pack(NoticeKind.ENTER, *self.words[word : word + 4], *lengths)
+        return header + b"".join(text or b"" for text in texts)
+
+    def final_notice(self, finished: int) -> bytes:
+        """The last notice of this rank, after it has finished that many collectives; LEFT unless it failed."""
+        failure = self._failures.get(self.rank)
+        self.finished[self.rank] = finished
+        if failure is None:
+            self._states[self.rank] = PeerState.LEFT
+            return _HEADER.pack(NoticeKind.LEFT, 0, finished, 0, 0, _NO_TEXT, _NO_TEXT)
+        culprits = ",".join(map(str, failure.culprits))
+        text = _cut(f"{failure.kind}|{culprits}|{failure.message}", _REASON_BYTES).encode()
+        return _HEADER.pack(NoticeKind.FAILED, 0, finished, 0, 0, len(text), _NO_TEXT) + text
+
+    def all_final(self, ranks: Iterable[int]) -> bool:
+        """Whether all of these ranks have sent their final notice."""
+        return all(rank in self.finished for rank in ranks)
+
+    def hear(self, rank: int, notice: memoryview) -> None:
+        """Write down what that rank said."""
+        kind, fingerprint, number, call, site, call_bytes, site_bytes = _HEADER.unpack_from(notice)
+        call_end = _HEADER.size + max(call_bytes, 0)
+        first_text = bytes(notice[_HEADER.size : call_end]).decode(errors="replace")
+        if kind == NoticeKind.ENTER:
+            if call_bytes != _NO_TEXT:
+                self._calls[rank][call] = first_text
+            if site_bytes != _NO_TEXT:
+                self._sites[rank][site] = bytes(notice[call_end : call_end + site_bytes]).decode(errors="replace")
+            word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
+            for offset, value in enumerate((fingerprint, number, call, site)):
+                self.words[word + offset] = value
+            return
+        self.finished[rank] = number
+        self._states[rank] = PeerState.LEFT
+        if kind == NoticeKind.FAILED:
+            name, culprits, message = first_text.split("|", 2)
+            self._states[rank] = PeerState.FAILED
+            self._failures[rank] = Failure(name, tuple(int(one) for one in culprits.split(",") if one), message)
+
+
+def notice_kind(message: memoryview) -> NoticeKind | None:
+    """Which notice a message is, or None if it is none: its first 64 bits are then another number."""
+    return _KINDS.get(int.from_bytes(message[:8], sys.byteorder))
+
+
+def _cut(text: str, num_bytes: int) -> str:
+    """The longest beginning of `text` that fits."""
+    return text.encode(errors="replace")[:num_bytes].decode(errors="ignore")

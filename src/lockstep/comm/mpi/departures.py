@@ -1,0 +1,65 @@
+"""How this process leaves MPI: in good order when all ranks do, and otherwise not without a limit.
+
+`MPI_Finalize` waits until every rank of the job has come to it. That is right where all is well. Where a rank has
+failed, the others may be anywhere, also in something that never ends; then this process gives them a few
+seconds to learn of it and leave, and after that ends the job for all of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+
+from lockstep.comm.mpi.library import load
+from lockstep.comm.mpi.team import MpiTeam
+from lockstep.errors import NotInitialized
+
+__all__ = ["register", "release"]
+
+_FAREWELL_S = 10.0
+_POLL_S = 0.001
+
+_teams: list[MpiTeam] = []
+_owner_pid = 0
+
+
+def register(team: MpiTeam) -> None:
+    """Have a team looked after until all its ranks have left. Local."""
+    global _owner_pid
+    if _owner_pid == 0:
+        _owner_pid = os.getpid()
+        atexit.register(_leave)
+    _teams.append(team)
+
+
+def release() -> None:
+    """Give back what belongs to groups that all ranks have left. Local; waits for nothing."""
+    _teams[:] = [team for team in _teams if not (team.has_left and team.try_release())]
+
+
+def _leave() -> None:
+    """Before MPI is finalized, which mpi4py does at the very end of the interpreter."""
+    if os.getpid() != _owner_pid:
+        return  # A fork of a rank is none.
+    try:
+        mpi = load()
+    except NotInitialized:
+        return  # The script has finalized MPI itself.
+    for team in _teams:
+        team.close()
+    start = time.monotonic()
+    release()
+    while _teams:
+        if any(team.has_failed for team in _teams) and time.monotonic() - start > _FAREWELL_S:
+            rank = mpi.COMM_WORLD.Get_rank()
+            print(
+                f"lockstep: rank {rank} has waited {_FAREWELL_S:g} s after a failure for the other ranks to leave MPI, "
+                "and now ends the job",
+                file=sys.stderr,
+                flush=True,
+            )
+            mpi.COMM_WORLD.Abort(1)
+        time.sleep(_POLL_S)
+        release()

@@ -1,0 +1,188 @@
+"""The process group "mpi4py" of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lockstep import env
+from lockstep.comm.backend import EngineProcessGroup
+from lockstep.comm.callsite import CallSite
+from lockstep.comm.engine import Engine
+from lockstep.comm.flight import Flight
+from lockstep.comm.mpi import algorithms, departures
+from lockstep.comm.mpi.library import load
+from lockstep.comm.mpi.mailbox import MpiMailbox
+from lockstep.comm.mpi.team import MpiTeam
+from lockstep.comm.p2p import PointToPoint
+from lockstep.comm.registration import MPI_BACKEND_NAME
+from lockstep.errors import CollectiveAborted, InputError, RendezvousError, SetupError
+from lockstep.shm.liveness import PeerIdentity, own_identity
+from lockstep.shm.mailbox import Mailbox
+from lockstep.shm.team import Region, Team
+
+__all__ = ["MpiEngine", "MpiProcessGroup", "create"]
+
+# Making a communicator is not safe in two threads at a time.
+_founding = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What a rank of a new group tells the others: who it is, and which rank of MPI's world."""
+
+    mpi_rank: int
+    mpi_size: int
+    identity: PeerIdentity
+
+    def encode(self) -> str:
+        one = self.identity
+        return json.dumps([self.mpi_rank, self.mpi_size, one.pid, one.start_time, one.host])
+
+    @classmethod
+    def decode(cls, text: str) -> _Member:
+        mpi_rank, mpi_size, pid, start_time, host = json.loads(text)
+        return cls(int(mpi_rank), int(mpi_size), PeerIdentity(int(pid), int(start_time), str(host)))
+
+
+def _introduce(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> list[_Member]:
+    """All members of a new group, in order of rank. Collective."""
+    world = load().COMM_WORLD
+    own = _Member(world.Get_rank(), world.Get_size(), own_identity())
+    store.set(f"member{rank}", own.encode())
+    keys = [f"member{peer}" for peer in range(len(ranks))]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        missing = ", ".join(f"rank {ranks[peer]}" for peer, key in enumerate(keys) if not store.check([key]))
+        raise RendezvousError(
+            f"{missing} did not come within {timeout.total_seconds():g} s of rank {ranks[rank]} "
+            f"(pid {own.identity.pid} on {own.identity.host})"
+        ) from None
+    members = [_Member.decode(bytes(store.get(key)).decode()) for key in keys]
+    if len({member.mpi_rank for member in members}) < len(members):
+        raise SetupError(
+            f"the {len(members)} ranks are not {len(members)} ranks of one MPI job: rank {ranks[rank]} is rank "
+            f"{own.mpi_rank} of {own.mpi_size} there. Start them with one `mpirun -np {len(members)} python script.py`"
+        )
+    return members
+
+
+def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
+    """A team with a communicator of its own. Collective over the members, and they alone take part."""
+    mpi = load()
+    departures.release()
+    with _founding:
+        everybody = mpi.COMM_WORLD.Get_group()
+        chosen = everybody.Incl([member.mpi_rank for member in members])
+        tag = zlib.crc32(name.encode()) & 0x7FFF  # every MPI has tags up to that
+        comm = mpi.COMM_WORLD.Create_group(chosen, tag)
+        chosen.Free()
+        everybody.Free()
+    team = MpiTeam(comm, [member.identity for member in members])
+    departures.register(team)
+    return team
+
+
+class MpiEngine(Engine):
+    """The op table of a group over MPI.
+
+    Args:
+        team: the ranks of the group.
+        group_name: how errors call the group.
+        ranks: global rank of each rank of the group.
+        timeout_s: default seconds until a rank that does not come is an error.
+    """
+
+    def __init__(self, team: MpiTeam, group_name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        # An MpiTeam has what engine and flight record use of a team, save for symmetric memory.
+        as_team = cast(Team, team)
+        super().__init__(as_team, Flight(as_team, group_name, ranks), timeout_s, algorithms)
+        self._mpi_team = team
+
+    def _run(
+        self,
+        key: object,
+        describe: Callable[[], str],
+        body: Callable[[float], None],
+        site: CallSite,
+        limit_s: float,
+    ) -> None:
+        try:
+            super()._run(key, describe, body, site, limit_s)
+        except load().Exception as error:
+            raise CollectiveAborted(f"{describe()} of {self.flight.group_name}: MPI says {error}") from error
+        finally:
+            # What a rank that gave up has told its peers about this is said before.
+            self._mpi_team.finished = self.flight.number
+
+    def _point_to_point(self) -> PointToPoint:
+        with self._p2p_lock:
+            if self._p2p is None:
+                mailbox = cast(Mailbox, MpiMailbox(self._mpi_team))
+                self._p2p = PointToPoint(self.team, self.flight, mailbox)
+            return self._p2p
+
+    def allocate(self, part_bytes: int) -> Region:
+        """Symmetric memory is memory of one host; MPI has none.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError("a group over MPI has no symmetric memory; use a lockstep group")
+
+
+class MpiProcessGroup(EngineProcessGroup):
+    """A process group over MPI.
+
+    Made by `dist.init_process_group("mpi4py")` or `dist.new_group(backend="mpi4py")`, not by hand.
+
+    Args:
+        store: where the ranks meet; keys are already private to this group.
+        rank: rank in the group.
+        world_size: ranks in the group.
+        timeout: until a rank that does not come is an error.
+        group_name: torch's name for the group.
+        global_ranks: global rank of each rank; empty for the default group.
+
+    Raises:
+        BackendUnavailable: mpi4py or the MPI library is missing.
+        SetupError: the ranks are not ranks of one MPI job.
+        RendezvousError: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        group_name: str,
+        global_ranks: Sequence[int],
+    ) -> None:
+        ranks = tuple(global_ranks) or tuple(range(world_size))
+        attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
+        members = _introduce(PrefixStore(f"mpi-attempt{attempt}", store), ranks, rank, timeout)
+        team = _connect(members, group_name)
+        name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
+        engine = MpiEngine(team, name, ranks, timeout.total_seconds())
+        super().__init__(engine, MPI_BACKEND_NAME, store, rank, world_size, group_name)
+
+
+def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
+    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`."""
+    return MpiProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        options.global_ranks_in_group,
+    )

@@ -1,0 +1,246 @@
+"""Point to point over MPI: messages matched by source and tag, in the order in which they were sent.
+
+The counterpart of `lockstep.shm.mailbox`, moved along by the same `lockstep.comm.p2p`.
+
+[Note: eager or announced] A small message travels through the one channel of its team, with its label; its send is over
+at once, and a receiver that has no use for it yet keeps it. A large one is announced there. When a receive matches
+and the labels fit, the receiver *grants* it: it has posted an MPI receive into the user's memory, and the sender sends
+right into it. The send is over when the receiver has confirmed that all has come, so a rank that waits for its
+sends may leave. Grants to one rank, and what they let come, go in one order, so one MPI tag is enough and
+torch's tags need not be tags of MPI.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.comm.mpi.team import MESSAGE_BYTES, MpiTeam
+from lockstep.shm.messages import Arrival, Label, Matcher, Receive, Send
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiMailbox"]
+
+_HEADER = struct.Struct("=5q")  # kind, number, tag, bytes of the whole message, bytes of the label
+_LABEL_BYTES = 1024
+_EAGER_BYTES = 4 << 10
+assert _HEADER.size + _LABEL_BYTES + _EAGER_BYTES <= MESSAGE_BYTES
+
+_LABEL_CACHE_ENTRIES = 1024
+
+
+class _Kind(IntEnum):
+    """Messages; the numbers are none of a notice's."""
+
+    EAGER = 11  # the message itself
+    ANNOUNCE = 12  # a message to be granted
+    GRANT = 13  # to the sender: send it now
+    REFUSE = 14  # to the sender: the receive that matched has this label, which does not fit
+    CONFIRM = 15  # to the sender: all of it has come
+
+
+_decode_label = functools.lru_cache(_LABEL_CACHE_ENTRIES)(Label.decode)
+
+
+@dataclass(eq=False)
+class _Movement:
+    """A granted message on its way.
+
+    Attributes:
+        operation: this rank's side of it.
+        number: of the message.
+        requests: MPI's.
+        confirmed: the receiver has said that all has come.
+    """
+
+    operation: Send | Receive
+    number: int
+    requests: list[MPI.Request]
+    confirmed: bool = False
+
+
+@dataclass(eq=False)
+class _Peer:
+    """What is under way with another rank, by number of the message."""
+
+    num_messages: int = 0
+    announced: dict[int, Send] = field(default_factory=dict)
+    granted: dict[int, _Movement] = field(default_factory=dict)
+
+
+class MpiMailbox:
+    """The messages of one rank. Not thread-safe, save that its team may be in use by another thread.
+
+    Args:
+        team: the ranks of the group.
+
+    Attributes:
+        num_records: heard, said and moved so far; who waits can tell by it that something goes on.
+    """
+
+    def __init__(self, team: MpiTeam) -> None:
+        self._team = team
+        self._peers = [_Peer() for _ in range(team.world_size)]
+        self._matcher = Matcher()
+        self._finished: list[Send | Receive] = []
+        self._moving: list[_Movement] = []
+        self.num_records = 0
+
+    # ---- asked for from above ------------------------------------------------------------------------
+
+    def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
+        """Begin to send. Local.
+
+        Args:
+            peer: where to; may be this rank.
+            tag: what a receive must have to match.
+            label: of the tensor.
+            flat: its bytes: uint8 of shape (n,). They must not change until the send is done.
+        """
+        send = Send(tag, label, flat, peer=peer)
+        if peer == self._team.rank:
+            self._match(Arrival(peer, tag, label, flat.numel(), own=send))
+            return send
+        to = self._peers[peer]
+        to.num_messages += 1
+        send.number = to.num_messages
+        if flat.numel() <= _EAGER_BYTES:
+            self._say(peer, _Kind.EAGER, send.number, tag, label, flat.numel(), flat.numpy().tobytes())
+            self._finish(send)
+        else:
+            to.announced[send.number] = send
+            self._say(peer, _Kind.ANNOUNCE, send.number, tag, label, flat.numel())
+        return send
+
+    def receive(self, source: int, tag: int, label: Label, flat: torch.Tensor) -> Receive:
+        """Begin to receive. Local.
+
+        Args:
+            source: where from, or `ANY_SOURCE`.
+            tag: what the message must have to match.
+            label: of the tensor.
+            flat: where its bytes go: uint8 of shape (n,).
+        """
+        receive = Receive(tag, label, flat, source=source)
+        arrival = self._matcher.arrival_for(receive)
+        if arrival is not None:
+            self._deliver(receive, arrival)
+        return receive
+
+    def progress(self) -> None:
+        """Do what can be done now. Local; waits for nothing."""
+        self._team.listen()
+        mail = self._team.mail
+        while mail:
+            self._hear(*mail.popleft())
+        if self._moving:
+            self._moving = [movement for movement in self._moving if not self._has_arrived(movement)]
+
+    def take_finished(self) -> list[Send | Receive]:
+        """The operations that have become done since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abandon(self, operation: Send | Receive) -> None:
+        """Stop caring for an operation. What was granted may still come into its memory, which is kept for that."""
+        if not operation.done:
+            operation.done = True
+            if isinstance(operation, Receive):
+                self._matcher.withdraw(operation)
+
+    def kept_from(self, peer: int) -> Iterator[Arrival]:
+        """The messages of a peer that wait here for a receive, in order of arrival."""
+        return self._matcher.kept_from(peer)
+
+    def close(self) -> None:
+        """Leave what is under way to MPI. Local."""
+        self._team.abandon([(movement.requests, movement.operation) for movement in self._moving])
+
+    # ---- messages ------------------------------------------------------------------------------------
+
+    def _say(
+        self, peer: int, kind: _Kind, number: int, tag: int, label: Label | None, num_bytes: int, data: bytes = b""
+    ) -> None:
+        text = b"" if label is None else label.encode()[:_LABEL_BYTES]
+        self._team.send_message(peer, _HEADER.pack(kind, number, tag, num_bytes, len(text)) + text + data)
+        self.num_records += 1
+
+    def _hear(self, peer: int, message: bytes) -> None:
+        kind, number, tag, num_bytes, label_bytes = _HEADER.unpack_from(message)
+        start = _HEADER.size + label_bytes
+        text = message[_HEADER.size : start]
+        its = self._peers[peer]
+        self.num_records += 1
+        if kind == _Kind.EAGER:
+            # Over a bytearray, because torch wants memory that it may write to.
+            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)[start:]
+            self._match(Arrival(peer, tag, _decode_label(text), num_bytes, number, data))
+        elif kind == _Kind.ANNOUNCE:
+            self._match(Arrival(peer, tag, _decode_label(text), num_bytes, number, announced=True))
+        elif kind == _Kind.GRANT:
+            # Also of a send that was abandoned meanwhile: the receiver has put up memory for it, in turn.
+            send = its.announced.pop(number)
+            movement = _Movement(send, number, self._team.start_send(peer, send.flat))
+            its.granted[number] = movement
+            self._moving.append(movement)
+        elif kind == _Kind.REFUSE:
+            self._finish(its.announced.pop(number), _decode_label(text))
+        else:
+            assert kind == _Kind.CONFIRM, kind
+            its.granted.pop(number).confirmed = True
+
+    def _match(self, arrival: Arrival) -> None:
+        """Hand a message to the receive that waits for it, or keep it."""
+        receive = self._matcher.receive_for(arrival)
+        if receive is not None:
+            self._deliver(receive, arrival)
+        else:
+            self._matcher.keep(arrival)
+
+    def _deliver(self, receive: Receive, arrival: Arrival) -> None:
+        """Copy a message that is here; grant or refuse one that is not."""
+        receive.peer = arrival.peer
+        conflict = None if arrival.label.fits(receive.label) else arrival.label
+        if arrival.announced:
+            if conflict is None:
+                requests = self._team.start_receive(arrival.peer, receive.flat)
+                self._moving.append(_Movement(receive, arrival.number, requests))
+                self._say(arrival.peer, _Kind.GRANT, arrival.number, 0, None, 0)
+                return
+            self._say(arrival.peer, _Kind.REFUSE, arrival.number, 0, receive.label, 0)
+        elif arrival.own is not None:
+            if conflict is None:
+                receive.flat.copy_(arrival.own.flat)
+            self._finish(arrival.own, None if conflict is None else receive.label)
+        elif conflict is None:
+            assert arrival.data is not None
+            receive.flat.copy_(arrival.data)
+        self._finish(receive, conflict)
+
+    def _has_arrived(self, movement: _Movement) -> bool:
+        """Whether a granted message is all there; then it is over on this side."""
+        if not self._team.are_done(movement.requests):
+            return False
+        operation = movement.operation
+        if isinstance(operation, Receive):
+            assert operation.peer is not None
+            self._say(operation.peer, _Kind.CONFIRM, movement.number, 0, None, 0)
+        elif not movement.confirmed:
+            return False
+        self._finish(operation)
+        self.num_records += 1
+        return True
+
+    def _finish(self, operation: Send | Receive, conflict: Label | None = None) -> None:
+        if not operation.done:
+            operation.done = True
+            operation.conflict = conflict
+            self._finished.append(operation)

@@ -1,0 +1,63 @@
+"""Waiting without blocking in MPI: ask, give up the core, nap; look at the deadline now and then."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from lockstep.shm.sync import nap
+
+__all__ = ["MpiWaiter"]
+
+_LOOK_EVERY_S = 0.002
+_NAP_AFTER_S = 0.002
+_LONGEST_NAP_S = 0.0005
+# A yield that takes this long has gone to another process. Whoever wakes up from a nap comes before it.
+_SHARED_CORE_S = 0.00002
+_SHORTEST_NAP_S = 0.000001
+
+
+class MpiWaiter:
+    """Waits for peers, for one rank of a group.
+
+    Args:
+        num_local: ranks of the group on this host, this one included.
+
+    Attributes:
+        spins: how often to ask before the core is given up.
+        closed: the group was shut down on this rank; every wait ends.
+    """
+
+    def __init__(self, num_local: int) -> None:
+        # Each question costs about a microsecond. Where ranks share a core, the answer needs the core.
+        self.spins = 100 if num_local <= len(os.sched_getaffinity(0)) else 4
+        self.closed = False
+
+    def wait(self, awaited: Callable[[], list[int]], look: Callable[[list[int], float], None]) -> None:
+        """Return when nobody is awaited any more.
+
+        Args:
+            awaited: asks MPI; the ranks that are still needed.
+            look: called with these and the seconds waited, every few milliseconds; raises to end the wait.
+        """
+        for _ in range(self.spins):
+            if not awaited():
+                return
+        start = time.monotonic()
+        next_look_s = 0.0
+        while True:
+            ranks = awaited()
+            if not ranks:
+                return
+            waited_s = time.monotonic() - start
+            if waited_s >= next_look_s:
+                look(ranks, waited_s)
+                next_look_s = waited_s + _LOOK_EVERY_S
+            if waited_s > _NAP_AFTER_S:
+                nap(min(waited_s / 20, _LONGEST_NAP_S))
+                continue
+            before = time.monotonic()
+            os.sched_yield()
+            if time.monotonic() - before > _SHARED_CORE_S:
+                nap(_SHORTEST_NAP_S)

@@ -1,0 +1,203 @@
+"""Where the ranks of an MPI job meet: with MPI's help, or without it on one host.
+
+[Note: with MPI] Every rank tells rank 0 its host. Rank 0 then opens a place to meet, a folder if all are on one
+host (`folder.py`) and else a port (`tcp.py`), and tells everybody where, and who is on which host. All of that
+has a deadline, which MPI's own collectives have not.
+
+[Note: without MPI] Ranks on one host that want no group over MPI need no MPI to meet either: the number of their
+job is a name that they have in common. Initialising MPI takes half a second, and binds the end of each rank to that
+of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import HashStore, Store
+
+from lockstep.comm.mpi.library import is_installed, load
+from lockstep.errors import RendezvousError
+from lockstep.rendezvous import folder, tcp
+from lockstep.topology import Topology
+from lockstep.topology.mpi import job_id
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["meet_by_mpi", "meet_under_mpirun", "meeting_name"]
+
+_TAG = 19027  # on MPI's own communicator, where a script may have messages too
+_HOST_BYTES = 256
+_POLL_S = 0.001
+_LAUNCHER = "mpirun"
+
+# On rank 0: where to meet, and what listens there until the store takes it over.
+_place: dict[str, Any] = {}
+_listeners: dict[int, socket.socket] = {}
+
+
+def meet_under_mpirun(variables: Mapping[str, str], topology: Topology, timeout: timedelta) -> Store | None:
+    """The store of ranks that mpirun started, for a group that need not be one over MPI. Collective.
+
+    Args:
+        variables: the environment.
+        topology: this rank's, as read from them.
+        timeout: until a rank that does not come is an error.
+
+    Returns:
+        None if mpirun did not start this process, or the ranks are on several hosts and there is no mpi4py.
+
+    Raises:
+        RendezvousError: a rank did not come.
+    """
+    if topology.launcher != "mpirun":
+        return None
+    if topology.num_nodes == 1:
+        return folder.open_store(meeting_name(variables), topology.rank, topology.world_size, timeout)
+    return meet_by_mpi(timeout)[1] if is_installed() else None
+
+
+def meeting_name(variables: Mapping[str, str]) -> str:
+    """A name that on this host belongs to this job alone. See [Note: without MPI].
+
+    Where the launcher tells no number of the job (MPICH), it is the launcher's own process, which is the
+    parent of all its ranks.
+    """
+    job = job_id(variables) or f"parent{os.getppid()}"
+    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in job)
+    return f"lockstep-{os.geteuid()}-mpi-{plain}"
+
+
+def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
+    """Who this rank is in MPI's world, and a store that it shares with all others. Collective.
+
+    Args:
+        timeout: until a rank that does not come is an error.
+
+    Raises:
+        BackendUnavailable: mpi4py or the MPI library is missing.
+        RendezvousError: not all ranks came in time; on rank 0, names those that did not.
+    """
+    world = load().COMM_WORLD
+    rank, world_size = world.Get_rank(), world.Get_size()
+    if world_size == 1:
+        return Topology(0, 1, 0, 1), HashStore()
+    deadline = _Deadline(timeout)
+    place = _invite(world, deadline) if rank == 0 else _join(world, deadline)
+    topology = _locate(rank, place["hosts"])
+    if "name" in place:
+        return topology, folder.open_store(place["name"], rank, world_size, timeout)
+    listener = _listeners.pop(place["port"], None) if rank == 0 else None
+    return topology, tcp.open_store(place["address"], place["port"], rank, world_size, timeout, listener)
+
+
+class _Deadline:
+    """A limit for everything that a rank waits for until it has met the others."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+        self._end_s = time.monotonic() + self._seconds
+
+    def wait(self, is_done: Callable[[], bool], explain: Callable[[], str]) -> None:
+        """Ask MPI until the answer is yes.
+
+        Raises:
+            RendezvousError: it was not yes in time.
+        """
+        while not is_done():
+            if time.monotonic() > self._end_s:
+                raise RendezvousError(f"{explain()} within {self._seconds:g} s. Do all ranks call lockstep.init()?")
+            time.sleep(_POLL_S)
+
+
+def _invite(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
+    """Rank 0's part of [Note: with MPI]; what it told the others."""
+    mpi = load()
+    peers = range(1, world.Get_size())
+    buffers = [bytearray(_HOST_BYTES) for _ in peers]
+    requests = [world.Irecv([buffer, mpi.BYTE], peer, _TAG) for peer, buffer in zip(peers, buffers, strict=True)]
+
+    def all_came() -> bool:
+        mpi.Request.Testsome(requests)
+        return not any(requests)
+
+    def missing() -> str:
+        absent = [f"rank {peer}" for peer, request in zip(peers, requests, strict=True) if request]
+        return f"{', '.join(absent)} did not come"
+
+    try:
+        deadline.wait(all_came, missing)
+    except RendezvousError:
+        for request in filter(None, requests):
+            request.Cancel()
+        raise
+    hosts = [socket.gethostname(), *(bytes(buffer).rstrip(b"\0").decode() for buffer in buffers)]
+    place = {"hosts": hosts, **_open_place(hosts)}
+    message = json.dumps(place).encode()
+    answers = [world.Isend([message, mpi.BYTE], peer, _TAG) for peer in peers]
+    deadline.wait(lambda: bool(mpi.Request.Testall(answers)), lambda: "the other ranks came, and did not go on")
+    return place
+
+
+def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
+    """The part of every other rank in [Note: with MPI]; what rank 0 said."""
+    mpi = load()
+    name = socket.gethostname().encode()[:_HOST_BYTES]
+    request = world.Isend([name, mpi.BYTE], 0, _TAG)
+    status = mpi.Status()
+    deadline.wait(
+        lambda: bool(request.Test()) and bool(world.Iprobe(0, _TAG, status)),
+        lambda: f"rank {world.Get_rank()} heard nothing of rank 0, which waits for all ranks,",
+    )
+    message = bytearray(status.Get_count(mpi.BYTE))
+    world.Recv([message, mpi.BYTE], 0, _TAG)
+    place: dict[str, Any] = json.loads(message)
+    return place
+
+
+def _open_place(hosts: Sequence[str]) -> dict[str, Any]:
+    """Where to meet; the same place for all worlds of this process."""
+    if not _place and len(set(hosts)) == 1:
+        _place["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
+    elif not _place:
+        address = _address_towards(host for host in hosts if host != hosts[0])
+        listener = tcp.listen(address, 0)
+        port = listener.getsockname()[1]
+        _place.update(address=address, port=port)
+        _listeners[port] = listener
+    return _place
+
+
+def _address_towards(hosts: Iterable[str]) -> str:
+    """The address of this host on the way to the first of `hosts` that has one; its name, if none has."""
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def _locate(rank: int, hosts: Sequence[str]) -> Topology:
+    """Where a rank stands among ranks on these hosts, given for each rank."""
+    names = list(dict.fromkeys(hosts))
+    host = hosts[rank]
+    return Topology(
+        rank,
+        len(hosts),
+        hosts[:rank].count(host),
+        hosts.count(host),
+        names.index(host),
+        len(names),
+        _LAUNCHER,
+        tuple(names),
+    )

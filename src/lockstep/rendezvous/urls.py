@@ -1,0 +1,88 @@
+"""Where ranks meet that call `dist.init_process_group` themselves: `mpi://`, and `env://` under mpirun.
+
+torch looks a handler up by the scheme of `init_method`. `mpi://` is ours: ranks, their number and a store
+come from MPI. `env://`, the default, is torch's own, and stays so wherever torch's variables are set. Under mpirun,
+where they are not and torch would raise, rank and number come from mpirun's variables, and the place to meet from
+MASTER_ADDR and MASTER_PORT or, without these, from the job.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lockstep import env
+from lockstep.errors import RendezvousError
+from lockstep.topology.mpi import read_mpi
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["register"]
+
+_Met = Iterator["tuple[Store, int, int]"]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def register(_: ModuleType) -> None:
+    """Teach torch the URLs. Local; called when torch.distributed has been imported, maybe more than once."""
+    # `torch.distributed.rendezvous` is also a function, which hides the module.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Callable[..., _Met]] = module._rendezvous_handlers
+    handlers.setdefault("mpi", _meet_by_mpi)
+    torchs_own = handlers["env"]
+    if not isinstance(torchs_own, _EnvHandler):
+        handlers["env"] = _EnvHandler(torchs_own)
+
+
+def _meet_by_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> _Met:
+    """`mpi://`; rank and world size, if given, must be MPI's."""
+    from lockstep.rendezvous.mpi import meet_by_mpi
+
+    topology, store = meet_by_mpi(timeout)
+    for name, given in _query(url).items():
+        actual = getattr(topology, name, None)
+        if given != str(actual):
+            raise RendezvousError(f"{url}: {name} is given as {given}, but MPI says {actual}; leave it out")
+    yield store, topology.rank, topology.world_size
+    raise RendezvousError("the ranks of an MPI job meet once; start it again to have others")
+
+
+class _EnvHandler:
+    """`env://`: torch's own handler, and what it lacks under mpirun.
+
+    Args:
+        torchs_own: the handler that torch has registered.
+    """
+
+    def __init__(self, torchs_own: Callable[..., _Met]) -> None:
+        self._torchs_own = torchs_own
+
+    def __call__(self, url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **options: Any) -> _Met:
+        variables = env.snapshot()
+        topology = read_mpi(variables)
+        is_said = bool(_query(url)) or env.RANK.get(variables) is not None or env.WORLD_SIZE.get(variables) is not None
+        if topology is None or is_said:
+            return self._torchs_own(url, timeout=timeout, **options)
+        rank, world_size = topology.rank, topology.world_size
+        if env.MASTER_ADDR.get(variables) is not None and env.MASTER_PORT.get(variables) is not None:
+            return self._torchs_own(f"env://?rank={rank}&world_size={world_size}", timeout=timeout, **options)
+        from lockstep.rendezvous.mpi import meet_under_mpirun
+
+        store = meet_under_mpirun(variables, topology, timeout)
+        if store is None:
+            raise RendezvousError(
+                f"rank {rank} of {world_size} does not know where to meet the others, which are on several hosts: "
+                "install mpi4py (`pip install torch-lockstep[mpi]`), or set MASTER_ADDR and MASTER_PORT"
+            )
+        return iter([(store, rank, world_size)])
+
+
+def _query(url: str) -> dict[str, str]:
+    """What torch has put behind the `?`: rank and world_size, where the caller gave them."""
+    _, _, text = url.partition("?")
+    return dict(pair.split("=", 1) for pair in text.split("&") if "=" in pair)
