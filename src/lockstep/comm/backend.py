@@ -198,22 +198,28 @@ class EngineProcessGroup(ProcessGroup):
     # ---- pieces --------------------------------------------------------------------------------------
 
     def _split(self, whole: torch.Tensor, part: torch.Tensor, operation: str) -> list[torch.Tensor]:
-        """`whole` as one flat piece of `part`'s size for each rank."""
+        """`whole` as one piece of `part`'s size for each rank."""
+        check_tensor(whole, operation)
+        check_tensor(part, operation)
         world_size = self.size()
         if whole.numel() != part.numel() * world_size:
             raise InputError(
                 f"{operation}: the tensor for all ranks has {whole.numel()} elements, the one for this rank "
                 f"{part.numel()}; expected {world_size} times as many"
             )
-        if not whole.is_contiguous():
-            raise InputError(f"{operation}: the tensor for all ranks must be contiguous; call .contiguous() on it")
-        return list(whole.view(world_size, -1).unbind(0))
+        if whole.is_contiguous():
+            return list(whole.view(world_size, -1).unbind(0))
+        if whole.size(0) % world_size:
+            raise InputError(
+                f"{operation}: the tensor for all ranks has {whole.size(0)} rows, not a multiple of {world_size} "
+                "(the ranks), and gaps between its elements; call .contiguous() on it"
+            )
+        return list(whole.chunk(world_size))
 
     def _split_rows(self, tensor: torch.Tensor, splits: Sequence[int], side: str) -> list[torch.Tensor]:
         world_size = self.size()
+        check_tensor(tensor, "all_to_all_single")
         rows = tensor.size(0) if tensor.dim() else 1
-        if not tensor.is_contiguous():
-            raise InputError(f"all_to_all_single: the {side} must be contiguous; call .contiguous() on it")
         if len(splits) == 0:
             if rows % world_size:
                 raise InputError(
@@ -226,6 +232,8 @@ class EngineProcessGroup(ProcessGroup):
                 f"all_to_all_single: {side} splits {list(splits)} must be {world_size} numbers that add up to "
                 f"{rows} rows"
             )
+        if not tensor.is_contiguous():
+            return list(torch.split(tensor, list(splits)))
         row_numel = tensor.numel() // rows if rows else 0
         return list(torch.split(tensor.view(-1), [split * row_numel for split in splits]))
 

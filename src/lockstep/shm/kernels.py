@@ -3,6 +3,10 @@
 [Note: tree order] The parts of ranks 0 … n-1 are combined as neighbours in pairs, then pairs of
 pairs, and so on: ((0 1) (2 3)) 4 for five. The order depends on n only, so every rank and
 every run gets the same bits, whoever does the adding.
+
+[Note: dtypes without arithmetic] torch stores unsigned integers of more than 8 bits, and hardly computes with
+them. Their bits can be added as signed numbers, because both wrap around; and compared as such with the highest bit
+turned over. 8-bit floats have no arithmetic at all and, like 16-bit ones, accumulate in float32.
 """
 
 from __future__ import annotations
@@ -19,11 +23,26 @@ from lockstep.errors import InputTypeError
 __all__ = ["Kernel", "find_kernel", "op_name"]
 
 _Combine = Callable[..., torch.Tensor]
-_NARROW_FLOATS = (torch.float16, torch.bfloat16)
-_FLOAT8 = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
+
+
+def _dtypes(*names: str) -> tuple[torch.dtype, ...]:
+    """Those that this torch has."""
+    return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+_FLOAT8 = _dtypes("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+_ACCUMULATE: dict[torch.dtype, torch.dtype] = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, *_FLOAT8), torch.float32),
+    torch.complex32: torch.complex64,
+}
+_SIGNED = dict(zip(_dtypes("uint16", "uint32", "uint64"), (torch.int16, torch.int32, torch.int64), strict=False))
+_BITWISE = ("BAND", "BOR", "BXOR")
+_NUMBERS = frozenset(
+    (
+        *_dtypes("float64", "float32", "bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128"),
+        *_ACCUMULATE,
+        *_SIGNED,
+    )
 )
 _COMBINE: dict[str, _Combine] = {
     "SUM": torch.add,
@@ -92,6 +111,37 @@ class Kernel:
         return self.combine(left, right, out=out)
 
 
+def _as_signed(combine: _Combine, signed: torch.dtype) -> _Combine:
+    """`combine` for unsigned integers, where bits that wrap around are all that counts."""
+
+    def wrapped(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        combine(left.view(signed), right.view(signed), out=out.view(signed))
+        return out
+
+    return wrapped
+
+
+def _in_order(combine: _Combine, signed: torch.dtype) -> _Combine:
+    """`combine`, which compares, for unsigned integers. See [Note: dtypes without arithmetic]."""
+    high_bit = torch.iinfo(signed).min
+
+    def ordered(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        result = combine(left.view(signed) ^ high_bit, right.view(signed) ^ high_bit)
+        torch.bitwise_xor(result, high_bit, out=out.view(signed))
+        return out
+
+    return ordered
+
+
+def _find_combine(name: str, dtype: torch.dtype) -> _Combine:
+    signed = _SIGNED.get(dtype)
+    if signed is not None and name == "SUM":
+        return _as_signed(torch.add, signed)
+    if signed is not None and name in ("MIN", "MAX"):
+        return _in_order(_COMBINE[name], signed)
+    return _COMBINE[name]
+
+
 _cache: dict[tuple[object, torch.dtype], Kernel] = {}
 
 
@@ -117,13 +167,13 @@ def find_kernel(op: Any, dtype: torch.dtype) -> Kernel:
         return kernel
     name = op_name(op)
     _check_dtype(name, dtype)
-    accumulate = torch.float32 if dtype in _NARROW_FLOATS or dtype in _FLOAT8 else None
-    if name in ("MIN", "MAX", "BAND", "BOR", "BXOR") and dtype not in _FLOAT8:
+    accumulate = _ACCUMULATE.get(dtype)
+    if name in ("MIN", "MAX") and dtype not in _FLOAT8:
         accumulate = None
     if name == "PREMUL_SUM":
         # The factor belongs to this one call.
         return Kernel(name, _COMBINE[name], accumulate, factor=op.factor)
-    kernel = Kernel(name, _COMBINE[name], accumulate, divide=name == "AVG")
+    kernel = Kernel(name, _find_combine(name, dtype), accumulate, divide=name == "AVG")
     _cache[(kind, dtype)] = kernel
     return kernel
 
@@ -133,7 +183,11 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         raise InputTypeError(f"reduce op {name} is not supported; use one of {', '.join(_COMBINE)}")
     is_float = dtype.is_floating_point
     problem = None
-    if name in ("BAND", "BOR", "BXOR") and (is_float or dtype.is_complex):
+    if dtype not in _NUMBERS:
+        problem = "torch has no arithmetic for them; they can be copied (broadcast, all_gather, send, …)"
+    elif name == "PREMUL_SUM" and dtype in _FLOAT8:
+        problem = "it needs a floating-point dtype of at least 16 bits"
+    elif name in _BITWISE and (is_float or dtype.is_complex):
         problem = "bitwise operations need an integer or bool dtype"
     elif name in ("MIN", "MAX") and dtype.is_complex:
         problem = "complex numbers have no order; reduce torch.view_as_real(tensor) if you mean the parts"
