@@ -16,22 +16,25 @@ __all__ = ["broadcast_tensors", "check_same_model"]
 _GROUP_BYTES = 32 << 20
 
 
-def check_same_model(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare names, shapes, dtypes and requires_grad over ranks. Collective.
+def check_same_model(
+    tensors: Mapping[str, torch.Tensor],
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Compare names, shapes, dtypes, memory formats and requires_grad over ranks, and settings. Collective.
 
     Args:
         tensors: name -> parameter or buffer, in order.
+        settings: name -> value, in order, of whatever else ranks must agree on.
         group: who compares.
         device: where the group's collectives want their tensors.
 
     Raises:
         ModelMismatch: on every rank; names the first entry that differs, on both sides.
     """
-    lines = [
-        f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        f"{'' if tensor.requires_grad else ' (no gradient)'}"
-        for name, tensor in tensors.items()
-    ]
+    lines = [f"{name}: {_describe(tensor)}" for name, tensor in tensors.items()]
+    lines += [f"{name}={value}" for name, value in settings.items()]
     text = "\n".join(lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     own = torch.tensor([digest, len(text)], dtype=torch.int64, device=device)
@@ -51,8 +54,18 @@ def check_same_model(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGro
                 ranks = dist.get_process_group_ranks(group)
                 raise ModelMismatch(
                     f"ranks hold different models. First difference: rank {ranks[0]} has {here or 'nothing'}; rank "
-                    f"{ranks[rank]} has {there or 'nothing'}. Build the same model on every rank, before wrapping it"
+                    f"{ranks[rank]} has {there or 'nothing'}. Build the same model on every rank, and wrap it with the "
+                    "same arguments"
                 )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if not tensor.requires_grad:
+        return f"{text} (no gradient)"
+    # Gradients lie in the buckets in the order of memory.
+    laid_out = torch.empty_like(tensor, device="meta")
+    return text if laid_out.is_contiguous() else f"{text} with strides {list(laid_out.stride())}"
 
 
 def _gather_texts(text: bytes, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[str]:
@@ -89,7 +102,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup,
             flat = torch.cat([tensor.reshape(-1) for tensor in batch])
             dist.broadcast(flat, global_source, group=group)
             if group.rank() != source_in_group:
-                pieces = flat.split([tensor.numel() for tensor in batch])
+                pieces = torch.split(flat, [tensor.numel() for tensor in batch])
                 for tensor, piece in zip(batch, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
 

@@ -1,4 +1,4 @@
-"""Which parameter's gradient lies where: pure planning, no communication.
+"""Which parameter's gradient lies where: planning and layout, no communication.
 
 Gradients arrive in about the reverse of the order in which parameters were registered, so
 buckets are filled in that order: the first bucket is complete first and can be reduced while the rest
@@ -14,7 +14,7 @@ import torch
 
 from lockstep.errors import InputError
 
-__all__ = ["BucketPlan", "Placement", "plan_buckets"]
+__all__ = ["BucketPlan", "Placement", "copy_all", "plan_buckets", "view_like"]
 
 # Gradients start at whole cache lines, so that no two ranks ever write one line.
 _ALIGNMENT_BYTES = 64
@@ -96,3 +96,15 @@ def plan_buckets(parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_b
     for key in list(open_buckets):
         close(key)
     return closed
+
+
+def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`flat`, shape (numel,), in the shape of `like` and, where it is dense, its strides."""
+    dense = torch.empty_like(like, device="meta")
+    return flat.as_strided(like.shape, dense.stride()) if like.dim() else flat.view(())
+
+
+def copy_all(places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Copy each of `gradients` to its place."""
+    if places:
+        torch._foreach_copy_(list(places), list(gradients))

@@ -1,36 +1,36 @@
 """`lockstep.DistributedDataParallel`: a model on every rank, one gradient.
 
-[Note: backward passes] The engine learns that a backward pass runs from a hook on the outputs of the forward
-pass, weights the incoming gradient there (see [Note: exact weighting]) and asks autograd to call it back
+[Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward
+pass (`passage.py`, which also weights the gradients there) and asks autograd to call it back
 when the pass is over. A pass that reached only some parameters is of one of three kinds: the rest is reachable
-from the outputs (another backward pass will bring it: wait), the user said that parameters may be unused
-(zeros go out for them), or it is a mistake, and raises in that very step.
-
-[Note: exact weighting] Rank r holds n_r of the n samples of a global batch and computes the mean over its n_r. The
-gradient of the mean over all n is the mean over ranks of the local gradients times n_r * W / n. The factor is applied
-to the gradient that enters the backward pass at the model's outputs: so it is exact for every micro-batch of an
-accumulation, does not touch terms of the loss that do not depend on the batch, and costs nothing when it
-is 1, as with all batches that divide evenly.
+from outputs that no gradient has come to yet (another backward pass will bring it: wait; if it never comes, the
+next forward pass raises), the user said that parameters may be unused (zeros go out for them), or it is a
+mistake, and raises in that very step. A pass that reaches no parameter of the model at all
+(`torch.autograd.grad`, a model frozen for a while) is none of the engine's business.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
-from lockstep.comm.backend import LockstepProcessGroup
-from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized, UnusedParameters
+from lockstep.errors import InputError, InputTypeError, ModelError, UnusedParameters
 from lockstep.log import get_logger, warn_once
+from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.buckets import plan_buckets
-from lockstep.parallel.graph import map_tensors, reachable_leaves
+from lockstep.parallel.checks import check_bucket_cap, check_group, check_parameters, find_buffers, host_device
+from lockstep.parallel.graph import map_tensors, reachable_leaves, runs_backward_to
+from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.transports import make_transport
 
@@ -38,7 +38,6 @@ __all__ = ["DistributedDataParallel"]
 
 _logger = get_logger(__name__)
 
-_DEFAULT_BUCKET_MIB = 25.0
 _FIRST_BUCKET_BYTES = 1 << 20
 _MIB = 1 << 20
 
@@ -59,14 +58,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         output_device: must agree with `device_ids`; there for torch's signature.
         dim: must be 0; there for torch's signature.
         broadcast_buffers: with the gradients of each training step, give all ranks the buffers of the first.
+            The step ends with them equal; torch gives them out before the next forward pass.
         init_sync: check that the models agree, and give all ranks the parameters of the first.
         process_group: who trains together; default the default group.
-        bucket_cap_mb: MiB of gradients that go out together; default 25.
-        find_unused_parameters: parameters may take no part in a step's loss.
+        bucket_cap_mb: MiB of gradients that go out together; default 25. 0 makes a bucket for each.
+        find_unused_parameters: parameters may take no part in a step's loss, others on each rank. One that
+            no rank uses keeps its `.grad`, None where it was None.
         check_reduction: ignored, as in torch.
         gradient_as_bucket_view: always so here; accepted for torch's signature.
-        static_graph: the set of used parameters never changes. Allows re-entrant checkpointing and
-            parameters that are never used; gradients are averaged at the end of the backward pass.
+        static_graph: the set of used parameters never changes. Allows re-entrant checkpointing, several
+            backward passes over shared layers, and parameters that are never used; gradients are averaged at the
+            end of the backward pass.
 
     Attributes:
         module: the model. Take `state_dict` from it for names without `module.`.
@@ -75,6 +77,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         NotInitialized: no process group.
         ModelMismatch: on every rank, if models differ; names the first parameter that does.
         ModelError: nothing to train, or parameters that cannot be.
+        UnusedParameters: from `backward`, or where several backward passes were possible from the next
+            forward pass: parameters got no gradient.
+
+    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does.
     """
 
     def __init__(
@@ -98,51 +104,47 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
         if dim != 0:
             raise InputError(f"dim={dim}: one process handles one part of the batch here; only dim=0 is supported")
-        group = process_group if process_group is not None else dist.group.WORLD if dist.is_initialized() else None
-        if group is None:
-            raise NotInitialized("DistributedDataParallel needs a process group: call lockstep.init() first")
         self.module = module
-        self.process_group = group
+        self.process_group = group = check_group(process_group)
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
         self._world_size = group.size()
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._check_parameters(named)
+        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
+        check_parameters(named)
         self._parameters_to_reduce = list(named.values())
         self._names = list(named)
         self.device = self._parameters_to_reduce[0].device
         self.device_ids = self._check_device_ids(device_ids, output_device)
+        cap_mib = check_bucket_cap(bucket_cap_mb)
         if init_sync:
-            self._agree()
-        cap_mib = _DEFAULT_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb
-        plans = plan_buckets(self._parameters_to_reduce, max(int(cap_mib * _MIB), 1), _FIRST_BUCKET_BYTES)
+            self._agree(ignored, cap_mib)
+        cap_bytes = max(int(cap_mib * _MIB), 1)
+        plans = plan_buckets(self._parameters_to_reduce, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES))
         self._reducer = Reducer(
             self._parameters_to_reduce,
             self._names,
             plans,
             make_transport(plans, group),
             group,
-            may_go_early=not static_graph,
+            may_go_early=not static_graph and self._world_size > 1,
+            unannounced=weakref.WeakMethod(self._backward_begins),
         )
-        self._buffers = [buffer for buffer in module.buffers() if buffer.numel() > 0]
+        self._buffer_places = find_buffers(module, ignored)
         self._num_hooks = 0
-        self._callback_queued = False
-        self._roots: list[Any] = []
-        self._reachable: set[int] | None = None
+        # Of the last forward pass that may have a backward pass, those outputs that none has come to yet.
+        self._roots: dict[int, Node] = {}
+        self._awaited: list[int] = []  # parameters that a backward pass left to another one
+        self._task, self._task_reaches = -1, False  # the last backward pass seen, and whether it concerns the model
+        self._begun_task = -1  # the last backward pass that averages
         self._static_unused: frozenset[int] | None = None
+        self._static_any_unused = False  # on any rank; the same on all
         self._join_divisor: int | None = None
         self._divide_by_initial_world_size = True
 
     # ---- construction --------------------------------------------------------------------------
-
-    def _check_parameters(self, named: dict[str, torch.nn.Parameter]) -> None:
-        if not named:
-            raise ModelError("no parameter of the model requires a gradient: there is nothing to average")
-        for name, parameter in named.items():
-            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-                raise ModelError(f"parameter {name} is lazy and has no shape yet: run one forward pass before wrapping")
 
     def _check_device_ids(
         self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
@@ -165,11 +167,23 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             warn_once(_logger, f"output_device={output_device} is ignored: outputs stay on {chosen}")
         return [chosen]
 
-    def _agree(self) -> None:
+    def _agree(self, ignored: frozenset[str], cap_mib: float) -> None:
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        device = self.device if not isinstance(self.process_group, LockstepProcessGroup) else torch.device("cpu")
-        check_same_model(tensors, self.process_group, device)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+        settings = {
+            "bucket_cap_mb": cap_mib,
+            "broadcast_buffers": self.broadcast_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+        }
+        check_same_model(tensors, settings, self.process_group, host_device(self.process_group, self.device))
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], self.process_group)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise ModelError(
+            "DistributedDataParallel can be neither copied nor pickled: it is tied to this process and its group. Take "
+            "its `module` (copy.deepcopy(model.module), model.module.state_dict())"
+        )
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -177,142 +191,155 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Run the module; its backward pass will average gradients.
 
         In evaluation mode, or without gradients, this is the module alone and no rank waits for another.
+
+        Raises:
+            UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
         """
         with_gradients = torch.is_grad_enabled()
-        syncing = with_gradients and self.require_backward_grad_sync
-        if with_gradients:
-            syncing = self._join_before_forward(syncing)
+        syncing = with_gradients and self._prepare()
+        if self.device_ids is not None:
+            device = self.device_ids[0]
+            inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
+        share = batch.current() if with_gradients else None
+        weight = share.weight if share is not None and share.world_size == self._world_size else 1.0
+        passage = Passage(weight, syncing, weakref.WeakMethod(self._backward_reaches))
+        if weight != 1.0:
+            inputs, kwargs = passage.enter((inputs, kwargs))
+        with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"):
+            output = self.module(*inputs, **kwargs)
+        if not syncing and weight == 1.0:
+            return output
+        output, roots = passage.leave(output)
+        if not roots and self.training:
+            self._watch_parameters(weight, type(output).__name__)
+        if syncing:
+            self._roots.update(roots)
+        return output
+
+    def _prepare(self) -> bool:
+        """Make ready for the forward pass. Returns whether its backward pass averages."""
+        syncing = self.require_backward_grad_sync
+        if syncing and self._awaited:
+            self._raise_unused(self._take_awaited(), "in the step before this one", _ADVICE_FOR_OUTPUTS)
+        if self._join_config.enable:
+            work = Join.notify_join_context(self)
+            if work is not None:
+                work.wait()
+            syncing = self._agree_on_step(trains=True, averages=syncing)
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
             self._roots.clear()
-            self._callback_queued = False
             if syncing:
                 self._reducer.rearm()
             else:
                 self._reducer.disarm()
-        if self.device_ids is not None:
-            device = self.device_ids[0]
-            inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
-        with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"):
-            output = self.module(*inputs, **kwargs)
-        if not with_gradients:
-            return output
-        return self._watch(output, syncing)
+        return syncing
 
-    def _watch(self, output: Any, syncing: bool) -> Any:
-        """Put the engine's hook on every output that requires a gradient."""
-        share = batch.current()
-        weight = 1.0
-        if share is not None and share.world_size == self._world_size:
-            weight = share.weight
-        if weight == 1.0 and not syncing:
-            return output
-
-        def on_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-            if syncing:
-                self._backward_begins()
-            return None if weight == 1.0 else gradient * weight
-
-        num_watched = 0
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal num_watched
-            if not tensor.requires_grad:
-                return tensor
-            num_watched += 1
-            # A leaf would keep the hook beyond this step: watch a view of it instead.
-            watched = tensor.view_as(tensor) if tensor.grad_fn is None else tensor
-            watched.register_hook(on_gradient)
-            if syncing:
-                self._roots.append(watched.grad_fn)
-            return watched
-
-        watched_output = map_tensors(watch, output)
-        if num_watched == 0 and self.training:
+    def _watch_parameters(self, weight: float, kind: str) -> None:
+        """The output shows no tensor that a gradient could come through: if one comes, parameters will tell."""
+        self._reducer.watch_all()
+        if weight != 1.0:
             warn_once(
                 _logger,
-                f"the model returned no tensor that requires a gradient (it returned {type(output).__name__}): its "
-                "gradients will not be averaged. Return tensors, or containers that torch.utils._pytree knows",
+                f"the model returned no tensor that requires a gradient (it returned {kind}). Should its "
+                "parameters get gradients in another way, these are averaged plainly over ranks, although the ranks "
+                "hold different numbers of samples. Return tensors, or containers of tensors",
             )
-        if syncing and self.find_unused_parameters:
-            self._reachable = reachable_leaves(self._roots)
-        return watched_output
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def _backward_reaches(self, output: int, syncing: bool) -> bool:
+        """A gradient has come to an output; whether it goes on to parameters of the model. See `Passage`."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._task_reaches = task, runs_backward_to(self._parameters_to_reduce)
+        if not self._task_reaches:
+            return False
+        self._roots.pop(output, None)
+        if syncing:
+            self._backward_begins()
+        return True
+
+    def _backward_begins(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._begun_task:
+            self._begun_task = task
+            self._reducer.begin()
+            Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        missing = self._reducer.missing()
+        if missing and not self.find_unused_parameters and self._comes_later(missing):
+            self._awaited = missing
+            self._reducer.wait()
+            return
+        self._awaited = []
+        self._roots.clear()
+        self._check_unused(missing)
+        if self._world_size == 1 and not self._num_hooks:
+            self._reducer.disarm()
+            return
+        with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
+            self._reducer.send_rest()
+            unused = self._unused_everywhere(missing)
+            if self._join_config.enable:
+                self._sync_buffers_joined(trains=True)
+                self._reducer.finish(unused)
+                self._rescale_after_join()
+            else:
+                self._reducer.finish(unused, self._buffers_to_sync())
+
+    def _comes_later(self, missing: list[int]) -> bool:
+        """Whether parts of the model wait for another backward pass, over outputs that none has come to yet."""
+        if not self._roots:
+            return False
+        reachable = reachable_leaves(self._roots.values())
+        return any(id(self._parameters_to_reduce[index]) in reachable for index in missing)
+
+    def _take_awaited(self) -> list[int]:
+        awaited, self._awaited = self._awaited, []
+        return awaited
+
+    def _check_unused(self, missing: list[int]) -> None:
+        if self.static_graph and self._static_unused is None:
+            self._static_unused = frozenset(missing)
+            self._static_any_unused = self._any_rank(bool(missing))
+        if not missing or self.find_unused_parameters:
+            return
+        if self._static_unused is None:
+            self._raise_unused(missing, "in this step", _ADVICE)
+        if not self._static_unused.issuperset(missing):
+            self._raise_unused(missing, "in this step", _ADVICE_FOR_STATIC_GRAPH)
+
+    def _raise_unused(self, indices: list[int], when: str, advice: str) -> NoReturn:
+        names = [self._names[index] for index in indices]
+        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        raise UnusedParameters(
+            f"{len(names)} parameter(s) got no gradient on rank {dist.get_rank()} {when}: {listed}. {advice}"
+        )
+
+    def _any_rank(self, here: bool) -> bool:
+        """Whether something holds on any rank. Collective."""
+        flag = torch.tensor([int(here)], device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
+        return bool(flag.item())
+
+    def _unused_everywhere(self, missing: Sequence[int]) -> frozenset[int]:
+        """Parameters that no rank has a gradient for. Collective if the engine was told that there may be any."""
+        if not (self.find_unused_parameters or self._static_any_unused):
+            return frozenset()
+        used = torch.ones(len(self._names), dtype=torch.uint8)
+        used[list(missing)] = 0
+        used = used.to(self.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.process_group)
+        return frozenset((used == 0).nonzero().flatten().tolist())
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over."""
         if not (self.broadcast_buffers and self.training and self._world_size > 1):
             return []
-        return self._buffers
-
-    def _sync_buffers_joined(self, joined: bool) -> None:
-        """Under `join`: give all ranks the buffers of the last rank that still trains. Collective."""
-        buffers = self._buffers_to_sync()
-        if not buffers:
-            return
-        candidate = torch.tensor([-1 if joined else self.process_group.rank()], device=self.device)
-        dist.all_reduce(candidate, dist.ReduceOp.MAX, group=self.process_group)
-        if int(candidate.item()) >= 0:
-            broadcast_tensors(buffers, self.process_group, int(candidate.item()))
-
-    # ---- backward ------------------------------------------------------------------------------
-
-    def _backward_begins(self) -> None:
-        if not self._callback_queued:
-            self._callback_queued = True
-            Variable._execution_engine.queue_callback(self._backward_ends)  # type: ignore[attr-defined]
-
-    def _backward_ends(self) -> None:
-        self._callback_queued = False
-        missing = self._reducer.missing()
-        keep_none: list[int] = []
-        if missing and self._comes_later(missing):
-            return
-        if missing:
-            self._check_unused(missing)
-        if self.find_unused_parameters or (self.static_graph and self._static_unused):
-            keep_none = self._unused_everywhere(missing)
-        self._roots.clear()
-        self._reachable = None
-        if self._world_size > 1 or self._num_hooks:
-            with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
-                if self._join_config.enable:
-                    self._sync_buffers_joined(joined=False)
-                    self._reducer.finish(keep_none)
-                    self._rescale_after_join()
-                else:
-                    self._reducer.finish(keep_none, self._buffers_to_sync())
-
-    def _comes_later(self, missing: list[int]) -> bool:
-        """Whether parts of the model wait for another backward pass over the same outputs."""
-        reachable = self._reachable if self._reachable is not None else reachable_leaves(self._roots)
-        return any(id(self._parameters_to_reduce[index]) in reachable for index in missing)
-
-    def _check_unused(self, missing: list[int]) -> None:
-        if self.find_unused_parameters:
-            return
-        if self.static_graph:
-            if self._static_unused is None:
-                self._static_unused = frozenset(missing)
-            if self._static_unused == frozenset(missing):
-                return
-        names = [self._names[index] for index in missing]
-        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        if self.static_graph:
-            advice = "static_graph=True says that the same parameters are used in every step; they were not"
-        else:
-            advice = (
-                "Use them, freeze them (requires_grad_(False)), or pass find_unused_parameters=True if a step may "
-                "leave some out"
-            )
-        raise UnusedParameters(
-            f"{len(names)} parameter(s) got no gradient on rank {dist.get_rank()} in this step: {listed}. {advice}"
-        )
-
-    def _unused_everywhere(self, missing: Sequence[int]) -> list[int]:
-        """Parameters that no rank has a gradient for. Collective."""
-        used = torch.ones(len(self._names), dtype=torch.uint8)
-        used[list(missing)] = 0
-        used = used.to(self.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.process_group)
-        return (used == 0).nonzero().flatten().tolist()
+        # Looked up each time: a module may put another tensor in the place.
+        found = [buffers.get(name) for buffers, name in self._buffer_places]
+        return [buffer for buffer in found if buffer is not None]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -362,7 +389,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has joined; called by torch's `Join`."""
-        return _JoinedRank(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return joined.JoinedRank(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -374,63 +402,44 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Group of the collectives of `Join`."""
         return self.process_group
 
-    def _join_before_forward(self, syncing: bool) -> bool:
-        """Under `join`: tell the joined ranks what comes. Returns whether this step averages. Collective."""
-        if not self._join_config.enable:
-            return syncing
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
-        return self._join_agree(syncing)
+    def _agree_on_step(self, trains: bool, averages: bool) -> bool:
+        num_training, averages = joined.agree_on_step(self.process_group, self.device, trains, averages)
+        self._join_divisor = None if self._divide_by_initial_world_size else num_training
+        return averages
 
-    def _join_agree(self, syncing: bool) -> bool:
-        """How many ranks take part in this step, and whether it averages: [takes part, averages]. Collective."""
-        state = torch.tensor([1, int(syncing)], dtype=torch.int64, device=self.device)
-        dist.all_reduce(state, group=self.process_group)
-        self._join_divisor = None if self._divide_by_initial_world_size else int(state[0])
-        return bool(state[1] > 0)
+    def _sync_buffers_joined(self, trains: bool) -> None:
+        buffers = self._buffers_to_sync()
+        if buffers:
+            joined.sync_buffers(buffers, self.process_group, self.device, trains)
 
     def _rescale_after_join(self) -> None:
-        if self._join_divisor is None or not self._join_config.enable:
+        if self._join_divisor is None:
             return
         factor = self._world_size / self._join_divisor
         for parameter in self._parameters_to_reduce:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def _shadow_step(self) -> None:
-        """Answer one step of the ranks that still train. Collective."""
-        state = torch.tensor([0, 0], dtype=torch.int64, device=self.device)
-        dist.all_reduce(state, group=self.process_group)
-        if not bool(state[1] > 0):
+    def answer_step(self) -> None:
+        """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""
+        if not self._agree_on_step(trains=False, averages=False):
             return
-        if self.find_unused_parameters or (self.static_graph and self._static_unused):
-            self._unused_everywhere(range(len(self._names)))
-        self._sync_buffers_joined(joined=True)
-        self._reducer.finish_with_zeros()
+        if self.static_graph and self._static_unused is None:
+            self._static_any_unused = self._any_rank(False)
+            self._static_unused = frozenset()
+        self._reducer.send_zeros()
+        unused = self._unused_everywhere(range(len(self._names)))
+        self._sync_buffers_joined(trains=False)
+        self._reducer.finish(unused)
+        self._rescale_after_join()
 
 
-class _JoinedRank(JoinHook):
-    """Stands in for a rank that has run out of batches.
-
-    Args:
-        engine: the engine whose collectives it answers.
-        divide_by_initial_world_size: see `DistributedDataParallel.join`.
-    """
-
-    def __init__(self, engine: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
-        self._engine = engine
-        engine._divide_by_initial_world_size = divide_by_initial_world_size
-        super().__init__()
-
-    def main_hook(self) -> None:
-        """Answer one step of the others."""
-        self._engine._shadow_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: give everybody the model of the last that trained."""
-        engine = self._engine
-        candidate = torch.tensor([engine.process_group.rank() if is_last_joiner else -1], device=engine.device)
-        dist.all_reduce(candidate, dist.ReduceOp.MAX, group=engine.process_group)
-        tensors = [*engine.module.parameters(), *engine.module.buffers()]
-        broadcast_tensors([tensor.detach() for tensor in tensors], engine.process_group, int(candidate.item()))
+_ADVICE = (
+    "Use them, freeze them before wrapping (requires_grad_(False)), or pass find_unused_parameters=True if a step may "
+    "leave some out"
+)
+_ADVICE_FOR_STATIC_GRAPH = "static_graph=True says that the same parameters are used in every step; they were not"
+_ADVICE_FOR_OUTPUTS = (
+    "They belong to outputs of the model that took no part in the loss, so that step was not averaged. Let the model "
+    "return only what the loss uses, call backward() on all of it, or pass find_unused_parameters=True"
+)

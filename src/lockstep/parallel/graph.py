@@ -1,41 +1,86 @@
-"""Which parameters a loss can reach, and tensors inside whatever a model takes and returns."""
+"""What a backward pass reaches, and tensors inside whatever a model takes and returns."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
-from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["map_tensors", "reachable_leaves"]
+__all__ = ["map_tensors", "reachable_leaves", "runs_backward_to"]
+
+_TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `function` applied to every tensor in it.
+def map_tensors(function: _TensorFunction, value: Any) -> Any:
+    """`value` with `function` applied to every tensor in it, once to one that occurs several times.
 
-    Looks into what torch's pytree knows (lists, tuples, dicts, named tuples, …) and dataclasses.
+    Looks into lists, tuples, dicts and subclasses of them, dataclasses, whatever else torch's pytree
+    knows, and the attributes of any other object but modules. A container is copied only if a tensor in it
+    was replaced by another, so that `value` itself comes back where `function` only looks.
     """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            field.name: map_tensors(function, getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        return dataclasses.replace(value, **changes)
+    return function(value) if isinstance(value, torch.Tensor) else _map(function, value, {})
 
-    def on_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            return map_tensors(function, leaf)
-        return leaf
 
-    return tree_map(on_leaf, value)
+def _map(function: _TensorFunction, value: Any, memo: dict[int, Any]) -> Any:
+    """One value. `memo` has the results so far by `id`, and for what is under way the value itself."""
+    if value is None or isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)):
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = value
+        memo[id(value)] = function(value) if isinstance(value, torch.Tensor) else _map_inside(function, value, memo)
+    return memo[id(value)]
+
+
+def _map_inside(function: _TensorFunction, value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, dict):
+        return _rebuilt(value, _changes(function, value, memo), "items")
+    if isinstance(value, list):
+        return _rebuilt(value, _changes(function, dict(enumerate(value)), memo), "items")
+    if isinstance(value, tuple):
+        changes = _changes(function, dict(enumerate(value)), memo)
+        return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return _rebuilt(value, _changes(function, fields, memo), "attributes")
+    leaves, spec = tree_flatten(value)
+    if not (len(leaves) == 1 and leaves[0] is value):
+        changes = _changes(function, dict(enumerate(leaves)), memo)
+        return tree_unflatten([changes.get(i, leaf) for i, leaf in enumerate(leaves)], spec) if changes else value
+    if callable(value) or not hasattr(value, "__dict__"):
+        return value
+    return _rebuilt(value, _changes(function, vars(value), memo), "attributes")
+
+
+def _changes(function: _TensorFunction, items: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    """Those of `items` that are replaced, with what replaces them."""
+    mapped = ((key, item, _map(function, item, memo)) for key, item in list(items.items()))
+    return {key: new for key, item, new in mapped if new is not item}
+
+
+def _rebuilt(value: Any, changes: dict[Any, Any], kind: str) -> Any:
+    if not changes:
+        return value
+    rebuilt = copy.copy(value)
+    for key, item in changes.items():
+        if kind == "items":
+            rebuilt[key] = item
+        else:
+            object.__setattr__(rebuilt, key, item)  # also where the class is frozen
+    return rebuilt
+
+
+def _tuple_like(value: tuple[Any, ...], items: Sequence[Any]) -> Any:
+    kind = type(value)
+    if hasattr(kind, "_make"):  # a named tuple
+        return cast(Any, kind)._make(items)
+    if kind.__module__ == "torch.return_types":
+        return cast(Any, kind)(items)
+    return tuple.__new__(kind, items)
 
 
 def reachable_leaves(roots: Iterable[Node]) -> set[int]:
@@ -53,3 +98,19 @@ def reachable_leaves(roots: Iterable[Node]) -> set[int]:
             leaves.add(id(variable))
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return leaves
+
+
+def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward pass under way gives a gradient to any of `parameters`; called inside it.
+
+    False under `torch.autograd.grad`, and where all that the pass reaches are other models and inputs.
+    """
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                return True
+        except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
+            return False
+    return False

@@ -9,15 +9,17 @@ zeroed bucket instead would read and write every line once more.
 So only one parameter of each bucket has one, its sentinel: the one whose gradient came last. When
 it fires and all gradients of the bucket are there, the bucket goes out. If one is missing, the
 bucket waits for the end of the backward pass, and the missing parameter becomes the sentinel. This
-needs every `.grad` to have been None when the forward pass began: then a gradient that is there
-belongs to this backward pass. Otherwise (gradients accumulated under `no_sync`, or not
-set to None) everything goes out at the end. `rearm` looks, once per forward.
+needs every `.grad` to have been None when the backward pass began: then a gradient that is there
+belongs to this pass. Otherwise (gradients accumulated under `no_sync`, or not
+set to None) everything goes out at the end. `begin` looks, once per backward pass. A sentinel that
+fires before `begin` was called makes up for it: the gradient came by another way than the outputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any
 
@@ -37,11 +39,13 @@ CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 class _Phase(Enum):
-    """Where the reducer stands between two forward passes."""
+    """Where the reducer stands."""
 
-    IDLE = "idle"  # nothing to do: gradients may accumulate
-    ARMED = "armed"  # a backward pass will reduce; buckets may go out early
-    DEFERRED = "deferred"  # a backward pass will reduce; all buckets go out at its end
+    IDLE = "idle"  # gradients may accumulate
+    READY = "ready"  # a forward pass has been whose backward pass will reduce
+    ARMED = "armed"  # in that backward pass; buckets may go out early
+    DEFERRED = "deferred"  # in that backward pass; all buckets go out at its end
+    WAITING = "waiting"  # behind a backward pass that was not all: another one brings the missing gradients
 
 
 class Reducer:
@@ -54,6 +58,8 @@ class Reducer:
         transport: moves and averages the buckets.
         group: who averages.
         may_go_early: whether buckets may go out before the backward pass ends.
+        unannounced: a weak reference to what to call when a backward pass is noticed that `begin` was not
+            called for; it calls `begin`.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Reducer:
         transport: Transport,
         group: dist.ProcessGroup,
         may_go_early: bool,
+        unannounced: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self._parameters = list(parameters)
         self._names = list(names)
@@ -71,6 +78,7 @@ class Reducer:
         self._transport = transport
         self._group = group
         self._may_go_early = may_go_early
+        self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
         for bucket, plan in enumerate(plans):
@@ -86,11 +94,12 @@ class Reducer:
         self._versions: dict[int, int] = {}
         self._hook: tuple[Any, CommHook] | None = None
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
-        self._handles: list[RemovableHandle | None] = [None] * len(plans)
-        # The last bucket goes out at the end anyway: it needs no sentinel.
-        for bucket in range(len(plans) - 1):
-            if may_go_early:
-                self._set_sentinel(bucket, self._members[bucket][-1])
+        self._handles: list[RemovableHandle | None] = [None] * len(plans)  # by bucket, then by parameter
+        self._watches_all = False
+        for bucket in range(len(plans)):
+            self._set_sentinel(bucket, self._members[bucket][-1])
+        # The parameters may outlive the engine.
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
 
     # ---- during the backward pass --------------------------------------------------------------
 
@@ -98,15 +107,39 @@ class Reducer:
         handle = self._handles[bucket]
         if handle is not None:
             handle.remove()
-        # The hook lives as long as the parameter, which may outlive the engine.
+        reference = weakref.ref(self)
+        is_last = bucket == len(self._plans) - 1  # It goes out at the end anyway.
+
+        def on_gradient(_: torch.Tensor) -> None:
+            reducer = reference()
+            if reducer is None:
+                return
+            if reducer._phase is _Phase.ARMED:
+                if not is_last:
+                    reducer._try_bucket(bucket)
+            elif reducer._phase is _Phase.READY:
+                reducer._announce()
+
+        self._handles[bucket] = _call_after(self._parameters[index], on_gradient)
+
+    def watch_all(self) -> None:
+        """From now on notice a backward pass by any parameter: the outputs of the model do not show it. Local."""
+        if self._watches_all:
+            return
+        self._watches_all = True
         reference = weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
             reducer = reference()
-            if reducer is not None and reducer._phase is _Phase.ARMED:
-                reducer._try_bucket(bucket)
+            if reducer is not None and reducer._phase is _Phase.READY:
+                reducer._announce()
 
-        self._handles[bucket] = self._parameters[index].register_post_accumulate_grad_hook(on_gradient)
+        self._handles += [_call_after(parameter, on_gradient) for parameter in self._parameters]
+
+    def _announce(self) -> None:
+        announce = self._unannounced()
+        if announce is not None:
+            announce()
 
     def _try_bucket(self, bucket: int) -> None:
         """Send a bucket out if all its gradients are there."""
@@ -134,7 +167,7 @@ class Reducer:
             places.append(view)
             gradients.append(gradient)
             parameter.grad = view
-        self._check_dense(bucket, gradients)
+        self._check_dense(bucket, places, gradients)
         with torch.no_grad():
             if self._hook is None:
                 self._transport.fill(bucket, offsets, places, gradients)
@@ -149,16 +182,19 @@ class Reducer:
                 self._versions[index] = self._views[index]._version
         self._transport.publish(bucket)
 
-    def _check_dense(self, bucket: int, gradients: Sequence[torch.Tensor]) -> None:
+    def _check_dense(self, bucket: int, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         if all(gradient.layout is torch.strided for gradient in gradients):
             return
-        sparse = [
-            self._names[index]
-            for index in self._members[bucket]
-            if any(gradient.is_sparse and gradient.shape == self._views[index].shape for gradient in gradients)
-        ]
+        given = {id(place): gradient for place, gradient in zip(places, gradients, strict=True)}
+        culprits = []
+        for index in self._members[bucket]:
+            gradient = given.get(id(self._views[index]))
+            if gradient is not None:
+                self._parameters[index].grad = gradient
+                if gradient.layout is not torch.strided:
+                    culprits.append(self._names[index])
         raise ModelError(
-            f"parameter {', '.join(sparse)} has a sparse gradient, which DistributedDataParallel does not average; "
+            f"parameter {', '.join(culprits)} has a sparse gradient, which DistributedDataParallel does not average; "
             "build its embedding with sparse=False"
         )
 
@@ -166,25 +202,53 @@ class Reducer:
 
     def rearm(self) -> None:
         """A forward pass begins whose backward pass will reduce. Local."""
-        fresh = self._may_go_early and self._hook is None
-        if fresh:
-            fresh = all(parameter.grad is None for parameter in self._parameters)
-        self._phase = _Phase.ARMED if fresh else _Phase.DEFERRED
+        if self._phase not in (_Phase.IDLE, _Phase.READY):
+            self._restart()
+        self._phase = _Phase.READY
 
     def disarm(self) -> None:
         """A forward pass begins whose backward pass will not reduce. Local."""
+        if self._phase in (_Phase.ARMED, _Phase.DEFERRED):
+            self._restart()
+        if self._phase is not _Phase.WAITING:
+            self._phase = _Phase.IDLE
+
+    def begin(self) -> None:
+        """A backward pass begins that will reduce. Local."""
+        if self._phase in (_Phase.ARMED, _Phase.DEFERRED):
+            self._restart()
+        early = self._may_go_early and self._hook is None and not self._out
+        # With create_graph, a second gradient would not be written into the bucket but replace it.
+        if early and not torch.is_grad_enabled():
+            early = all(parameter.grad is None for parameter in self._parameters)
+        else:
+            early = False
+        self._phase = _Phase.ARMED if early else _Phase.DEFERRED
+
+    def wait(self) -> None:
+        """The backward pass is over, but another one over the same outputs brings what is missing. Local."""
+        self._phase = _Phase.WAITING
+
+    def _restart(self) -> None:
+        """The last backward pass failed, or never brought all gradients: what it left is void."""
+        self._out.clear()
+        self._versions.clear()
+        for _, future in self._hook_futures:
+            with contextlib.suppress(RuntimeError):
+                future.wait()
+        self._hook_futures.clear()
+        self._transport.restart()
         self._phase = _Phase.IDLE
 
     def missing(self) -> list[int]:
         """Parameters that have no gradient now."""
         return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
 
-    def finish(self, keep_none: Sequence[int] = (), buffers: Sequence[torch.Tensor] = ()) -> None:
-        """The backward pass is over: average everything. Collective.
+    def send_rest(self) -> None:
+        """The backward pass is over: send what has not gone out. Local; `finish` comes next.
 
-        Args:
-            keep_none: parameters that no rank used; their `.grad` is left as it is.
-            buffers: to be overwritten by those of the group's first rank on the way.
+        Apart from `finish`, because a rank may have sent more than another by now: a collective on the
+        same group in between is in the same place of the order on all ranks only once all has been sent.
 
         Raises:
             ModelError: a gradient changed after its bucket had gone out.
@@ -194,6 +258,24 @@ class Reducer:
         for bucket in range(len(self._plans)):
             if bucket not in self._out:
                 self._send(bucket)
+
+    def send_zeros(self) -> None:
+        """Take part in the averaging of a step with zeros. Local; `finish` comes next."""
+        for bucket in range(len(self._plans)):
+            self._transport.buffer(bucket).zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+        self.send_rest()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish(self, keep_none: Collection[int] = (), buffers: Sequence[torch.Tensor] = ()) -> None:
+        """Average everything. Collective; all has been sent.
+
+        Args:
+            keep_none: parameters that no rank used; their `.grad` is left as it is.
+            buffers: to be overwritten by those of the group's first rank on the way.
+        """
         if self._hook is not None:
             self._finish_hooks(buffers)
         elif buffers:
@@ -204,20 +286,7 @@ class Reducer:
             if self._parameters[index].grad is None and index not in keep_none:
                 self._parameters[index].grad = self._views[index]
         self._out.clear()
-        self._phase = _Phase.DEFERRED
-
-    def finish_with_zeros(self) -> None:
-        """Take part in the averaging of a step with zeros and keep the own gradients. Collective."""
-        with torch.no_grad():
-            for bucket in range(len(self._plans)):
-                if bucket not in self._out:
-                    self._transport.buffer(bucket).zero_()
-        own = [parameter.grad for parameter in self._parameters]
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
-        self.finish()
-        for parameter, grad in zip(self._parameters, own, strict=True):
-            parameter.grad = grad
+        self._phase = _Phase.IDLE
 
     def _check_versions(self) -> None:
         for index, version in self._versions.items():
@@ -225,7 +294,8 @@ class Reducer:
                 raise ModelError(
                     f"parameter {self._names[index]} received a second gradient in one backward pass, after its "
                     "bucket had gone out. This happens with re-entrant checkpointing and with a second backward pass "
-                    "over shared layers: pass static_graph=True, which sends everything at the end, or use no_sync()"
+                    "over shared layers: pass static_graph=True, which sends everything at the end, or add up the "
+                    "losses and call backward() once"
                 )
         self._versions.clear()
 
@@ -249,7 +319,7 @@ class Reducer:
             bucket == len(self._plans) - 1,
         )
         future = hook(state, grad_bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # the base class too: gloo's own futures
             raise ModelError(
                 f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
                 "the reduced flat tensor"
@@ -258,7 +328,7 @@ class Reducer:
 
     def _finish_hooks(self, buffers: Sequence[torch.Tensor]) -> None:
         for bucket, future in self._hook_futures:
-            result = future.wait()
+            result: Any = future.wait()
             if isinstance(result, (list, tuple)):
                 (result,) = result
             buffer = self._transport.buffer(bucket)
@@ -268,3 +338,15 @@ class Reducer:
         self._hook_futures.clear()
         if buffers:
             broadcast_tensors(buffers, self._group)
+
+
+def _call_after(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Have `hook(parameter)` called whenever the parameter's gradient of a backward pass is in `.grad`."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _remove_all(handles: Sequence[RemovableHandle | None]) -> None:
+    for handle in handles:
+        if handle is not None:
+            handle.remove()

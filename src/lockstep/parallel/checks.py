@@ -1,0 +1,73 @@
+"""What `DistributedDataParallel` can be given, checked before any rank waits for another."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
+
+__all__ = ["check_bucket_cap", "check_group", "check_parameters", "find_buffers", "host_device"]
+
+_DEFAULT_BUCKET_MIB = 25.0
+
+
+def check_group(process_group: object) -> dist.ProcessGroup:
+    """The group that was given, or the default group."""
+    group = process_group
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        raise NotInitialized("DistributedDataParallel needs a process group: call lockstep.init() first")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InputError(
+            f"process_group: rank {dist.get_rank()} is not a member of the group it gave; wrap the model only on the "
+            "ranks that new_group was given"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputTypeError(f"process_group must be a ProcessGroup or None, got {type(group).__name__}")
+    return group
+
+
+def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
+    """Names and parameters that require a gradient: are there any, and can all of them be averaged?"""
+    if not named:
+        raise ModelError("no parameter of the model requires a gradient: there is nothing to average")
+    for name, parameter in named.items():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise ModelError(f"parameter {name} is lazy and has no shape yet: run one forward pass before wrapping")
+        if parameter.is_meta:
+            raise ModelError(f"parameter {name} is on the meta device and has no values: give it some before wrapping")
+
+
+def check_bucket_cap(bucket_cap_mb: float | None) -> float:
+    """MiB of gradients that go out together."""
+    if bucket_cap_mb is None:
+        return _DEFAULT_BUCKET_MIB
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+        raise InputTypeError(f"bucket_cap_mb must be a number of MiB, got {type(bucket_cap_mb).__name__}")
+    if not (0 <= bucket_cap_mb < math.inf):
+        raise InputError(f"bucket_cap_mb={bucket_cap_mb}: give MiB, at least 0 (a bucket for each parameter)")
+    return float(bucket_cap_mb)
+
+
+def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
+    """Where the buffers of a module stand: dicts of its submodules, and the names in them."""
+    places, seen = [], set()
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule._buffers.items():
+            full_name = f"{prefix}.{name}" if prefix else name
+            if buffer is None or buffer.numel() == 0 or id(buffer) in seen or full_name in ignored:
+                continue
+            seen.add(id(buffer))
+            places.append((submodule._buffers, name))
+    return places
+
+
+def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where the group takes small tensors from: the CPU if it can."""
+    kinds = {kind.type for kind in group._device_types}
+    return torch.device("cpu") if "cpu" in kinds or isinstance(group, LockstepProcessGroup) else device

@@ -1,0 +1,82 @@
+"""Training while ranks run out of batches at different times: the engine's side of torch's `Join`.
+
+A rank still training and one that has joined make the same collectives in the same order, once per step:
+
+====================================  =====================================
+training: `DistributedDataParallel`   joined: `JoinedRank.main_hook`
+====================================  =====================================
+`Join.notify_join_context`            `Join` itself
+`agree_on_step` before the forward    `agree_on_step`
+backward: the gradients               zeros
+backward: who uses which parameter    the same, using none
+backward: `sync_buffers`              `sync_buffers`, having none to give
+====================================  =====================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from lockstep.parallel.agreement import broadcast_tensors
+
+__all__ = ["JoinableEngine", "JoinedRank", "agree_on_step", "sync_buffers"]
+
+
+class JoinableEngine(Protocol):
+    """What `Join` needs of the engine."""
+
+    module: torch.nn.Module
+    process_group: dist.ProcessGroup
+    device: torch.device
+
+    def answer_step(self) -> None:
+        """Take part in one step of the ranks that still train. Collective."""
+
+
+def agree_on_step(group: dist.ProcessGroup, device: torch.device, trains: bool, averages: bool) -> tuple[int, bool]:
+    """How many ranks train in this step, and whether it averages gradients. Collective."""
+    state = torch.tensor([int(trains), int(averages)], dtype=torch.int64, device=device)
+    dist.all_reduce(state, group=group)
+    num_training, num_averaging = state.tolist()
+    return num_training, num_averaging > 0
+
+
+def sync_buffers(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device, trains: bool) -> None:
+    """Give all ranks the buffers of the last rank that still trains. Collective."""
+    source = _highest(group.rank() if trains else -1, group, device)
+    if source >= 0:
+        broadcast_tensors(buffers, group, source)
+
+
+def _highest(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    candidate = torch.tensor([value], device=device)
+    dist.all_reduce(candidate, dist.ReduceOp.MAX, group=group)
+    return int(candidate.item())
+
+
+class JoinedRank(JoinHook):
+    """Stands in for a rank that has run out of batches.
+
+    Args:
+        engine: the engine whose collectives it answers.
+    """
+
+    def __init__(self, engine: JoinableEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def main_hook(self) -> None:
+        """Answer one step of the others."""
+        self._engine.answer_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined: give everybody the model of the last that trained."""
+        engine = self._engine
+        source = _highest(engine.process_group.rank() if is_last_joiner else -1, engine.process_group, engine.device)
+        tensors = [*engine.module.parameters(), *engine.module.buffers()]
+        broadcast_tensors([tensor.detach() for tensor in tensors], engine.process_group, source)

@@ -1,0 +1,120 @@
+"""Hooks on what enters and leaves one forward pass, so that its backward pass is noticed and weighted exactly.
+
+[Note: exact weighting] Rank r holds n_r of the n samples of a global batch and computes the mean over its n_r. The
+gradient of the mean over all n is the mean over ranks of the local gradients times the weight n_r * W / n. The weight
+goes onto the gradient that enters the model at its outputs: so it is exact for every micro-batch of an
+accumulation, does not touch terms of the loss that do not depend on the batch, and costs nothing when it
+is 1, as with all batches that divide evenly.
+
+[Note: weighted once] A path from the loss to a parameter may pass several such places: outputs computed
+from each other, a tensor returned twice, or two engines in a row (a decoder behind an encoder). So where there are
+several outputs each gets a copy of its own, and inputs that require a gradient take the weight off again. Only a pass
+that accumulates into parameters of the model is weighted: `torch.autograd.grad` gives what it gives without an engine.
+
+What these hooks cannot see is a gradient that reaches the parameters on another way: from a tensor that the model keeps
+as an attribute, or through the graph of a gradient (`create_graph=True`). It counts plainly, as outside a loader.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from lockstep.errors import ModelError
+from lockstep.parallel.graph import map_tensors
+
+__all__ = ["Passage"]
+
+_numbers = itertools.count()
+
+Reached = Callable[[int, bool], bool]
+
+
+class Passage:
+    """One forward pass of an engine.
+
+    Args:
+        weight: for the gradients that enter at its outputs; see [Note: exact weighting].
+        syncing: whether its backward pass averages gradients.
+        reached: a weak reference to a method of the engine, which is called with the number of an output that a
+            backward pass has come to, and `syncing`, and answers whether the pass goes on to parameters of the
+            model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
+    """
+
+    def __init__(self, weight: float, syncing: bool, reached: Callable[[], Reached | None]) -> None:
+        self._weight = weight
+        self._syncing = syncing
+        self._reached = reached
+        self._weighted_task = -1  # the last backward pass in which the weight was put on
+
+    def enter(self, inputs: Any) -> Any:
+        """The inputs of the forward pass, with hooks where they need some."""
+        return inputs if self._weight in (0.0, 1.0) else map_tensors(self._enter_one, inputs)
+
+    def _enter_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        # Neither a leaf, which would keep the hook, nor a view, which loses it when written to.
+        entered = tensor.clone()
+        entered.register_hook(self._take_weight_off)  # type: ignore[no-untyped-call]
+        return entered
+
+    def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        is_weighted = self._weighted_task == torch._C._current_graph_task_id()
+        return gradient / self._weight if is_weighted else None
+
+    def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
+        """The output with hooks on all its tensors that require a gradient, and the graph nodes of those by number."""
+        roots: dict[int, Node] = {}
+        separate = self._weight != 1.0 and _num_differentiable(output) > 1
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if separate:
+                tensor = tensor.clone()
+            elif tensor.grad_fn is None:  # A leaf would keep the hook beyond this step.
+                tensor = tensor.view_as(tensor)
+            # A view that is written to in place leaves its hooks behind; its base does not.
+            base = tensor._base
+            anchor = tensor if base is None or base.grad_fn is None else base
+            number = next(_numbers)
+            anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
+            assert tensor.grad_fn is not None
+            roots[number] = tensor.grad_fn
+            return tensor
+
+        return map_tensors(watch, output), roots
+
+    def _on_gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        reached = self._reached()
+        if reached is None:
+            raise ModelError(
+                "the DistributedDataParallel of this model was deleted between its forward and its backward pass: keep "
+                "it, the gradients are averaged by it"
+            )
+        if not reached(number, self._syncing) or self._weight == 1.0:
+            return None
+        self._weighted_task = torch._C._current_graph_task_id()
+        # Not multiplied by zero: what a filler sample gives may be infinite.
+        return gradient * self._weight if self._weight else torch.zeros_like(gradient)
+
+
+def _num_differentiable(value: Any) -> int:
+    """How many different tensors in `value` require a gradient."""
+    if isinstance(value, torch.Tensor):
+        return int(value.requires_grad)
+    count = 0
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += tensor.requires_grad
+        return tensor
+
+    map_tensors(look, value)
+    return count

@@ -1,0 +1,272 @@
+"""Buckets in the symmetric memory of a lockstep group, reduced in place by their ranks.
+
+[Note: traffic] What gradient averaging costs on one host is memory traffic, so lines are counted. A gradient that
+another rank will reduce is copied into this rank's bucket (one read, one write). A gradient in this rank's own share
+stays where autograd wrote it: the reduction reads it there, and writes the mean to both buckets. At two ranks that is
+three passes over the gradients instead of four.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import clock
+from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.engine import Engine
+from lockstep.comm.flight import describe_tensor, fingerprint
+from lockstep.errors import CollectiveMismatch
+from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
+from lockstep.shm.algorithms import reduce_in_place, share_bounds
+from lockstep.shm.kernels import Kernel, find_kernel
+from lockstep.shm.sync import fence
+
+__all__ = ["SymmetricTransport"]
+
+_ALIGNMENT_BYTES = 4096
+_LINE_BYTES = 64
+# Elements of a gradient in the own share from which on leaving it in place beats copying it with the rest.
+_WORTH_KEEPING = 32 << 10
+
+
+class SymmetricTransport:
+    """Buckets in the symmetric memory of a lockstep group, reduced in place by their ranks.
+
+    Every rank owns a share of each bucket: it adds that share of all ranks' buckets and writes the
+    mean into all of them. A rank that is through with its backward pass does so at once for all buckets that its peers
+    have published meanwhile, and waits only then: reducing fills the time in which others still compute.
+    (Reducing between the layers of the own backward pass was measured and is slower: it takes from
+    the caches what the next layer needs.)
+
+    [Note: bucket flags] Each rank has one word for each bucket: the number of the backward pass for which its
+    gradients are complete. Whoever reads it may reduce the bucket. `finish` is one collective of the group: behind
+    its first step everything is published, behind its second everybody's shares are done. So nothing waits outside a
+    collective, and a rank that does not come is reported like any other. Buffers ride along: the first rank
+    writes them before the first step, the others read them behind it. A region has words for so many
+    buckets only; those beyond are reduced behind the first step.
+
+    [Note: failed passes] A pass that an exception ended on all ranks leaves flags behind that look like those
+    of the next. Nobody can take them back in time, as a peer may read them first. So a rank that has failed
+    believes no flag in its next pass, and reduces everything behind the first step. How often it has failed since
+    the last averaging is part of what the ranks compare there: one that failed alone, and would bring the
+    gradients of its next step to a meeting for this one, is an error on all of them. That error is a failed
+    pass, too, and the same on all ranks that were there, which then agree again.
+
+    Args:
+        plans: the buckets.
+        group: a lockstep group.
+    """
+
+    def __init__(self, plans: Sequence[BucketPlan], group: LockstepProcessGroup) -> None:
+        self._engine = group.engine
+        self._rank = group.rank()
+        self._world_size = group.size()
+        self._plans = plans
+        self._starts: list[int] = []
+        total = 0
+        for plan in plans:
+            self._starts.append(total)
+            total += -(-plan.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._region = self._engine.allocate(max(total, 1))
+        self._parts = [self._bucket_parts(bucket) for bucket in range(len(plans))]
+        self._kernels: list[Kernel] = [find_kernel(dist.ReduceOp.AVG, plan.dtype) for plan in plans]
+        self._shares = [share_bounds(plan.numel, self._world_size) for plan in plans]
+        self._keepable = [self._find_keepable(bucket) for bucket in range(len(plans))]
+        self._words = self._region.words
+        self._own_word = self._region.word_start(self._rank)
+        self._peer_words = [self._region.word_start(peer) for peer in range(self._world_size) if peer != self._rank]
+        self._num_flags = min(len(plans), self._region.WORDS_PER_RANK)
+        self._pass = 1
+        # Failed passes since the last averaging, or since the collective that was an error itself.
+        self._num_failed = 0
+        self._failed_collective = 0
+        self._published: list[int] = []
+        # Gradients of this rank's own shares that were not copied: (first element, one past the last, flat tensor).
+        self._kept: list[list[tuple[int, int, torch.Tensor]]] = [[] for _ in plans]
+        self._reduced: set[int] = set()
+        self._mail: _BufferMail | None = None
+        self._description = self._describe()
+
+    def _bucket_parts(self, bucket: int) -> list[torch.Tensor]:
+        plan, start = self._plans[bucket], self._starts[bucket]
+        return [part[start : start + plan.num_bytes].view(plan.dtype) for part in self._region.parts]
+
+    def buffer(self, bucket: int) -> torch.Tensor:
+        """The flat tensor of a bucket."""
+        return self._parts[bucket][self._rank]
+
+    def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of `like`'s shape at an offset of a bucket; `.data` gives it a version counter of its own."""
+        return view_like(self._parts[bucket][self._rank][offset : offset + like.numel()], like).data
+
+    def fill(
+        self,
+        bucket: int,
+        offsets: Sequence[int],
+        places: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """Copy what others will reduce; keep what this rank reduces. See [Note: traffic]."""
+        keepable = self._keepable[bucket]
+        if not keepable:
+            copy_all(places, gradients)
+            return
+        copied: list[int] = []
+        for index, (offset, place, gradient) in enumerate(zip(offsets, places, gradients, strict=True)):
+            span = keepable.get(offset)
+            if span is None or gradient.stride() != place.stride():
+                copied.append(index)
+                continue
+            first, last = span[0] - offset, span[1] - offset
+            source = gradient.as_strided((gradient.numel(),), (1,))
+            target = self._parts[bucket][self._rank][offset : offset + gradient.numel()]
+            target[:first].copy_(source[:first])
+            target[last:].copy_(source[last:])
+            self._kept[bucket].append((*span, source[first:last]))
+        copy_all([places[index] for index in copied], [gradients[index] for index in copied])
+
+    def _find_keepable(self, bucket: int) -> dict[int, tuple[int, int]]:
+        """Offset -> (first, one past the last) element in this rank's share, of gradients worth leaving in place."""
+        low, high = self._shares[bucket][self._rank : self._rank + 2]
+        keepable = {}
+        for placement in self._plans[bucket].placements:
+            first, last = max(placement.offset, low), min(placement.offset + placement.numel, high)
+            if last - first >= _WORTH_KEEPING:
+                keepable[placement.offset] = (first, last)
+        return keepable
+
+    def publish(self, bucket: int) -> None:
+        """Let the peers know."""
+        if bucket < self._num_flags:
+            fence()
+            self._words[self._own_word + bucket] = self._pass
+            self._published.append(bucket)
+
+    def _reduce_published(self) -> None:
+        """Reduce this rank's shares of the buckets that all ranks have published."""
+        start = time.perf_counter()
+        words, current = self._words, self._pass
+        for bucket in self._published:
+            if all(words[word + bucket] >= current for word in self._peer_words):
+                self._reduce(bucket)
+        clock.add(time.perf_counter() - start)
+
+    def _reduce(self, bucket: int) -> None:
+        fence()
+        bounds = self._shares[bucket]
+        position, end = bounds[self._rank], bounds[self._rank + 1]
+        parts, kernel = self._parts[bucket], self._kernels[bucket]
+        for start, stop, source in sorted(self._kept[bucket], key=itemgetter(0)):
+            reduce_in_place(parts, self._rank, position, start, kernel)
+            reduce_in_place(parts, self._rank, start, stop, kernel, source)
+            position = stop
+        reduce_in_place(parts, self._rank, position, end, kernel)
+        self._kept[bucket].clear()
+        self._reduced.add(bucket)
+
+    def finish(self) -> None:
+        """Reduce what is published, wait for the others, and reduce the rest. Collective."""
+        self._finish(self._reduce_rest)
+
+    def finish_with_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """The same, with buffers riding along. Collective."""
+        if self._mail is None or not self._mail.fits(buffers):
+            self._mail = _BufferMail(self._engine, self._rank, buffers)
+        mail = self._mail
+        mail.write(buffers)
+
+        def between() -> None:
+            mail.read(buffers)
+            self._reduce_rest()
+
+        self._finish(between)
+
+    def _finish(self, between: Callable[[], None]) -> None:
+        if self._num_failed == 0:
+            self._reduce_published()
+        try:
+            self._engine.run_steps(self._description, lambda: self._description, between)
+        except CollectiveMismatch:
+            self._num_failed, self._failed_collective = 0, self._engine.flight.number
+            raise
+        self._pass += 1
+        self._published.clear()
+        self._reduced.clear()
+        if self._num_failed:
+            self._num_failed = self._failed_collective = 0
+            self._description = self._describe()
+
+    def restart(self) -> None:
+        """See [Note: failed passes]. Gradients that were left in place move to where `.grad` says they are."""
+        for bucket, kept in enumerate(self._kept):
+            for first, last, source in kept:
+                self._parts[bucket][self._rank][first:last].copy_(source)
+            kept.clear()
+        self._published.clear()
+        self._reduced.clear()
+        self._num_failed += 1
+        self._description = self._describe()
+
+    def _reduce_rest(self) -> None:
+        for bucket in range(len(self._plans)):
+            if bucket not in self._reduced:
+                self._reduce(bucket)
+
+    def _describe(self) -> str:
+        sizes = [describe_tensor(part[self._rank]) for part in self._parts]
+        if len(sizes) > 8:
+            sizes[8:] = [f"… {fingerprint(str(sizes)):x}"]  # the rest counts too, in short
+        failed = ""
+        if self._num_failed:
+            failed = f"; {self._num_failed} backward passes failed since "
+            failed += f"collective #{self._failed_collective}" if self._failed_collective else "the last averaging"
+        return f"DistributedDataParallel's gradient averaging({len(self._plans)} buckets: {', '.join(sizes)}{failed})"
+
+
+class _BufferMail:
+    """Memory through which the first rank's buffers reach the others. Collective to make.
+
+    Args:
+        engine: of the group.
+        rank: of this process in it.
+        buffers: those of this step.
+    """
+
+    def __init__(self, engine: Engine, rank: int, buffers: Sequence[torch.Tensor]) -> None:
+        self._is_source = rank == 0
+        self._buffers = list(buffers)
+        offsets, total = [], 0
+        for buffer in buffers:
+            offsets.append(total)
+            num_bytes = buffer.numel() * buffer.element_size()
+            total += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        source = engine.allocate(max(total, 1)).parts[0]
+        self._places = [
+            source[offset : offset + buffer.numel() * buffer.element_size()].view(buffer.dtype).view(buffer.shape)
+            for offset, buffer in zip(offsets, buffers, strict=True)
+        ]
+
+    def fits(self, buffers: Sequence[torch.Tensor]) -> bool:
+        """Whether these have the shapes and dtypes of those it was made for. Local."""
+        if len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers)):
+            return True
+        fits = [(b.shape, b.dtype) for b in buffers] == [(place.shape, place.dtype) for place in self._places]
+        self._buffers = list(buffers)
+        return fits
+
+    def write(self, buffers: Sequence[torch.Tensor]) -> None:
+        """The first rank puts its buffers in. Local."""
+        if self._is_source:
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, list(buffers))
+
+    def read(self, buffers: Sequence[torch.Tensor]) -> None:
+        """The others take them out. Local; behind a step that follows `write`."""
+        if not self._is_source:
+            # Through .data: what autograd has saved for a second backward pass may be overwritten.
+            torch._foreach_copy_([buffer.data for buffer in buffers], self._places)

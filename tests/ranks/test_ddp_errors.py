@@ -1,0 +1,243 @@
+"""What `DistributedDataParallel` refuses, and what it says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_checks import backends, data, error_of, mlp, twins
+from lockstep import DistributedDataParallel
+from lockstep.errors import InputError, InputTypeError, ModelError, ModelMismatch, NotInitialized
+from lockstep.testing import run_ranks
+
+# ---- models that differ -----------------------------------------------------------------------------------
+
+
+def wider(module: nn.Sequential) -> nn.Module:
+    module[2] = nn.Linear(8, 5)
+    return module
+
+
+def renamed(module: nn.Sequential) -> nn.Module:
+    return nn.Sequential(module[0], module[1], nn.Identity(), module[2])
+
+
+def frozen(module: nn.Sequential) -> nn.Module:
+    module[2].bias.requires_grad_(False)
+    return module
+
+
+def shorter(module: nn.Sequential) -> nn.Module:
+    module[2].bias = None
+    return module
+
+
+def longer(module: nn.Sequential) -> nn.Module:
+    module.append(nn.Linear(3, 3))
+    return module
+
+
+def with_buffer(module: nn.Sequential) -> nn.Module:
+    module.register_buffer("scale", torch.ones(2))
+    return module
+
+
+def laid_out_otherwise(module: nn.Sequential) -> nn.Module:
+    module[2].weight = nn.Parameter(torch.randn(8, 3).t())
+    return module
+
+
+DIFFERENCES: dict[str, tuple[Callable[..., Any], dict[str, Any], str, str]] = {
+    "shape": (wider, {}, "2.weight: float32[3, 8]", "2.weight: float32[5, 8]"),
+    "dtype": (lambda module: module.double(), {}, "0.weight: float32[8, 4]", "0.weight: float64[8, 4]"),
+    "name": (renamed, {}, "2.weight: float32[3, 8]", "3.weight: float32[3, 8]"),
+    "requires_grad": (frozen, {}, "2.bias: float32[3]", "2.bias: float32[3] (no gradient)"),
+    "missing": (shorter, {}, "2.bias: float32[3]", "bucket_cap_mb=25.0"),
+    "one more": (longer, {}, "bucket_cap_mb=25.0", "3.weight: float32[3, 3]"),
+    "buffer": (with_buffer, {}, "bucket_cap_mb=25.0", "scale: float32[2] (no gradient)"),
+    "memory format": (laid_out_otherwise, {}, "2.weight: float32[3, 8]", "2.weight: float32[3, 8] with strides [1, 3]"),
+    "buckets": (lambda module: module, {"bucket_cap_mb": 1}, "bucket_cap_mb=25.0", "bucket_cap_mb=1.0"),
+    "options": (
+        lambda module: module,
+        {"find_unused_parameters": True},
+        "find_unused_parameters=False",
+        "find_unused_parameters=True",
+    ),
+}
+
+
+def wrap_different_models() -> dict[str, str]:
+    """Rank 1 of three has another model than the others."""
+    messages = {}
+    for name, (change, options, *_) in DIFFERENCES.items():
+        module = mlp()
+        if dist.get_rank() == 1:
+            error = error_of(DistributedDataParallel, change(module), **options)
+        else:
+            error = error_of(DistributedDataParallel, module)
+        assert isinstance(error, ModelMismatch)
+        messages[name] = str(error)
+    # The group is as good as before.
+    model = DistributedDataParallel(mlp())
+    model(torch.ones(2, 4)).sum().backward()
+    return messages
+
+
+@backends
+def test_models_that_differ(backend: str) -> None:
+    for messages in run_ranks(wrap_different_models, 3, backend=backend):
+        for name, (_, _, here, there) in DIFFERENCES.items():
+            expected = f"First difference: rank 0 has {here}; rank 1 has {there}. Build the same model"
+            assert expected in messages[name], name
+
+
+def start_from_the_first_rank() -> None:
+    torch.manual_seed(dist.get_rank())
+    module = mlp(batch_norm=True)
+    module[1].running_mean.fill_(dist.get_rank() + 5)
+    model = DistributedDataParallel(module)
+    torch.manual_seed(0)
+    for ours, first in zip(model.module.parameters(), mlp(batch_norm=True).parameters(), strict=True):
+        assert torch.equal(ours, first)
+    assert module[1].running_mean.tolist() == [5.0] * 8
+
+    torch.manual_seed(dist.get_rank())
+    own = mlp()
+    kept = copy.deepcopy(own.state_dict())
+    DistributedDataParallel(own, init_sync=False)
+    assert all(torch.equal(own.state_dict()[name], value) for name, value in kept.items())
+
+
+def leave_some_alone() -> None:
+    """The names that scripts written for torch's engine take out of it."""
+    torch.manual_seed(dist.get_rank())
+    module = mlp(batch_norm=True)
+    module[1].running_mean.fill_(dist.get_rank())
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, ["0.weight", "1.running_mean"]
+    )
+    before = module[0].weight.detach().clone()
+    model = DistributedDataParallel(module)
+    assert torch.equal(module[0].weight, before)
+    model(torch.randn(5, 4)).sum().backward()
+    own = module[0].weight.grad.clone()
+    mean = own.clone()
+    dist.all_reduce(mean)
+    assert not torch.allclose(own, mean / 2)
+    running = module[1].running_mean.clone()
+    dist.broadcast(running, 0)
+    assert dist.get_rank() == 0 or not torch.allclose(module[1].running_mean, running)
+
+
+@backends
+def test_models_start_from_the_first_rank(backend: str) -> None:
+    run_ranks(start_from_the_first_rank, 2, backend=backend)
+    run_ranks(leave_some_alone, 2, backend=backend)
+
+
+# ---- arguments --------------------------------------------------------------------------------------------
+
+
+def frozen_model() -> nn.Module:
+    return mlp().requires_grad_(False)
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "no module": (lambda: "mlp", {}, InputTypeError, "wraps a torch.nn.Module, got str"),
+    "dim": (mlp, {"dim": 1}, InputError, "dim=1: one process handles one part of the batch here"),
+    "device_ids on CPU": (mlp, {"device_ids": [0]}, InputError, "device_ids names cuda:0, but parameters are on cpu"),
+    "two device_ids": (mlp, {"device_ids": [0, 1]}, InputError, "device_ids=[0, 1]: one process drives one device"),
+    "group": (mlp, {"process_group": "gloo"}, InputTypeError, "process_group must be a ProcessGroup or None, got str"),
+    "nothing to train": (frozen_model, {}, ModelError, "no parameter of the model requires a gradient"),
+    "no parameters": (nn.ReLU, {}, ModelError, "no parameter of the model requires a gradient"),
+    "lazy": (lambda: nn.LazyLinear(3), {}, ModelError, "parameter weight is lazy and has no shape yet"),
+    "meta": (lambda: nn.Linear(3, 3, device="meta"), {}, ModelError, "parameter weight is on the meta device"),
+    "negative cap": (mlp, {"bucket_cap_mb": -1}, InputError, "bucket_cap_mb=-1: give MiB, at least 0"),
+    "no number": (mlp, {"bucket_cap_mb": float("nan")}, InputError, "bucket_cap_mb=nan"),
+    "infinite cap": (mlp, {"bucket_cap_mb": float("inf")}, InputError, "bucket_cap_mb=inf"),
+    "cap of text": (mlp, {"bucket_cap_mb": "25"}, InputTypeError, "bucket_cap_mb must be a number of MiB, got str"),
+}
+
+
+def give_bad_arguments() -> dict[str, tuple[type, str]]:
+    errors = {name: error_of(DistributedDataParallel, make(), **given) for name, (make, given, *_) in ARGUMENTS.items()}
+    DistributedDataParallel(mlp(), device_ids=[torch.device("cpu")], output_device="cpu", bucket_cap_mb=1e9)
+    return {name: (type(error), str(error)) for name, error in errors.items()}
+
+
+def test_arguments_that_cannot_be_used() -> None:
+    (errors,) = run_ranks(give_bad_arguments, 1)
+    for name, (_, _, kind, message) in ARGUMENTS.items():
+        assert errors[name][0] is kind, name
+        assert message in errors[name][1], name
+
+
+def test_a_group_is_needed() -> None:
+    with pytest.raises(NotInitialized, match=r"call lockstep.init\(\) first"):
+        DistributedDataParallel(mlp())
+
+
+def wrap_on_a_rank_outside() -> str:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        DistributedDataParallel(mlp(), process_group=group)
+        return ""
+    return str(error_of(DistributedDataParallel, mlp(), process_group=group))
+
+
+@backends
+def test_ranks_outside_the_group_are_told(backend: str) -> None:
+    _, message = run_ranks(wrap_on_a_rank_outside, 2, backend=backend)
+    assert message.startswith("process_group: rank 1 is not a member of the group it gave")
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Embedding(5, 3)
+        self.sparse = nn.Embedding(5, 3, sparse=True)
+        self.also_dense = nn.Embedding(5, 3)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.dense(indices) + self.sparse(indices) + self.also_dense(indices)
+
+
+def give_sparse_gradients() -> list[str]:
+    messages = []
+    for cap in (None, 0):
+        model = DistributedDataParallel(Sparse(), bucket_cap_mb=cap)
+        for _ in range(2):
+            error = error_of(model(torch.tensor([1, 2])).sum().backward)
+            assert isinstance(error, ModelError)
+            messages.append(str(error))
+            model.zero_grad()
+    return messages
+
+
+@backends
+def test_sparse_gradients_are_named(backend: str) -> None:
+    for messages in run_ranks(give_sparse_gradients, 2, backend=backend):
+        for message in messages:
+            assert message.startswith("parameter sparse.weight has a sparse gradient")
+
+
+def copy_it() -> list[str]:
+    model, _ = twins(mlp())
+    model(data(5, 4)).sum().backward()
+    errors = [error_of(function, model) for function in (copy.deepcopy, copy.copy, pickle.dumps)]
+    copied = copy.deepcopy(model.module)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(copied.parameters(), model.parameters(), strict=True))
+    assert set(model.state_dict()) == {f"module.{name}" for name in model.module.state_dict()}
+    return [str(error) for error in errors]
+
+
+def test_copies_are_refused() -> None:
+    for messages in run_ranks(copy_it, 2):
+        assert all("copy.deepcopy(model.module)" in message for message in messages)

@@ -1,0 +1,177 @@
+"""`join`: ranks that run out of batches at different times, as with torch's engine."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from ddp_checks import Heads, assert_same_on_all_ranks, backends, data, mlp
+from lockstep import DistributedDataParallel
+from lockstep.testing import run_ranks
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def train(model: nn.Module, num_batches: int, *, inputs_of: Any = None) -> list[Tensor]:
+    """Parameters after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    history = []
+    for step in range(num_batches):
+        inputs = data(5, 4, seed=step) if inputs_of is None else inputs_of(step)
+        optimizer.zero_grad()
+        output = model(inputs)
+        output = torch.cat(output, 1) if isinstance(output, tuple) else output
+        output.square().mean().backward()
+        optimizer.step()
+        history.append(flat(model))
+    return history
+
+
+def compare_with_torch(batches_of_ranks: list[int], options: dict[str, Any], divide_by_initial_world_size: bool) -> None:
+    num_batches = batches_of_ranks[dist.get_rank()]
+    peer_group = dist.new_group(backend="gloo")
+    for make in (mlp, lambda: mlp(batch_norm=True), Heads):
+        torch.manual_seed(1)
+        module = make().double()
+        theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), process_group=peer_group, **options)
+        ours = DistributedDataParallel(module, **options)
+        histories = []
+        for model in (ours, theirs):
+            with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+                histories.append(train(model, num_batches))
+        for step, (one, other) in enumerate(zip(*histories, strict=True)):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12), f"step {step} of {make}"
+        # Buffers are not compared: torch gives them out a step later, by when another rank is the last.
+        assert_same_on_all_ranks(flat(ours), *ours.buffers())
+        assert torch.allclose(flat(ours), flat(theirs), rtol=0, atol=1e-12)
+        for name, buffer in ours.module.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                assert buffer.item() == max(batches_of_ranks), "buffers come from a rank that still trains"
+        train(ours, 2)  # outside the context, on all ranks, everything is as before
+        assert_same_on_all_ranks(flat(ours))
+
+
+def accumulate_while_others_have_joined() -> None:
+    """Steps under no_sync have nothing for the joined ranks to answer."""
+    rank = dist.get_rank()
+    model, twin = DistributedDataParallel(mlp().double()), None
+    twin = nn.parallel.DistributedDataParallel(copy.deepcopy(model.module))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        with each.join():
+            for window in range(3 if rank == 0 else 1):
+                optimizer.zero_grad()
+                with each.no_sync():
+                    each(data(5, 4, seed=window)).sum().backward()
+                each(data(5, 4, seed=window + 10)).sum().backward()
+                optimizer.step()
+    assert torch.allclose(flat(model), flat(twin), rtol=0, atol=1e-12)
+
+
+def leave_heads_out() -> None:
+    """With find_unused_parameters a joined rank uses nothing, and others use different parameters."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Heads().double(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    start = model.module.right.weight.detach().clone()
+    with model.join():
+        for step in range([3, 1, 2][rank]):
+            optimizer.zero_grad()
+            model(data(5, 4, seed=step), "left").square().mean().backward()
+            assert model.module.right.weight.grad is None
+            optimizer.step()
+    assert torch.equal(model.module.right.weight, start)
+    assert_same_on_all_ranks(flat(model))
+
+
+def throw_early() -> str:
+    model = DistributedDataParallel(mlp().double())
+    try:
+        with model.join(throw_on_early_termination=True):
+            train(model, 1 + dist.get_rank())
+    except RuntimeError as error:
+        # Everybody is told at the same point, and training may go on.
+        train(model, 1)
+        assert_same_on_all_ranks(flat(model))
+        return str(error)
+    return ""
+
+
+def turned_off() -> None:
+    model = DistributedDataParallel(mlp().double())
+    with model.join(enable=False):
+        train(model, 2)
+    assert_same_on_all_ranks(flat(model))
+
+
+def join_with_sharded_optimizer(divide_by_initial_world_size: bool) -> None:
+    """A joined rank goes on updating its shard: it gets the averaged gradients, too."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns on import, of torch.jit
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    num_batches = [3, 1, 2]
+    torch.manual_seed(2)
+    module = mlp().double()
+    plain = copy.deepcopy(module)
+    model = DistributedDataParallel(module)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.05)
+    with Join([model, optimizer], divide_by_initial_world_size=divide_by_initial_world_size):
+        for step in range(num_batches[rank]):
+            optimizer.zero_grad()
+            model(data(5, 4, seed=step)).square().mean().backward()
+            optimizer.step()
+    assert_same_on_all_ranks(flat(model))
+
+    reference = torch.optim.Adam(plain.parameters(), lr=0.05)
+    for step in range(max(num_batches)):
+        training = [each for each in range(world_size) if num_batches[each] > step]
+        reference.zero_grad()
+        for each in training:
+            generator = torch.Generator().manual_seed(1000 * step + each)
+            inputs = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+            divisor = world_size if divide_by_initial_world_size else len(training)
+            (plain(inputs).square().mean() / divisor).backward()
+        reference.step()
+    assert torch.allclose(flat(model), flat(plain), rtol=0, atol=1e-12)
+
+
+@backends
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+@pytest.mark.parametrize("batches_of_ranks", [[5, 2, 0], [0, 2, 4]])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0001}], ids=str)
+def test_uneven_inputs_as_with_torch(
+    backend: str, batches_of_ranks: list[int], options: dict[str, Any], divide_by_initial_world_size: bool
+) -> None:
+    run_ranks(compare_with_torch, 3, batches_of_ranks, options, divide_by_initial_world_size, backend=backend)
+
+
+@backends
+@pytest.mark.parametrize("check", [accumulate_while_others_have_joined, turned_off])
+def test_join_idioms(backend: str, check: Any) -> None:
+    run_ranks(check, 2, backend=backend)
+
+
+@backends
+def test_join_with_unused_parameters(backend: str) -> None:
+    run_ranks(leave_heads_out, 3, backend=backend)
+
+
+@backends
+def test_early_termination_is_thrown_on_all_ranks(backend: str) -> None:
+    first, *others = run_ranks(throw_early, 3, backend=backend)
+    assert first == "Rank 0 exhausted all inputs."
+    assert others == ["Detected at least one rank that exhausted inputs. Throwing across all ranks."] * 2
+
+
+@backends
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+def test_join_with_a_sharded_optimizer(backend: str, divide_by_initial_world_size: bool) -> None:
+    run_ranks(join_with_sharded_optimizer, 3, divide_by_initial_world_size, backend=backend)
