@@ -11,7 +11,7 @@ torch give backends written in Python another base class, this file is what chan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import Lookout, MeetingStore
 from lockstep.comm.registration import BACKEND_NAME
+from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.errors import InputError
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
@@ -32,6 +33,7 @@ from lockstep.shm.team import Team
 __all__ = ["EngineProcessGroup", "LockstepProcessGroup", "create"]
 
 _Tensors = Sequence[torch.Tensor]
+_Check = Callable[[object, str], torch.Tensor]
 
 
 def _timeout_s(options: Any) -> float | None:
@@ -96,7 +98,11 @@ class EngineProcessGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Work:
         """Several tensors in one call."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
-        rows = [self._split(source, output, "reduce_scatter") for output, source in zip(outputs, inputs, strict=True)]
+        check_pairs("reduce_scatter", outputs, inputs)
+        rows = [
+            self._split(source, output, "reduce_scatter", check_tensor)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
         return self.engine.reduce_scatter(outputs, rows, opts.reduceOp, _is_async(opts), _timeout_s(opts))
 
     _reduce_scatter_base = reduce_scatter_single
@@ -118,7 +124,11 @@ class EngineProcessGroup(ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Work:
         """Several tensors in one call."""
-        rows = [self._split(output, source, "all_gather") for output, source in zip(outputs, inputs, strict=True)]
+        check_pairs("all_gather", outputs, inputs)
+        rows = [
+            self._split(output, source, "all_gather", check_output)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
         return self.engine.all_gather(rows, inputs, _is_async(opts), _timeout_s(opts))
 
     _allgather_base = all_gather_single
@@ -126,6 +136,8 @@ class EngineProcessGroup(ProcessGroup):
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Work:
         """`dist.all_gather_coalesced`: one list of all inputs for each rank."""
+        for row in output_lists:
+            check_pairs("all_gather_coalesced", row, inputs)
         rows = list(zip(*output_lists, strict=True))
         return self.engine.all_gather(rows, inputs, _is_async(opts), _timeout_s(opts))
 
@@ -197,9 +209,9 @@ class EngineProcessGroup(ProcessGroup):
 
     # ---- pieces --------------------------------------------------------------------------------------
 
-    def _split(self, whole: torch.Tensor, part: torch.Tensor, operation: str) -> list[torch.Tensor]:
+    def _split(self, whole: torch.Tensor, part: torch.Tensor, operation: str, check: _Check) -> list[torch.Tensor]:
         """`whole` as one piece of `part`'s size for each rank."""
-        check_tensor(whole, operation)
+        check(whole, operation)
         check_tensor(part, operation)
         world_size = self.size()
         if whole.numel() != part.numel() * world_size:
@@ -218,7 +230,8 @@ class EngineProcessGroup(ProcessGroup):
 
     def _split_rows(self, tensor: torch.Tensor, splits: Sequence[int], side: str) -> list[torch.Tensor]:
         world_size = self.size()
-        check_tensor(tensor, "all_to_all_single")
+        check = check_output if side == "output" else check_tensor
+        check(tensor, "all_to_all_single")
         rows = tensor.size(0) if tensor.dim() else 1
         if len(splits) == 0:
             if rows % world_size:

@@ -8,9 +8,9 @@ one, runs in the group's thread. Either way calls run one at a time, in the orde
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from types import ModuleType
 from typing import Any
 
@@ -20,13 +20,12 @@ from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site
 from lockstep.comm.flight import Flight, describe_tensor, fingerprint
 from lockstep.comm.p2p import PointToPoint
-from lockstep.comm.tensors import FlatTensor, check_tensor
+from lockstep.comm.tensors import FlatTensor, check_output, check_pairs, check_row, check_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
     CollectiveError,
     CollectiveMismatch,
     InputError,
-    InputTypeError,
     NotInitialized,
     SharedMemoryError,
 )
@@ -91,7 +90,7 @@ class Engine:
             raise NotInitialized(f"{describe()} on {self.flight.group_name}: {self._closed}")
         site = call_site()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        if not is_async and self._runner.is_idle:
+        if not is_async and not self._runner.unfinished:
             self._run(key, describe, body, site, limit_s)
             return DoneWork(result)
         work = PendingWork(lambda: self._run(key, describe, body, site, limit_s), result, describe)
@@ -114,7 +113,7 @@ class Engine:
         limit_s: float,
     ) -> None:
         with self._turn:
-            start = time.perf_counter()
+            start = perf_counter()
             try:
                 self.flight.enter(key, describe, site)
                 body(limit_s)
@@ -126,7 +125,7 @@ class Engine:
                 self.flight.interrupt(error)
                 raise
             finally:
-                clock.add(time.perf_counter() - start)
+                clock.add(perf_counter() - start)
 
     # ---- collectives ---------------------------------------------------------------------------
 
@@ -146,6 +145,8 @@ class Engine:
         if len(tensors) == 1:
             (tensor,) = tensors
             kernel = find_kernel(op, check_tensor(tensor, "all_reduce").dtype)
+            if not tensor.is_contiguous():
+                check_output(tensor, "all_reduce")
             offset = self._symmetric_offset(tensor) if self._regions else None
             key: object = ("all_reduce", tensor.dtype, tensor.shape, kernel.name, offset)
 
@@ -153,8 +154,9 @@ class Engine:
                 self._all_reduce_one(tensor, kernel, limit_s)
 
         else:
-            kernels = [find_kernel(op, check_tensor(tensor, "all_reduce").dtype) for tensor in tensors]
-            key = ("all_reduce", kernels[0].name if kernels else "", *((t.dtype, t.shape) for t in tensors))
+            kernels = [find_kernel(op, check_output(tensor, "all_reduce").dtype) for tensor in tensors]
+            offsets = [self._symmetric_offset(tensor) for tensor in tensors] if self._regions else ()
+            key = ("all_reduce", op_name(op), *offsets, *((tensor.dtype, tensor.shape) for tensor in tensors))
 
             def body(limit_s: float) -> None:
                 for tensor, kernel in zip(tensors, kernels, strict=True):
@@ -177,7 +179,7 @@ class Engine:
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce into the root's `tensor`. Collective."""
-        kernel = find_kernel(op, check_tensor(tensor, "reduce").dtype)
+        kernel = find_kernel(op, check_output(tensor, "reduce").dtype)
 
         def body(limit_s: float) -> None:
             item = FlatTensor(tensor)
@@ -197,7 +199,7 @@ class Engine:
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Copy the root's tensors to all ranks. Collective."""
         for tensor in tensors:
-            check_tensor(tensor, "broadcast")
+            check_output(tensor, "broadcast")
 
         def body(limit_s: float) -> None:
             for tensor in tensors:
@@ -225,8 +227,10 @@ class Engine:
 
         The outputs may differ in size from rank to rank, as long as all ranks say the same.
         """
+        check_pairs("all_gather", outputs, inputs)
         for row, tensor in zip(outputs, inputs, strict=True):
-            self._check_row("all_gather", row, tensor)
+            check_tensor(tensor, "all_gather")
+            check_row("all_gather", row, tensor, self.team.world_size, check=check_output)
             if row[self.team.rank].numel() != tensor.numel():
                 raise InputError(
                     f"all_gather: the output for this rank ({self.team.rank}) is "
@@ -263,7 +267,7 @@ class Engine:
         """Copy each rank's `tensor` into `outputs[rank]` of the root. Collective."""
         check_tensor(tensor, "gather")
         if outputs is not None:
-            self._check_row("gather", outputs, tensor, same_numel=True)
+            check_row("gather", outputs, tensor, self.team.world_size, check=check_output, same_numel=True)
 
         def body(limit_s: float) -> None:
             items = None if outputs is None else [FlatTensor(output) for output in outputs]
@@ -290,9 +294,9 @@ class Engine:
         timeout_s: float | None,
     ) -> Work:
         """Copy `inputs[rank]` of the root into each rank's `tensor`. Collective."""
-        check_tensor(tensor, "scatter")
+        check_output(tensor, "scatter")
         if inputs is not None:
-            self._check_row("scatter", inputs, tensor, same_numel=True)
+            check_row("scatter", inputs, tensor, self.team.world_size, same_numel=True)
 
         def body(limit_s: float) -> None:
             flats = None if inputs is None else [FlatTensor(source).flat for source in inputs]
@@ -319,8 +323,10 @@ class Engine:
     ) -> Work:
         """Reduce `inputs[i][rank]` of all ranks into each rank's `outputs[i]`. Collective."""
         kernels = []
+        check_pairs("reduce_scatter", outputs, inputs)
         for tensor, row in zip(outputs, inputs, strict=True):
-            self._check_row("reduce_scatter", row, tensor)
+            check_output(tensor, "reduce_scatter")
+            check_row("reduce_scatter", row, tensor, self.team.world_size)
             kernels.append(find_kernel(op, tensor.dtype))
             if row[self.team.rank].numel() != tensor.numel():
                 raise InputError(
@@ -357,9 +363,10 @@ class Engine:
 
         Sizes may differ from pair to pair; the two ends of a pair must agree.
         """
-        self._check_row("all_to_all", inputs, inputs[0])
-        self._check_row("all_to_all", outputs, inputs[0])
-        dtype = inputs[0].dtype
+        like = check_tensor(inputs[0], "all_to_all") if inputs else torch.empty(0)
+        check_row("all_to_all", inputs, like, self.team.world_size)
+        check_row("all_to_all", outputs, like, self.team.world_size, check=check_output)
+        dtype = like.dtype
 
         def body(limit_s: float) -> None:
             # Every rank learns what every rank sends and expects, so that all see a pair that disagrees.
@@ -480,41 +487,23 @@ class Engine:
 
     # ---- checks and descriptions -----------------------------------------------------------------
 
-    def _check_row(
-        self, operation: str, row: Sequence[torch.Tensor], like: torch.Tensor, same_numel: bool = False
-    ) -> None:
-        check_tensor(like, operation)
-        if len(row) != self.team.world_size:
-            raise InputError(
-                f"{operation}: got a list of {len(row)} tensors for a group of {self.team.world_size} "
-                "ranks; one per rank"
-            )
-        for tensor in row:
-            check_tensor(tensor, operation)
-            if tensor.dtype != like.dtype:
-                raise InputTypeError(
-                    f"{operation}: {describe_tensor(tensor)} and {describe_tensor(like)} differ in dtype"
-                )
-            if same_numel and tensor.numel() != like.numel():
-                raise InputError(
-                    f"{operation}: {describe_tensor(tensor)} and {describe_tensor(like)} differ in the number of "
-                    "elements"
-                )
-
     def _describe(
         self, operation: str, tensors: Sequence[torch.Tensor], op: str | None = None, root: int | None = None
     ) -> str:
         parts = [describe_tensor(tensor) for tensor in tensors[:4]]
+        offsets = [self._symmetric_offset(tensor) for tensor in tensors] if operation == "all_reduce" else []
         if len(tensors) > 4:
             # The rest decides the fingerprint too, in short.
-            rest = "".join(describe_tensor(tensor) for tensor in tensors[4:])
+            rest = "".join(map(describe_tensor, tensors[4:]))
             parts.append(f"… {len(tensors)} tensors {fingerprint(rest):x}")
         if op is not None:
             parts.append(op)
         if root is not None:
             parts.append(f"root={self.flight.global_rank(root)}")
-        if len(tensors) == 1 and self._symmetric_offset(tensors[0]) is not None:
-            parts.append(f"symmetric memory at {self._symmetric_offset(tensors[0])}")
+        if any(offset is not None for offset in offsets):
+            # Part of the fingerprint, because such tensors are reduced where they lie.
+            places = ", ".join(map(str, offsets[:4])) + (f" {fingerprint(str(offsets)):x}" if len(offsets) > 4 else "")
+            parts.append(f"symmetric memory at {places}")
         return f"{operation}({', '.join(parts)})"
 
     def _describe_rows(

@@ -25,7 +25,7 @@ import torch
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
 from lockstep.comm.flight import Flight
-from lockstep.comm.tensors import FlatTensor, check_tensor
+from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
 from lockstep.comm.transfers import DoneTransfer, Transfer, source_of
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.mailbox import Mailbox
@@ -109,7 +109,7 @@ class PointToPoint:
         Raises:
             InputError, InputTypeError: not a dense CPU tensor; no such rank or tag.
         """
-        check_tensor(tensor, "recv")
+        check_output(tensor, "recv")
         source = ANY_SOURCE if peer is None else peer
         self._check_address("recv", source, tag)
         item = FlatTensor(tensor)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
+from lockstep.comm.flight import describe_tensor
 from lockstep.errors import InputError, InputTypeError
 
-__all__ = ["FlatTensor", "check_tensor"]
+__all__ = ["FlatTensor", "check_output", "check_pairs", "check_row", "check_tensor"]
+
+_STRIDED = torch.strided
 
 # Types that torch can store but not copy: they travel as the bytes that they are.
 _BYTES_ONLY = frozenset(
@@ -31,13 +36,69 @@ def check_tensor(tensor: object, operation: str) -> torch.Tensor:
             f"{operation}: the lockstep group moves CPU tensors, got one on {tensor.device}. Move it with .cpu(), or "
             "let lockstep.init() choose the backend (nccl where there are GPUs)"
         )
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not _STRIDED:
         raise InputTypeError(f"{operation} takes dense tensors, got layout {tensor.layout}; use .to_dense()")
+    if tensor.is_nested:
+        raise InputTypeError(f"{operation} takes dense tensors, got a nested one; use .to_padded_tensor()")
     if tensor.is_quantized:
         raise InputTypeError(
             f"{operation} takes tensors of plain numbers, got {tensor.dtype}: move .int_repr() and the scales"
         )
     return tensor
+
+
+def check_output(tensor: object, operation: str) -> torch.Tensor:
+    """The same for a tensor that is written: its elements must be elements of their own.
+
+    Raises:
+        InputError: an expanded tensor, as well.
+    """
+    checked = check_tensor(tensor, operation)
+    if not checked.is_contiguous() and torch._debug_has_internal_overlap(checked) == 1:
+        raise InputError(
+            f"{operation}: {describe_tensor(checked)} with strides {checked.stride()} has several elements in one "
+            "place of memory, so it cannot be written; call .clone() or .contiguous() on it"
+        )
+    return checked
+
+
+def check_row(
+    operation: str,
+    row: Sequence[torch.Tensor],
+    like: torch.Tensor,
+    world_size: int,
+    *,
+    check: Callable[[object, str], torch.Tensor] = check_tensor,
+    same_numel: bool = False,
+) -> None:
+    """A list with a tensor for each rank, all of `like`'s dtype.
+
+    Raises:
+        InputError: another number of tensors, or of elements.
+        InputTypeError: another dtype.
+    """
+    if len(row) != world_size:
+        raise InputError(
+            f"{operation}: got a list of {len(row)} tensors for a group of {world_size} ranks; one per rank"
+        )
+    for tensor in row:
+        check(tensor, operation)
+        if tensor.dtype != like.dtype:
+            raise InputTypeError(f"{operation}: {describe_tensor(tensor)} and {describe_tensor(like)} differ in dtype")
+        if same_numel and tensor.numel() != like.numel():
+            raise InputError(
+                f"{operation}: {describe_tensor(tensor)} and {describe_tensor(like)} differ in the number of elements"
+            )
+
+
+def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
+    """Outputs and inputs of several calls in one.
+
+    Raises:
+        InputError: their numbers differ.
+    """
+    if len(outputs) != len(inputs):
+        raise InputError(f"{operation}: got {len(outputs)} outputs for {len(inputs)} inputs; one for each")
 
 
 class FlatTensor:

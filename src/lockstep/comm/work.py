@@ -166,19 +166,17 @@ class Runner:
 
     Args:
         name: of the thread.
+
+    Attributes:
+        unfinished: calls that are queued or running.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._unfinished = 0
+        self.unfinished = 0
         self._lock = threading.Lock()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is queued or running."""
-        return self._unfinished == 0
 
     @property
     def is_current_thread(self) -> bool:
@@ -188,7 +186,7 @@ class Runner:
     def submit(self, work: PendingWork) -> None:
         """Queue `work`."""
         with self._lock:
-            self._unfinished += 1
+            self.unfinished += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
@@ -201,7 +199,7 @@ class Runner:
                 return
             work.run()
             with self._lock:
-                self._unfinished -= 1
+                self.unfinished -= 1
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what is queued, let the running call end, stop the thread."""
@@ -213,7 +211,7 @@ class Runner:
             if work is not None:
                 work.cancel()
                 with self._lock:
-                    self._unfinished -= 1
+                    self.unfinished -= 1
         thread = self._thread
         if thread is not None:
             self._queue.put(None)
