@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from lockstep import env
 from lockstep.comm.mpi import library
 from lockstep.comm.mpi.board import NOTICE_BYTES, MpiBoard, NoticeKind, notice_kind
 from lockstep.comm.mpi.waiter import MpiWaiter
@@ -104,7 +103,7 @@ def test_other_messages_are_no_notices() -> None:
 # ---- waiting ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("questions", [1, 50, 5000])
+@pytest.mark.parametrize("questions", [1, 50, 500])
 def test_waiter_asks_until_nobody_is_awaited(questions: int) -> None:
     answers = iter([[1]] * questions + [[]])
     MpiWaiter(1).wait(lambda: next(answers), lambda ranks, waited_s: None)
@@ -114,7 +113,7 @@ def test_waiter_asks_until_nobody_is_awaited(questions: int) -> None:
 def test_waiter_looks_and_may_be_told_to_stop() -> None:
     def look(ranks: list[int], waited_s: float) -> None:
         if waited_s > 0.01:
-            raise PeerTrouble({rank: TroubleKind.LATE for rank in ranks}, waited_s)
+            raise PeerTrouble(dict.fromkeys(ranks, TroubleKind.LATE), waited_s)
 
     with pytest.raises(PeerTrouble) as caught:
         MpiWaiter(1).wait(lambda: [3], look)
@@ -141,7 +140,7 @@ def test_missing_mpi4py_says_how_to_get_it(fresh_library: None, monkeypatch: pyt
 @needs_mpi
 def test_missing_mpi_library_says_how_to_get_it(fresh_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nonexistent/libmpi.so")
-    with pytest.raises(BackendUnavailable, match="needs an MPI library.*apt install openmpi-bin libopenmpi-dev"):
+    with pytest.raises(BackendUnavailable, match=r"needs an MPI library.*apt install openmpi-bin libopenmpi-dev"):
         library.load()
 
 
@@ -260,7 +259,5 @@ def test_env_url_under_mpirun_keeps_what_is_set(under_mpirun: None, monkeypatch:
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "1234")
     assert asked_for(monkeypatch, "env://") == [("torch", "env://?rank=2&world_size=4")]
-    env.RANK.set(1)
-    monkeypatch.delenv("RANK")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert asked_for(monkeypatch, "env://") == [("torch", "env://")]

@@ -139,9 +139,7 @@ def test_every_step_is_that_of_one_process(
 ) -> None:
     histories = run_ranks(train, world_size, num_samples, batch_size, optimizer_name, False)
     assert_same_bits(histories)
-    assert_same_history(
-        histories[0], train_on_one_process(num_samples, batch_size, optimizer_name, regularized=False)
-    )
+    assert_same_history(histories[0], train_on_one_process(num_samples, batch_size, optimizer_name, regularized=False))
 
 
 @worlds

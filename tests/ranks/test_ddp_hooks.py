@@ -19,7 +19,6 @@ from lockstep.errors import InputTypeError, ModelError
 from lockstep.testing import run_ranks
 
 
-
 def bf16_hook(state, bucket):
     """torch's engine refuses its own hook by name where there is no NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
@@ -72,7 +71,9 @@ def test_hooks_of_torch_do_what_they_do_under_torch(backend: str, name: str, wor
 
 def average_parameters_now_and_then() -> None:
     model, plain = twins(mlp())
-    state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=dist.new_group([dist.get_rank()]), start_localSGD_iter=2)
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=None, subgroup=dist.new_group([dist.get_rank()]), start_localSGD_iter=2
+    )
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = PeriodicModelAverager(period=2, warmup_steps=2)
     for step in range(6):

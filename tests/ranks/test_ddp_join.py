@@ -35,7 +35,9 @@ def train(model: nn.Module, num_batches: int, *, inputs_of: Any = None) -> list[
     return history
 
 
-def compare_with_torch(batches_of_ranks: list[int], options: dict[str, Any], divide_by_initial_world_size: bool) -> None:
+def compare_with_torch(
+    batches_of_ranks: list[int], options: dict[str, Any], divide_by_initial_world_size: bool
+) -> None:
     num_batches = batches_of_ranks[dist.get_rank()]
     peer_group = dist.new_group(backend="gloo")
     for make in (mlp, lambda: mlp(batch_norm=True), Heads):

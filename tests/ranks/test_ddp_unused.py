@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -220,10 +221,9 @@ def checkpoint_the_engine(use_reentrant: bool) -> None:
     for step in range(3):
         inputs = data(5, 4, seed=step).requires_grad_()
         for each in (model, plain):
-            if dist.get_rank() == 0:
-                output = checkpoint(each, inputs, use_reentrant=use_reentrant)
-            else:  # whether a forward pass is repeated is each rank's own business
-                output = each(inputs)
+            # Whether a forward pass is repeated is each rank's own business.
+            repeats = dist.get_rank() == 0
+            output = checkpoint(each, inputs, use_reentrant=use_reentrant) if repeats else each(inputs)
             output.square().mean().backward()
         assert_averaged(model, plain)
         clear(model, plain)
@@ -236,7 +236,7 @@ def checkpoint_one_of_two_passes(outside_first: bool) -> None:
         inside, outside = (data(5, 4, seed=seed).requires_grad_() for seed in (step, step + 50))
         for each in (model, plain):
             # Autograd begins with what was computed last.
-            calls = [lambda each=each: each(outside), lambda each=each: checkpoint(each, inside, use_reentrant=True)]
+            calls = [partial(each, outside), partial(checkpoint, each, inside, use_reentrant=True)]
             outputs = [call() for call in (reversed(calls) if outside_first else calls)]
             sum(output.square().mean() for output in outputs).backward()
         assert_averaged(model, plain)
