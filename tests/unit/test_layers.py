@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.train",),
     ("lockstep.launch",),
     ("lockstep",),
-    ("lockstep.tools", "lockstep.recipes", "lockstep.testing"),
+    ("lockstep.recipes", "lockstep.testing"),
     ("lockstep.launch.cli", "lockstep.__main__"),
 )
 
