@@ -222,6 +222,7 @@ def _cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
         "aborted": lambda: _abort_then(rank, lambda: dist.all_reduce(_ones(40_001))),
         "aborted, message": lambda: _abort_then(rank, lambda: dist.recv(_ones(), last)),
         "late": lambda: (time.sleep(1.5 if is_odd else 0.0), dist.all_reduce(_ones())),
+        "late barrier": lambda: (time.sleep(1.5 if is_odd else 0.0), dist.barrier()),
         "late message": lambda: time.sleep(1.3) if is_odd else dist.recv(_ones(), last),
         "message": lambda: dist.send(_ones(4), 0) if is_odd else rank == 0 and dist.recv(_ones(3), last),
         "interrupted": lambda: (

@@ -83,6 +83,7 @@ def test_troubles() -> None:
         "aborted": ("RankLost", "", "failed: it ran out of patience", AT_ONCE_S),
         "aborted, message": ("RankLost", "", "failed: it ran out of patience", AT_ONCE_S),
         "late": ("CollectiveTimeout", "CollectiveTimeout", "waited 1.", 1.0 + AT_ONCE_S),
+        "late barrier": ("CollectiveTimeout", "CollectiveTimeout", "waited 1.", 1.0 + AT_ONCE_S),
         "late message": ("CollectiveTimeout", "", "recv(float32[3], src=2, tag=0)", 1.0 + AT_ONCE_S),
         "interrupted": ("RankLost", "KeyboardInterrupt", "raised KeyboardInterrupt", 0.5 + AT_ONCE_S),
         "symmetric": ("InputError", "InputError", "only lockstep groups have symmetric memory", AT_ONCE_S),
@@ -98,7 +99,8 @@ def test_troubles() -> None:
                 assert "mpi_programs.py:" in said, (name, said)
                 assert culprits == (2,), (name, said)
         assert ranks[2][name][0] == odd, (name, ranks[2][name])
-    assert "had given up" in ranks[2]["late"][1]
+    for name in ("late", "late barrier"):
+        assert "had given up" in ranks[2][name][1]
     assert ranks[0]["message"][0] == "CollectiveMismatch"
     assert "send(float32[4], tag=0) of rank 2" in ranks[0]["message"][1]
 

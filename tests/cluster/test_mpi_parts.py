@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from lockstep.comm.mpi import library
 from lockstep.comm.mpi.board import NOTICE_BYTES, MpiBoard, NoticeKind, notice_kind
+from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
 from lockstep.errors import BackendUnavailable, RendezvousError, SetupError
 from lockstep.rendezvous import mpi as meeting
@@ -94,6 +95,15 @@ def test_a_rank_that_left_and_one_that_failed() -> None:
     assert one.state(1) is PeerState.FAILED
     assert one.failure(1) == Failure("CollectiveTimeout", (0, 3), "waited | in vain")
     assert one.all_final([1])
+
+
+def test_a_rank_that_went_after_its_part_is_still_waited_for() -> None:
+    """What it owes to the collective that it has finished is on its way."""
+    one, other = boards()
+    other.hear(0, memoryview(one.final_notice(5)))
+    for number, trouble in ((5, None), (6, TroubleKind.LEFT)):
+        team = cast(MpiTeam, SimpleNamespace(board=other, _number=number))
+        assert MpiTeam._will_not_finish(team, 0) is trouble
 
 
 def test_other_messages_are_no_notices() -> None:

@@ -287,6 +287,11 @@ class EngineProcessGroup(ProcessGroup):
         """The store in which the ranks met."""
         return self._store
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors it moves. torch's asynchronous checkpoints and object verbs ask."""
+        return [torch.device("cpu")]
+
     def _get_backend(self, device: torch.device) -> EngineProcessGroup:
         return self
 
