@@ -66,18 +66,24 @@ def mpirun(
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # mpirun stops its ranks, each of which has a session of its own, on SIGTERM.
-        process.terminate()
+        process.terminate()  # mpirun then stops its ranks
         try:
             output, errors = process.communicate(timeout=10.0)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill_session(process.pid)
             output, errors = process.communicate()
         raise TimeoutError(f"mpirun was not done after {timeout_s:g} s:\n{output}\n{errors}") from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_session(process.pid)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def _kill_session(session: int) -> None:
+    """Kill mpirun and its ranks: they have process groups of their own, and its session."""
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
+            if os.getsid(int(entry)) == session:
+                os.kill(int(entry), signal.SIGKILL)
 
 
 def launch(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **_: Any) -> list[Any]:

@@ -328,7 +328,9 @@ def test_rank_that_fails_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> 
     program = """
         import os, sys, time
         if os.environ["SLURM_PROCID"] == "1":
-            sys.exit("no luck")
+            print("no luck", file=sys.stderr, flush=True)
+            time.sleep(1)  # srun drops what is still under way when it ends a step
+            sys.exit(1)
         time.sleep(600)
     """
     script(tmp_path, program, "train.py")

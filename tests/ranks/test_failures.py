@@ -220,6 +220,21 @@ def test_pair_of_all_to_all_disagrees(world_size: int) -> None:
         expect(caught, CollectiveMismatch, (0, last), "sends 6 elements", "has room for 3")
 
 
+def disagree_before_large_slots_exist() -> Caught:
+    """The last rank's call needs slots that are only made in it; the others' call does not."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    caught = attempt(lambda: dist.all_reduce(ones(100_000 if odd else 4)))
+    assert group_works()
+    return caught
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_mismatch_in_the_first_large_call(world_size: int) -> None:
+    culprits = () if world_size == 2 else (world_size - 1,)
+    for caught in run_ranks(disagree_before_large_slots_exist, world_size):
+        expect(caught, CollectiveMismatch, culprits, "float32[4]", "float32[100000]")
+
+
 def each_its_own() -> Caught:
     caught = attempt(lambda: dist.all_reduce(ones(dist.get_rank() + 1)))
     assert group_works()

@@ -221,7 +221,7 @@ def test_ranks_that_do_not_come_to_the_port() -> None:
 def test_an_address_elsewhere_means_all_addresses_here() -> None:
     """One that is translated on the way: 192.0.2.1 is nobody's (RFC 5737)."""
     port = free_port()
-    with tcp._listen("192.0.2.1", port):
+    with tcp.listen("192.0.2.1", port):
         assert listening(port) == {"00000000000000000000000000000000"}
 
 
