@@ -28,15 +28,15 @@ def test_backend_conforms(world_size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def three() -> list[dict[str, Any]]:
-    """What `programs.all_at_once` found on each of three ranks."""
-    ranks = launch(programs.all_at_once, 3, timeout=180.0)
+def well() -> list[dict[str, Any]]:
+    """What `programs.without_trouble` found on each of three ranks."""
+    ranks = launch(programs.without_trouble, 3, timeout=120.0)
     assert all(isinstance(of_rank, dict) for of_rank in ranks), ranks
     return ranks
 
 
-def test_ways_in(three: list[dict[str, Any]]) -> None:
-    for rank, of_rank in enumerate(three):
+def test_ways_in(well: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(well):
         found = of_rank["ways in"]
         place = (rank, 3, rank, 3, 0)
         ours = {"backend": "mpi4py", "actual": "mpi4py", "launcher": "mpirun", "place": place, "sum": 6.0}
@@ -49,15 +49,15 @@ def test_ways_in(three: list[dict[str, Any]]) -> None:
         assert found["left in temp"] == []
 
 
-def test_sums_have_the_bits_of_shared_memory(three: list[dict[str, Any]]) -> None:
-    for of_rank in three:
-        assert of_rank["bits"]["mpi"] == of_rank["bits"]["lockstep"] == three[0]["bits"]["mpi"]
+def test_sums_have_the_bits_of_shared_memory(well: list[dict[str, Any]]) -> None:
+    for of_rank in well:
+        assert of_rank["bits"]["mpi"] == of_rank["bits"]["lockstep"] == well[0]["bits"]["mpi"]
 
 
-def test_numbers(three: list[dict[str, Any]]) -> None:
-    for of_rank in three:
+def test_numbers(well: list[dict[str, Any]]) -> None:
+    for of_rank in well:
         found = of_rank["numbers"]
-        assert found["weights"] == three[0]["numbers"]["weights"]
+        assert found["weights"] == well[0]["numbers"]["weights"]
         for dtype in ("float8_e4m3fn", "float8_e5m2", "float16", "complex64"):
             assert found[dtype] == [3.0] * 5, dtype
         assert found["bool"] == [1.0] * 5
@@ -65,14 +65,15 @@ def test_numbers(three: list[dict[str, Any]]) -> None:
         assert found["large"] == (3.0, 3.0)
 
 
-def test_threads_and_groups(three: list[dict[str, Any]]) -> None:
-    for of_rank in three:
+def test_threads_and_groups(well: list[dict[str, Any]]) -> None:
+    for of_rank in well:
         assert of_rank["threads"] == [True] * 120
 
 
-def test_troubles(three: list[dict[str, Any]]) -> None:
+def test_troubles() -> None:
     """The odd rank is the last of three."""
-    ranks = [of_rank["troubles"] for of_rank in three]
+    ranks = launch(programs.troubles, 3)
+    assert all(isinstance(of_rank, dict) for of_rank in ranks), ranks
     expected = {
         # case: what the usual ranks raise, what the odd one does, what the usual ones say, within how many seconds
         "shape": ("CollectiveMismatch", "CollectiveMismatch", "all_reduce(float32[4], SUM) at ", AT_ONCE_S),
