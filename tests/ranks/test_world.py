@@ -201,11 +201,6 @@ def begin_again(path: str, attempt_number: int) -> dict[str, Any]:
         return describe(world)
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="known defect: over a store used before without a restart count, a rank that comes back early can meet the "
-    "old group; it then raises RankLost while rank 0 waits for its deadline",
-)
 @pytest.mark.parametrize("attempt_number", [0, 1])
 def test_restarted_job_finds_its_store_as_it_was_left(attempt_number: int, tmp_path: Path) -> None:
     """Also where nobody counts the attempts."""
