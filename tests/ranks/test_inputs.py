@@ -112,10 +112,15 @@ def test_tensor_that_cannot_be_moved(kind: str) -> None:
                 # torch itself turns it away.
                 assert isinstance(error, TypeError), (name, error)
                 continue
+            if kind == "sparse" and name == "all_reduce":
+                assert error is None, "the one verb that takes sparse tensors, as gloo's does"
+                continue
             if kind == "quantized" and isinstance(error, ValueError) and not isinstance(error, InputError):
                 # So it does where another tensor of the call has another dtype.
                 assert "Invalid usage of tensors with different dtypes" in str(error), name
                 continue
+            if (kind, name) == ("sparse", "all_reduce"):
+                continue  # torch gives it a way of its own
             expected, text = ERRORS[kind]
             assert type(error) is expected, (name, error)
             assert text in str(error), name

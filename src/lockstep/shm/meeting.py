@@ -176,19 +176,22 @@ class Meeting:
             if "error" in found:
                 kind = SharedMemoryError if found["error"] == SharedMemoryError.__name__ else RendezvousError
                 raise kind(f"{self.name(0)} gave up: {found['message']}")
-            if found["world_size"] != self.world_size:
-                raise SetupError(
-                    f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} "
-                    f"{found['world_size']}: give all ranks the same"
-                )
             try:
-                return Segment.attach(found["handle"]), published
+                segment = Segment.attach(found["handle"])
             except SharedMemoryError as error:
                 if error.errno not in _STALE or not self._may_be_replaced(found):
                     text = f"{self.name(self.rank)}: {error}"
                     self._store.set(_failure_key(published), text)
                     raise SharedMemoryError(error.errno, text) from None
-            time.sleep(_LONGEST_NAP_S)
+                time.sleep(_LONGEST_NAP_S)
+                continue
+            if found["world_size"] != self.world_size:
+                segment.release()
+                raise SetupError(
+                    f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} "
+                    f"{found['world_size']}: give all ranks the same"
+                )
+            return segment, published
 
     def _may_be_replaced(self, found: dict[str, Any]) -> bool:
         """Whether a handle that leads nowhere may give way to another soon. See [Note: stale handles]."""
