@@ -27,7 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.train",),
     ("lockstep.launch",),
     ("lockstep",),
-    ("lockstep.recipes", "lockstep.testing"),
+    ("lockstep.compat", "lockstep.recipes", "lockstep.testing"),
+    ("lockstep.tools",),
+    ("lockstep.commands",),
     ("lockstep.launch.cli", "lockstep.__main__"),
 )
 

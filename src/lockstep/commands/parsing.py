@@ -1,0 +1,77 @@
+"""What the command lines have in common: errors in one line, the options of every launch, where the script begins."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from typing import NoReturn
+
+from lockstep.errors import LaunchError
+from lockstep.launch.config import LaunchConfig
+
+__all__ = ["USAGE_CODE", "Parser", "add_grace", "add_nproc", "split_at_script", "suggest"]
+
+USAGE_CODE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, through the same door as all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}; see `{self.prog} --help`")
+
+
+def add_nproc(parser: argparse._ActionsContainer) -> None:
+    """`--nproc`, in every spelling that launchers have."""
+    parser.add_argument(
+        "--nproc",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        dest="nproc",
+        metavar="N",
+        default="auto",
+        help="number of processes; auto (default): one per GPU, or one per core where there is no GPU",
+    )
+
+
+def add_grace(parser: argparse._ActionsContainer) -> None:
+    """`--grace`."""
+    parser.add_argument(
+        "--grace",
+        dest="grace_s",
+        type=float,
+        metavar="SECONDS",
+        default=LaunchConfig.grace_s,
+        help="time from asking a rank to stop (SIGTERM) to SIGKILL (default: %(default)g)",
+    )
+
+
+def split_at_script(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[str], str | None, tuple[str, ...]]:
+    """The launcher's options, the script (None if there is none), and what belongs to the script.
+
+    argparse itself gets this wrong once the script has options or a `--` of its own.
+
+    Args:
+        arguments: all words after the command.
+        flags: the launcher's options that stand alone; all others take a value.
+    """
+    index = 0
+    while index < len(arguments):
+        word = arguments[index]
+        if word == "--":
+            return list(arguments[:index]), *_head_and_tail(arguments[index + 1 :])
+        if not word.startswith("-") or word == "-":
+            break
+        index += 1 if word in flags or "=" in word else 2
+    return list(arguments[:index]), *_head_and_tail(arguments[index:])
+
+
+def _head_and_tail(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    return (words[0], tuple(words[1:])) if words else (None, ())
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`, did you mean 'run'?` for a word that is close to a known one, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

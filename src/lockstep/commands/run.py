@@ -1,0 +1,133 @@
+"""`lockstep run`: N processes of any script, on this host or as a Slurm job."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lockstep.commands.parsing import Parser, add_grace, add_nproc, split_at_script
+from lockstep.launch import slurm
+from lockstep.launch.config import LaunchConfig
+from lockstep.launch.supervisor import launch_job
+
+__all__ = ["main"]
+
+# Options that stand alone; all others take a value.
+_FLAGS = frozenset({"-m", "--module", "--no-prefix", "-h", "--help", "--slurm", "--dry-run", "--requeue"})
+
+_RUN_DESCRIPTION = """\
+Start N processes of a script on this host. Each gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT and the other variables that torchrun sets, so a script written for torchrun runs unchanged.
+Options after the script belong to the script.
+"""
+
+_RUN_EPILOG = """\
+When a rank fails, the others are stopped, the first failure is shown last with its traceback, and the exit code is that
+rank's (128 + signal if one killed it). Ctrl-C ends all ranks, a second Ctrl-C at once. No process survives, also
+when this one is killed.
+
+examples:
+  lockstep run --nproc 4 train.py --epochs 10
+  lockstep run --nproc auto -m mypackage.train
+  lockstep run --nproc 2 --log-dir logs --max-restarts 3 train.py
+
+on a cluster: lockstep run --slurm --nodes 2 --ntasks-per-node 4 train.py; see lockstep run --slurm --help
+"""
+
+_SLURM_DESCRIPTION = """\
+Run a script on the nodes of a Slurm cluster: write a batch script, submit it, and say where the log will be.
+Options after the script belong to the script.
+"""
+
+_SLURM_EPILOG = """\
+examples:
+  lockstep run --slurm --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 --time 2:00:00 train.py --epochs 10
+  lockstep run --slurm --nodes 2 --requeue --sbatch-arg=--mem=64G --dry-run -m mypackage.train
+"""
+
+
+def _make_run_parser() -> Parser:
+    parser = Parser(
+        prog="lockstep run",
+        usage="lockstep run [options] script.py [args ...]\n       lockstep run [options] -m module [args ...]",
+        description=_RUN_DESCRIPTION,
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_nproc(parser)
+    parser.add_argument(
+        "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--no-prefix",
+        dest="prefix",
+        action="store_false",
+        help="let the ranks write to the terminal themselves, without `[rank]` before each line",
+    )
+    output.add_argument("--log-dir", metavar="DIR", help="write the output to DIR/rank<r>.log, one file per rank")
+    parser.add_argument(
+        "--max-restarts", type=int, metavar="K", default=0, help="after a failure start all ranks again, up to K times"
+    )
+    add_grace(parser)
+    parser.add_argument(
+        "--master-addr",
+        "--master_addr",
+        metavar="ADDR",
+        default=LaunchConfig.master_addr,
+        help="MASTER_ADDR, for scripts that ask torch for env:// (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--master-port",
+        "--master_port",
+        type=int,
+        metavar="PORT",
+        help="MASTER_PORT, for scripts that ask torch for env:// (default: a free one)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        arguments: the words after `lockstep run`.
+
+    Returns:
+        The exit code of the job.
+    """
+    options, script, script_arguments = split_at_script(arguments, _FLAGS)
+    if "--slurm" in options:
+        return _run_on_slurm(options, script, script_arguments)
+    parser = _make_run_parser()
+    chosen = parser.parse_args(options)
+    if script is None:
+        parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
+    slurm.warn_of_other_tasks()
+    return launch_job(LaunchConfig(target=script, args=script_arguments, **vars(chosen)))
+
+
+def _run_on_slurm(options: Sequence[str], script: str | None, script_arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="lockstep run --slurm",
+        usage="lockstep run --slurm [options] script.py [args ...]\n"
+        "       lockstep run --slurm [options] -m module [args ...]",
+        description=_SLURM_DESCRIPTION,
+        epilog=_SLURM_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    slurm.add_arguments(parser)
+    chosen = parser.parse_args(options)
+    if script is None:
+        parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
+    job = slurm.job_from(chosen, script, script_arguments)
+    if chosen.dry_run:
+        job.check()
+        print(job.script(), end="")
+        return 0
+    submission = slurm.submit(job)
+    print(f"job {submission.job_id}: {job.num_ranks} {'rank' if job.num_ranks == 1 else 'ranks'} of {script}")
+    print(f"log: {submission.log}")
+    return 0
