@@ -221,9 +221,12 @@ def test_accelerate() -> None:
 
 def train_with_fabric() -> None:
     from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import TorchElasticEnvironment
 
     with lockstep.init():
-        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        # What Fabric finds by itself under `lockstep run`. Without a launcher it would go on to
+        # look for MPI, which opens ports in a process that other tests use after this one.
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[TorchElasticEnvironment()])
         fabric.launch()
         model = network()
         model, optimizer = fabric.setup(model, optimizer_of(model.parameters()))

@@ -26,7 +26,7 @@ from lockstep.comm.flight import Flight
 from lockstep.comm.founding import Lookout, MeetingStore
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
-from lockstep.errors import InputError
+from lockstep.errors import CollectiveTimeout, InputError
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
 
@@ -76,6 +76,8 @@ class EngineProcessGroup(ProcessGroup):
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Work:
         """`dist.all_reduce`."""
         opts = dist.AllreduceOptions() if opts is None else opts
+        if len(tensors) == 1 and tensors[0].is_sparse:
+            return self.engine.all_reduce_sparse(tensors[0], opts.reduceOp, _is_async(opts), _timeout_s(opts))
         return self.engine.all_reduce(tensors, opts.reduceOp, _is_async(opts), _timeout_s(opts))
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Work:
@@ -188,7 +190,13 @@ class EngineProcessGroup(ProcessGroup):
         Raises:
             CollectiveTimeout: names the ranks that did not come, and where they are.
         """
-        self.engine.barrier(False, None if timeout is None else timeout.total_seconds())
+        limit_s = self.engine.timeout_s if timeout is None else timeout.total_seconds()
+        try:
+            self.engine.barrier(False, limit_s)
+        except CollectiveTimeout as error:
+            # gloo's words for it, which scripts and torch's own tests look for, and then ours.
+            text = f"Rank {self.rank()} timed out in monitoredBarrier after {limit_s * 1000:.0f} ms: {error}"
+            raise CollectiveTimeout(text, error.culprits) from None
 
     # ---- point to point ------------------------------------------------------------------------------
 

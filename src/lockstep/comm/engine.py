@@ -20,6 +20,7 @@ from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site
 from lockstep.comm.flight import Flight, describe_tensor, fingerprint
 from lockstep.comm.p2p import PointToPoint
+from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
 from lockstep.comm.tensors import FlatTensor, check_output, check_pairs, check_row, check_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
@@ -164,6 +165,18 @@ class Engine:
 
         return self._submit(
             key, lambda: self._describe("all_reduce", tensors, op_name(op)), body, list(tensors), is_async, timeout_s
+        )
+
+    def all_reduce_sparse(self, tensor: torch.Tensor, op: Any, is_async: bool, timeout_s: float | None) -> Work:
+        """Add up a sparse tensor in place over all ranks. Collective."""
+        check_sparse(tensor, op)
+        return self._submit(
+            ("all_reduce sparse", tensor.dtype, tensor.shape, tensor.sparse_dim(), op_name(op)),
+            lambda: describe_sparse(tensor, op),
+            lambda limit_s: all_reduce_sparse(self._algorithms, self.team, tensor, op, limit_s),
+            [tensor],
+            is_async,
+            timeout_s,
         )
 
     def _all_reduce_one(self, tensor: torch.Tensor, kernel: Kernel, limit_s: float) -> None:

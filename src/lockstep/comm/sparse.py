@@ -1,0 +1,80 @@
+"""all_reduce of sparse tensors, such as the gradients of embeddings.
+
+Every rank brings entries of its own. All learn how many each has, then gather them, and each adds them up by
+itself: in the order of ranks, so that all get the same bits, and 16-bit floats in float32.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lockstep.errors import InputError, InputTypeError
+from lockstep.shm.kernels import find_kernel, op_name
+from lockstep.shm.team import Team
+
+__all__ = ["all_reduce_sparse", "check_sparse", "describe_sparse"]
+
+_OPS = ("SUM", "AVG")
+
+
+def check_sparse(tensor: torch.Tensor, op: Any) -> None:
+    """Raise unless a sparse tensor can be reduced.
+
+    Raises:
+        InputError: it is not on the CPU.
+        InputTypeError: the operation is not SUM or AVG, or makes no sense for the dtype.
+    """
+    if not tensor.is_cpu:
+        raise InputError(f"all_reduce: the lockstep group moves CPU tensors, got one on {tensor.device}")
+    if op_name(op) not in _OPS:
+        raise InputTypeError(f"all_reduce of sparse tensors is {' or '.join(_OPS)}, got {op_name(op)}; use .to_dense()")
+    find_kernel(op, tensor.dtype)
+
+
+def describe_sparse(tensor: torch.Tensor, op: Any) -> str:
+    """`all_reduce(sparse float32[10, 3], 1 sparse dimension(s), SUM)`."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"all_reduce(sparse {dtype}{list(tensor.shape)}, {tensor.sparse_dim()} sparse dimension(s), {op_name(op)})"
+
+
+def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, op: Any, timeout_s: float) -> None:
+    """Reduce a sparse COO tensor in place over all ranks. Collective.
+
+    Args:
+        algorithms: how the team moves data.
+        team: the ranks.
+        tensor: the same shape and number of sparse dimensions on all ranks; entries may differ. Coalesced after it.
+        op: SUM or AVG.
+        timeout_s: seconds until a rank that does not come is an error.
+    """
+    own = tensor.detach().coalesce()
+    counts = torch.empty(team.world_size, dtype=torch.int64)
+    places = [counts[rank : rank + 1] for rank in range(team.world_size)]
+    algorithms.all_gather(team, places, torch.tensor([own._nnz()]), timeout_s)
+    per_rank = counts.tolist()
+    indices = _gather(algorithms, team, own.indices().t(), per_rank, timeout_s).t()
+    values = _gather(algorithms, team, own.values(), per_rank, timeout_s)
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        values = values.to(torch.float32)
+    total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
+    values = total.values()
+    if op_name(op) == "AVG":
+        values = values / team.world_size
+    result = torch.sparse_coo_tensor(
+        total.indices(), values.to(tensor.dtype), tensor.shape, check_invariants=True, is_coalesced=True
+    )
+    with torch.no_grad():
+        tensor.copy_(result)
+
+
+def _gather(
+    algorithms: ModuleType, team: Team, rows: torch.Tensor, per_rank: list[int], timeout_s: float
+) -> torch.Tensor:
+    """The rows of all ranks, one below the other."""
+    row_numel = torch.Size(rows.shape[1:]).numel()
+    outputs = [torch.empty(count * row_numel, dtype=rows.dtype) for count in per_rank]
+    algorithms.all_gather(team, outputs, rows.contiguous().view(-1), timeout_s)
+    return torch.cat(outputs).view(sum(per_rank), *rows.shape[1:])
