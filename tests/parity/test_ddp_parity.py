@@ -8,7 +8,7 @@ grows to 1e-14 or so. 1e-12 leaves room, and any mistake in weighting is a milli
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,13 +33,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
 }
 
-SIZES = [
-    pytest.param(24, 12, id="even"),
-    pytest.param(23, 7, id="uneven, last batch partial"),
-    pytest.param(11, 4, id="a batch smaller than five ranks"),
-    pytest.param(2, 2, id="a dataset smaller than the ranks"),
-    pytest.param(1, 8, id="one sample"),
-]
+SIZES = {  # samples in the dataset, in a global batch
+    "even": (24, 12),
+    "uneven, last batch partial": (23, 7),
+    "a batch smaller than five ranks": (11, 4),
+    "a dataset smaller than the ranks": (2, 2),
+    "one sample": (1, 8),
+}
 
 History = list[tuple[float, Tensor]]  # loss over the global batch, and all parameters after the step, flat
 
@@ -114,17 +114,21 @@ def train(num_samples: int, batch_size: int, optimizer_name: str, regularized: b
     return history
 
 
-def assert_same_history(history: History, expected: History) -> None:
+def train_all_sizes(optimizer_name: str) -> list[History]:
+    return [train(*size, optimizer_name, False) for size in SIZES.values()]
+
+
+def assert_same_history(history: History, expected: History, what: object = "") -> None:
     assert len(history) == len(expected)
     for step, ((loss, parameters), (expected_loss, expected_parameters)) in enumerate(
         zip(history, expected, strict=True)
     ):
-        assert loss == pytest.approx(expected_loss, rel=0, abs=TOLERANCE), f"loss of step {step}"
+        assert loss == pytest.approx(expected_loss, rel=0, abs=TOLERANCE), f"loss of step {step}, {what}"
         difference = (parameters - expected_parameters).abs().max().item()
-        assert difference <= TOLERANCE, f"parameters after step {step} differ by {difference}"
+        assert difference <= TOLERANCE, f"parameters after step {step} differ by {difference}, {what}"
 
 
-def assert_same_bits(histories: list[History]) -> None:
+def assert_same_bits(histories: Sequence[History]) -> None:
     for rank, history in enumerate(histories):
         for step, ((loss, parameters), (first_loss, first)) in enumerate(zip(history, histories[0], strict=True)):
             assert loss == first_loss, f"rank {rank}, step {step}"
@@ -133,13 +137,11 @@ def assert_same_bits(histories: list[History]) -> None:
 
 @worlds
 @pytest.mark.parametrize("optimizer_name", list(OPTIMIZERS))
-@pytest.mark.parametrize(("num_samples", "batch_size"), SIZES)
-def test_every_step_is_that_of_one_process(
-    world_size: int, optimizer_name: str, num_samples: int, batch_size: int
-) -> None:
-    histories = run_ranks(train, world_size, num_samples, batch_size, optimizer_name, False)
-    assert_same_bits(histories)
-    assert_same_history(histories[0], train_on_one_process(num_samples, batch_size, optimizer_name, regularized=False))
+def test_every_step_is_that_of_one_process(world_size: int, optimizer_name: str) -> None:
+    by_size = zip(*run_ranks(train_all_sizes, world_size, optimizer_name), strict=True)
+    for (name, size), histories in zip(SIZES.items(), by_size, strict=True):
+        assert_same_bits(histories)
+        assert_same_history(histories[0], train_on_one_process(*size, optimizer_name, regularized=False), name)
 
 
 @worlds
@@ -186,17 +188,21 @@ def train_accumulated(num_samples: int, batch_size: int, window: int, set_to_non
     return history
 
 
+WINDOWS = [(24, 4, 2), (23, 5, 3), (9, 2, 2)]  # samples in the dataset, in a global batch; batches in a step
+
+
+def train_all_windows(set_to_none: bool) -> list[History]:
+    return [train_accumulated(*window, set_to_none) for window in WINDOWS]
+
+
 @worlds
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(("num_samples", "batch_size", "window"), [(24, 4, 2), (23, 5, 3), (9, 2, 2)])
-def test_accumulation_is_one_larger_batch(
-    world_size: int, num_samples: int, batch_size: int, window: int, set_to_none: bool
-) -> None:
-    histories = run_ranks(train_accumulated, world_size, num_samples, batch_size, window, set_to_none)
-    assert_same_bits(histories)
-    assert_same_history(
-        histories[0], train_on_one_process(num_samples, batch_size * window, "momentum", regularized=False)
-    )
+def test_accumulation_is_one_larger_batch(world_size: int, set_to_none: bool) -> None:
+    by_window = zip(*run_ranks(train_all_windows, world_size, set_to_none), strict=True)
+    for (num_samples, batch_size, window), histories in zip(WINDOWS, by_window, strict=True):
+        assert_same_bits(histories)
+        expected = train_on_one_process(num_samples, batch_size * window, "momentum", regularized=False)
+        assert_same_history(histories[0], expected, (num_samples, batch_size, window))
 
 
 # ---- weights on paths through several hooks --------------------------------------------------------
@@ -380,9 +386,25 @@ def make_wide_model() -> nn.Module:
     )
 
 
-def compare_with_torch(bucket_cap_mb: float | None, peer_backend: str, dtype: torch.dtype) -> list[str]:
-    """Trains with both engines on the same data; what differs in any step."""
+def compare_with_torch(peer_backend: str) -> list[str]:
+    """What differs between the two engines."""
     peer_group = dist.new_group(backend=peer_backend)
+    differing = []
+    for bucket_cap_mb, dtype in (
+        (None, torch.float32),
+        (0.1, torch.float32),
+        (0, torch.float32),
+        (None, torch.float64),
+    ):
+        found = train_with_both_engines(peer_group, bucket_cap_mb, dtype)
+        differing += [f"{each}, buckets of {bucket_cap_mb}, {dtype}" for each in found]
+    return differing
+
+
+def train_with_both_engines(
+    peer_group: dist.ProcessGroup, bucket_cap_mb: float | None, dtype: torch.dtype
+) -> list[str]:
+    """Trains with both engines on the same data; what differs in any step."""
     module = make_wide_model().to(dtype)
     ours = lockstep.DistributedDataParallel(copy.deepcopy(module), bucket_cap_mb=bucket_cap_mb)
     theirs = nn.parallel.DistributedDataParallel(module, process_group=peer_group, bucket_cap_mb=bucket_cap_mb)
@@ -403,13 +425,8 @@ def compare_with_torch(bucket_cap_mb: float | None, peer_backend: str, dtype: to
     return differing
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [None, 0.1, 0])
 @pytest.mark.parametrize(
     ("backend", "peer_backend"), [("lockstep", "lockstep"), ("gloo", "gloo"), ("lockstep", "gloo")]
 )
-def test_even_batches_give_the_bits_of_torch(backend: str, peer_backend: str, bucket_cap_mb: float | None) -> None:
-    assert run_ranks(compare_with_torch, 2, bucket_cap_mb, peer_backend, torch.float32, backend=backend) == [[], []]
-
-
-def test_even_batches_give_the_bits_of_torch_in_float64() -> None:
-    assert run_ranks(compare_with_torch, 2, None, "lockstep", torch.float64) == [[], []]
+def test_even_batches_give_the_bits_of_torch(backend: str, peer_backend: str) -> None:
+    assert run_ranks(compare_with_torch, 2, peer_backend, backend=backend) == [[], []]

@@ -452,6 +452,7 @@ class Odd(nn.Module):
         self.strided = nn.Parameter(torch.randn(8, 3)[::2])
         self.large = nn.Parameter(torch.randn(260, 512))
         self.large_transposed = nn.Parameter(torch.randn(260, 512).t())
+        self.phase = nn.Parameter(torch.randn(300, 300, dtype=torch.complex128))
         self.first = nn.Linear(3, 3)
         self.tied = nn.Linear(3, 3)
         self.tied.weight = self.first.weight
@@ -462,6 +463,7 @@ class Odd(nn.Module):
         rows = self.tied(torch.tanh(self.first(rows * self.frozen)))
         table = (self.transposed.square().mean() + self.strided.sin().sum()) * rows.sum()
         matrix = self.large @ self.large_transposed  # (260, 260)
+        table = table + 1e-3 * (self.phase.conj() * torch.view_as_complex(rows[:1, :2])).real.sum()
         return rows.sum() + table + 1e-3 * (matrix[: images.shape[0]].sum(1) * rows[:, 0]).sum()
 
 
@@ -565,7 +567,7 @@ def test_autocast(backend: str) -> None:
 def use_many_buckets() -> int:
     """More buckets than a region of symmetric memory has flags for; rank 1 begins when rank 0 is through."""
     store = dist.distributed_c10d._get_default_store()
-    module = nn.ParameterList([nn.Parameter(torch.zeros(40)) for _ in range(1500)])
+    module = nn.ParameterList([nn.Parameter(torch.zeros(40)) for _ in range(1100)])
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -591,9 +593,41 @@ def use_many_buckets() -> int:
     return len(model._reducer._plans)
 
 
+def test_more_buckets_than_flags() -> None:
+    assert run_ranks(use_many_buckets, 2) == [1100, 1100]
+
+
+def share_parameters_and_look_at_gradients() -> None:
+    """Two engines around parts of one model, and hooks that look at gradients when they have just come."""
+    torch.manual_seed(0)
+    encoder, head, plain_head = nn.Linear(300, 300).double(), nn.Linear(300, 3).double(), nn.Linear(300, 3).double()
+    plain = copy.deepcopy(nn.Sequential(encoder, head, plain_head))
+    engines = [DistributedDataParallel(nn.Sequential(encoder, each), bucket_cap_mb=0) for each in (head, plain_head)]
+    for step in range(3):
+        inputs = data(4, 300, seed=step)
+        seen: dict[str, Tensor] = {}
+        handles = [
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter, name=name, seen=seen: seen.update({name: parameter.grad.clone()})
+            )
+            for name, parameter in nn.Sequential(encoder, head, plain_head).named_parameters()
+        ]
+        sum(engine(inputs).square().mean() for engine in engines).backward()
+        sum(plain[index](plain[0](inputs)).square().mean() for index in (1, 2)).backward()
+        for name, parameter in plain.named_parameters():
+            assert torch.allclose(seen[name], parameter.grad, rtol=0, atol=1e-13), "what a hook sees is this rank's own"
+        for parameter, twin in zip(
+            nn.Sequential(encoder, head, plain_head).parameters(), plain.parameters(), strict=True
+        ):
+            assert torch.allclose(parameter.grad, mean_over_ranks(twin.grad), rtol=0, atol=1e-13)
+        clear(plain, *engines)
+        for handle in handles:
+            handle.remove()
+
+
 @backends
-def test_more_buckets_than_flags(backend: str) -> None:
-    assert run_ranks(use_many_buckets, 2, backend=backend) == [1500, 1500]
+def test_engines_may_share_parameters(backend: str) -> None:
+    run_ranks(share_parameters_and_look_at_gradients, 2, backend=backend)
 
 
 class Reordered(nn.Module):

@@ -2,7 +2,8 @@
 
 [Note: when gradients move] Autograd gives a parameter whose `.grad` is None the gradient tensor it
 has just computed, without a copy. The reducer copies it into the parameter's place in a bucket
-while it is in cache, makes that place the new `.grad`, and frees the original. Accumulating into a
+while it is in cache, makes that place the new `.grad`, and frees the original (or, where the transport
+leaves it in place, once the mean is there). Accumulating into a
 zeroed bucket instead would read and write every line once more.
 
 [Note: sentinels] A Python hook for each parameter costs more than the reduction of a thin layer.
@@ -91,7 +92,8 @@ class Reducer:
         ]
         self._phase = _Phase.IDLE
         self._out: set[int] = set()
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
+        self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         self._handles: list[RemovableHandle | None] = [None] * len(plans)  # by bucket, then by parameter
@@ -170,7 +172,8 @@ class Reducer:
         self._check_dense(bucket, places, gradients)
         with torch.no_grad():
             if self._hook is None:
-                self._transport.fill(bucket, offsets, places, gradients)
+                for position in self._transport.fill(bucket, offsets, places, gradients):
+                    self._leave(bucket, offsets[position], gradients[position])
             elif places:
                 torch._foreach_copy_(places, gradients)
         self._out.add(bucket)
@@ -181,6 +184,12 @@ class Reducer:
             for index in self._members[bucket]:
                 self._versions[index] = self._views[index]._version
         self._transport.publish(bucket)
+
+    def _leave(self, bucket: int, offset: int, gradient: torch.Tensor) -> None:
+        """A gradient was not copied as a whole: until the mean is there, `.grad` stays what it was."""
+        index = next(place.index for place in self._plans[bucket].placements if place.offset == offset)
+        self._parameters[index].grad = gradient
+        self._left[index] = (gradient, gradient._version)
 
     def _check_dense(self, bucket: int, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         if all(gradient.layout is torch.strided for gradient in gradients):
@@ -233,6 +242,7 @@ class Reducer:
         """The last backward pass failed, or never brought all gradients: what it left is void."""
         self._out.clear()
         self._versions.clear()
+        self._left.clear()
         for _, future in self._hook_futures:
             with contextlib.suppress(RuntimeError):
                 future.wait()
@@ -285,18 +295,22 @@ class Reducer:
         for index in range(len(self._parameters)):
             if self._parameters[index].grad is None and index not in keep_none:
                 self._parameters[index].grad = self._views[index]
+        for index in self._left:
+            self._parameters[index].grad = self._views[index]
+        self._left.clear()
         self._out.clear()
         self._phase = _Phase.IDLE
 
     def _check_versions(self) -> None:
-        for index, version in self._versions.items():
-            if self._views[index]._version != version:
-                raise ModelError(
-                    f"parameter {self._names[index]} received a second gradient in one backward pass, after its "
-                    "bucket had gone out. This happens with re-entrant checkpointing and with a second backward pass "
-                    "over shared layers: pass static_graph=True, which sends everything at the end, or add up the "
-                    "losses and call backward() once"
-                )
+        changed = [index for index, version in self._versions.items() if self._views[index]._version != version]
+        changed += [index for index, (gradient, version) in self._left.items() if gradient._version != version]
+        if changed:
+            raise ModelError(
+                f"parameter {self._names[changed[0]]} received a second gradient in one backward pass, after its "
+                "bucket had gone out. This happens with re-entrant checkpointing and with a second backward pass "
+                "over shared layers: pass static_graph=True, which sends everything at the end, or add up the "
+                "losses and call backward() once"
+            )
         self._versions.clear()
 
     # ---- communication hooks ---------------------------------------------------------------------

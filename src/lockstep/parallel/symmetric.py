@@ -110,13 +110,14 @@ class SymmetricTransport:
         offsets: Sequence[int],
         places: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
-    ) -> None:
+    ) -> Sequence[int]:
         """Copy what others will reduce; keep what this rank reduces. See [Note: traffic]."""
         keepable = self._keepable[bucket]
         if not keepable:
             copy_all(places, gradients)
-            return
+            return ()
         copied: list[int] = []
+        kept: list[int] = []
         for index, (offset, place, gradient) in enumerate(zip(offsets, places, gradients, strict=True)):
             span = keepable.get(offset)
             if span is None or gradient.stride() != place.stride():
@@ -128,7 +129,9 @@ class SymmetricTransport:
             target[:first].copy_(source[:first])
             target[last:].copy_(source[last:])
             self._kept[bucket].append((*span, source[first:last]))
+            kept.append(index)
         copy_all([places[index] for index in copied], [gradients[index] for index in copied])
+        return kept
 
     def _find_keepable(self, bucket: int) -> dict[int, tuple[int, int]]:
         """Offset -> (first, one past the last) element in this rank's share, of gradients worth leaving in place."""
@@ -202,10 +205,8 @@ class SymmetricTransport:
             self._description = self._describe()
 
     def restart(self) -> None:
-        """See [Note: failed passes]. Gradients that were left in place move to where `.grad` says they are."""
-        for bucket, kept in enumerate(self._kept):
-            for first, last, source in kept:
-                self._parts[bucket][self._rank][first:last].copy_(source)
+        """See [Note: failed passes]."""
+        for kept in self._kept:
             kept.clear()
         self._published.clear()
         self._reduced.clear()

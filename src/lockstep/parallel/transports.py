@@ -38,14 +38,17 @@ class Transport(Protocol):
         offsets: Sequence[int],
         places: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
-    ) -> None:
-        """Move gradients to their places in a bucket. Local; the transport may hold on to them until `finish`.
+    ) -> Sequence[int]:
+        """Move gradients to their places in a bucket. Local.
 
         Args:
             bucket: which.
             offsets: of the places, in elements of the bucket.
             places: views of the bucket.
             gradients: what autograd computed, in the shapes of the places.
+
+        Returns:
+            Which of them were not copied, or not as a whole: the transport holds on to those until `finish`.
         """
 
     def publish(self, bucket: int) -> None:
@@ -92,9 +95,10 @@ class GroupTransport:
         offsets: Sequence[int],
         places: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
-    ) -> None:
+    ) -> Sequence[int]:
         """Copy the gradients."""
         copy_all(places, gradients)
+        return ()
 
     def publish(self, bucket: int) -> None:
         """Start the reductions that are due."""
