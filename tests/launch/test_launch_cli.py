@@ -10,6 +10,8 @@ import pytest
 
 import lockstep
 from launching import Launches
+from lockstep.commands import parsing
+from lockstep.commands import train as train_command
 from lockstep.launch import cli
 
 
@@ -82,7 +84,9 @@ def test_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments: list[
 
 
 def test_options_end_where_the_script_begins() -> None:
-    split = cli._split_at_script
+    def split(words: list[str]) -> object:
+        return parsing.split_at_script(words, {"-m", "--no-prefix", "--help"})
+
     assert split(["--nproc", "2", "-m", "a.b", "-m"]) == (["--nproc", "2", "-m"], "a.b", ("-m",))
     assert split(["--nproc=2", "x.py", "--", "y"]) == (["--nproc=2"], "x.py", ("--", "y"))
     assert split(["--no-prefix", "--", "-odd.py"]) == (["--no-prefix"], "-odd.py", ())
@@ -92,7 +96,7 @@ def test_options_end_where_the_script_begins() -> None:
 
 def test_recipe_runs_as_a_module_on_the_bare_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(cli, "launch_job", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(train_command, "launch_job", lambda config: seen.append(config) or 0)
     assert cli.main(["train", "digits", "--nproc", "2", "--epochs", "3", "--grace", "1"]) == 0
     (config,) = seen
     assert (config.target, config.is_module, config.prefix) == ("lockstep.recipes.digits", True, False)

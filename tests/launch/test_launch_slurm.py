@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.commands import run as run_command
 from lockstep.errors import LaunchError
 from lockstep.launch import cli
 from lockstep.launch.slurm import BatchJob, submit
@@ -220,7 +221,7 @@ def test_launchers_side_by_side_are_told(
     tasks: int,
     is_said: bool,
 ) -> None:
-    monkeypatch.setattr(cli, "launch_job", lambda config: 0)
+    monkeypatch.setattr(run_command, "launch_job", lambda config: 0)
     for name, value in {
         "JOB_ID": 1,
         "STEP_ID": 0,

@@ -25,8 +25,11 @@ def check_sparse(tensor: torch.Tensor, op: Any) -> None:
 
     Raises:
         InputError: it is not on the CPU.
-        InputTypeError: the operation is not SUM or AVG, or makes no sense for the dtype.
+        InputTypeError: the operation is not SUM or AVG, or makes no sense for the dtype; or the tensor is complex.
     """
+    if tensor._base is not None and tensor._base.is_complex():
+        # torch.distributed hands over a real view of it, and entries added to the view do not reach the tensor.
+        raise InputTypeError("all_reduce of complex sparse tensors is not possible in place; use .to_dense()")
     if not tensor.is_cpu:
         raise InputError(f"all_reduce: the lockstep group moves CPU tensors, got one on {tensor.device}")
     if op_name(op) not in _OPS:

@@ -158,13 +158,15 @@ class Reducer:
         offsets: list[int] = []
         places: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
-        for offset, parameter, view in self._contents[bucket]:
+        indices: list[int] = []
+        for index, (offset, parameter, view) in zip(self._members[bucket], self._contents[bucket], strict=True):
             gradient = parameter.grad
             if gradient is view:
                 continue
             if gradient is None:
                 view.zero_()
                 continue
+            indices.append(index)
             offsets.append(offset)
             places.append(view)
             gradients.append(gradient)
@@ -173,7 +175,7 @@ class Reducer:
         with torch.no_grad():
             if self._hook is None:
                 for position in self._transport.fill(bucket, offsets, places, gradients):
-                    self._leave(bucket, offsets[position], gradients[position])
+                    self._leave(indices[position], gradients[position])
             elif places:
                 torch._foreach_copy_(places, gradients)
         self._out.add(bucket)
@@ -185,9 +187,8 @@ class Reducer:
                 self._versions[index] = self._views[index]._version
         self._transport.publish(bucket)
 
-    def _leave(self, bucket: int, offset: int, gradient: torch.Tensor) -> None:
-        """A gradient was not copied as a whole: until the mean is there, `.grad` stays what it was."""
-        index = next(place.index for place in self._plans[bucket].placements if place.offset == offset)
+    def _leave(self, index: int, gradient: torch.Tensor) -> None:
+        """Until the mean is there, `.grad` stays what it was: hooks, and a second engine, may look at it."""
         self._parameters[index].grad = gradient
         self._left[index] = (gradient, gradient._version)
 
