@@ -9,6 +9,7 @@ General layout, from the bottom up:
 * `report`, `verdict`: how a failing rank says why, and which failure was the first.
 * `output`: many ranks, one terminal.
 * `signals`, `process`, `attempt`: one start of all ranks, from the first fork to the last process gone.
+* `logs`, `crew`: the ranks of one attempt on this host, with what they say and how they end.
 * `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.
 * `worker`: what runs inside a rank before the user's script does.
 * `payload`, `spawn`: the same for a Python function.

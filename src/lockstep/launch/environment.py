@@ -4,11 +4,12 @@ On top of the launcher's own environment, every rank has
 
 * `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`: who it is among whom;
 * `MASTER_ADDR`, `MASTER_PORT`: where rank 0 puts the store if the script asks torch for `env://`;
-* `GROUP_RANK=0`, `GROUP_WORLD_SIZE=1`, `ROLE_NAME=default`, `ROLE_RANK`, `ROLE_WORLD_SIZE`,
+* `GROUP_RANK` and `GROUP_WORLD_SIZE`: the number of this host, and of how many;
+* `ROLE_NAME=default`, `ROLE_RANK`, `ROLE_WORLD_SIZE`,
   `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_MAX_RESTARTS`,
   `TORCHELASTIC_USE_AGENT_STORE=False`, `TORCHELASTIC_ERROR_FILE`: as torchrun sets them;
-* `OMP_NUM_THREADS`: cores divided by ranks, at least 1; only if it is not set already;
-* `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt;
+* `OMP_NUM_THREADS`: cores divided by ranks of this host, at least 1; only if it is not set already;
+* `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt on this host;
 * `LOCKSTEP_PARENT_PID`: the launcher; a rank that finds another parent exits;
 * `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of.
 """
@@ -77,11 +78,16 @@ class AttemptEnvironment:
         base: the environment to start from, usually the launcher's.
         job: the job's id.
         folder: the attempt's private folder.
-        world_size: number of ranks, all on this host.
+        world_size: number of ranks, on all hosts together.
         master_addr: address for env://.
         master_port: port for env://.
         restart_count: how many attempts there were before.
         max_restarts: how many restarts there may be.
+        first_rank: the lowest rank of this host.
+        local_world_size: number of ranks of this host; None: all ranks are here.
+        node_rank: number of this host.
+        num_nodes: number of hosts.
+        run_id: TORCHELASTIC_RUN_ID, the same on all hosts; None for the job's id.
     """
 
     base: Mapping[str, str]
@@ -92,24 +98,36 @@ class AttemptEnvironment:
     master_port: int
     restart_count: int = 0
     max_restarts: int = 0
+    first_rank: int = 0
+    local_world_size: int | None = None
+    node_rank: int = 0
+    num_nodes: int = 1
+    run_id: str | None = None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this host."""
+        count = self.world_size if self.local_world_size is None else self.local_world_size
+        return range(self.first_rank, self.first_rank + count)
 
     def of_rank(self, rank: int) -> dict[str, str]:
         """The whole environment of one rank."""
         variables = dict(self.base)
         env.RANK.set(rank, variables)
-        env.LOCAL_RANK.set(rank, variables)
+        env.LOCAL_RANK.set(rank - self.first_rank, variables)
         env.ROLE_RANK.set(rank, variables)
-        for size in (env.WORLD_SIZE, env.LOCAL_WORLD_SIZE, env.ROLE_WORLD_SIZE):
+        env.LOCAL_WORLD_SIZE.set(len(self.ranks), variables)
+        for size in (env.WORLD_SIZE, env.ROLE_WORLD_SIZE):
             size.set(self.world_size, variables)
-        env.GROUP_RANK.set(0, variables)
-        env.GROUP_WORLD_SIZE.set(1, variables)
+        env.GROUP_RANK.set(self.node_rank, variables)
+        env.GROUP_WORLD_SIZE.set(self.num_nodes, variables)
         env.ROLE_NAME.set("default", variables)
         env.MASTER_ADDR.set(self.master_addr, variables)
         env.MASTER_PORT.set(self.master_port, variables)
-        env.TORCHELASTIC_RUN_ID.set(self.job, variables)
+        env.TORCHELASTIC_RUN_ID.set(self.run_id if self.run_id is not None else self.job, variables)
         env.TORCHELASTIC_RESTART_COUNT.set(self.restart_count, variables)
         env.TORCHELASTIC_MAX_RESTARTS.set(self.max_restarts, variables)
-        # There is no agent, so rank 0 must host the store itself.
+        # Rank 0 hosts the store itself, so that each attempt has a new one.
         env.TORCHELASTIC_USE_AGENT_STORE.set("False", variables)
         env.TORCHELASTIC_ERROR_FILE.set(str(self.folder / f"torchelastic-rank{rank}.json"), variables)
         env.LOCKSTEP_RENDEZVOUS.set(str(self.folder), variables)
@@ -117,5 +135,5 @@ class AttemptEnvironment:
         outer = env.LOCKSTEP_JOB.get(variables)
         env.LOCKSTEP_JOB.set(f"{outer}:{self.job}" if outer else self.job, variables)
         if env.OMP_NUM_THREADS.get(variables) is None:
-            env.OMP_NUM_THREADS.set(str(max(1, visible_cores() // self.world_size)), variables)
+            env.OMP_NUM_THREADS.set(str(max(1, visible_cores() // len(self.ranks))), variables)
         return variables

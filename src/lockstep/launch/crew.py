@@ -1,0 +1,202 @@
+"""The ranks of one attempt on this host: started, heard, watched, ended, and asked what went wrong.
+
+What jobs on one host (`supervisor.py`) and on several (`hosts/`) have in common. Which variables the ranks get
+is listed in environment.py, how an attempt ends in attempt.py, how the first failure is found in verdict.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+from lockstep.launch.attempt import Attempt
+from lockstep.launch.config import LaunchConfig
+from lockstep.launch.environment import AttemptEnvironment
+from lockstep.launch.guardian import Guardian
+from lockstep.launch.logs import LogFolder
+from lockstep.launch.output import Relay, say
+from lockstep.launch.process import RankCommand, worker_command_line
+from lockstep.launch.rendezvous import Rendezvous
+from lockstep.launch.report import read_reports
+from lockstep.launch.signals import SignalWatch
+from lockstep.launch.verdict import Failure, find_first_failure
+
+__all__ = ["Crew", "Outcome", "end_without_reader"]
+
+# What a program exits with whose reader went away.
+_BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
+_DRAIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended on this host.
+
+    Attributes:
+        failures: of its ranks, the first one first; empty if none failed before anything else happened.
+        interrupted_by: a signal that somebody sent to the launcher, at whatever moment, or None.
+        output_error: why the ranks' output could not be passed on, if that is what ended it.
+    """
+
+    failures: list[Failure]
+    interrupted_by: int | None = None
+    output_error: OSError | None = None
+
+
+class Crew:
+    """The ranks that one attempt has on this host. Used once: `start`, `attempt.wait`, `end`, and in any case `close`.
+
+    Args:
+        config: what they run.
+        job: the job's id.
+        signals: what is sent to the launcher meanwhile.
+        guardian: ends the ranks if this process cannot.
+        logs: where their output goes; None for this process's own stdout and stderr.
+
+    Attributes:
+        attempt: their processes.
+        folder: the attempt's private folder.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, job: str, signals: SignalWatch, guardian: Guardian, logs: LogFolder | None
+    ) -> None:
+        self._config = config
+        self._signals = signals
+        self._logs = logs
+        with contextlib.ExitStack() as stack:
+            rendezvous = Rendezvous()
+            stack.callback(rendezvous.remove)
+            guardian.watch_folder(str(rendezvous.folder))
+            self.folder: Path = rendezvous.folder
+            self._relay = Relay() if config.prefix and logs is None else None
+            if self._relay is not None:
+                stack.callback(self._relay.close)
+            self.attempt = Attempt(rendezvous, guardian, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
+            self._processes = contextlib.ExitStack()
+            self._processes.callback(self.attempt.close)
+            stack.enter_context(self._processes)
+            self.attempt.watch(signals.fileno(), self._on_signals)
+            if self._relay is not None:
+                self.attempt.watch(self._relay.broken_fd, self._on_breakage)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, environment: AttemptEnvironment) -> None:
+        """Start all ranks.
+
+        Raises:
+            LaunchError: not all can be started; `close` ends those that were.
+        """
+        try:
+            self.attempt.start(self._commands(environment))
+            if self._relay is not None:
+                self._relay.close_writers()
+        except OSError as error:  # Not enough file descriptors or memory for so many ranks.
+            raise LaunchError(f"cannot start {len(environment.ranks)} ranks: {error}") from error
+
+    def end(self) -> Outcome:
+        """End whatever is left of the ranks, pass on the rest of their output, and say what went wrong."""
+        attempt, relay = self.attempt, self._relay
+        self._processes.close()
+        reports = read_reports(self.folder, attempt.pids)
+        failures = [] if attempt.is_cut_short else find_first_failure(attempt.exits, reports, attempt.failed_ranks)
+        interrupted_by = attempt.interrupted_by
+        if relay is not None:
+            may_wait = not failures and interrupted_by is None
+            interrupted_by = self._drain(relay, may_wait) or interrupted_by
+            # A reader that went away has ended the job by SIGTERM, unless something else had ended it before.
+            if relay.error is not None and not failures and interrupted_by in (None, signal.SIGTERM):
+                return Outcome([], output_error=relay.error)
+        return Outcome(failures, interrupted_by)
+
+    def close(self) -> None:
+        """End whatever is left of the ranks and release everything. May be called twice."""
+        self._stack.close()
+
+    def _commands(self, environment: AttemptEnvironment) -> Sequence[RankCommand]:
+        config = self._config
+        target = ("-m", config.target) if config.is_module else (config.target,)
+        commands = []
+        for rank in environment.ranks:
+            if self._relay is not None:
+                stdout, stderr = self._relay.attach(rank)
+            elif self._logs is not None:
+                stdout = stderr = self._logs.fd(rank)
+            else:
+                stdout, stderr = None, None
+            argv = (*worker_command_line(), *target, *config.args)
+            stdin = None if rank == 0 and _may_read_stdin() else subprocess.DEVNULL
+            commands.append(RankCommand(rank, argv, environment.of_rank(rank), stdin, stdout, stderr))
+        return commands
+
+    def _on_signals(self) -> None:
+        for number in self._signals.read():
+            if number != signal.SIGTSTP:
+                self.attempt.interrupt(number)
+                continue
+            # The ranks are not in the terminal's session, so Ctrl-Z reaches only us.
+            self.attempt.pause()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self.attempt.resume()
+
+    def _on_breakage(self) -> None:
+        assert self._relay is not None
+        os.eventfd_read(self._relay.broken_fd)
+        self.attempt.interrupt(signal.SIGTERM)
+
+    def _drain(self, relay: Relay, may_wait: bool) -> int | None:
+        """Let the relay pass on the rest.
+
+        A reader that takes its time (a pager) is waited for after success, as `python | less` does, and
+        for a few seconds after anything else. A signal ends the wait.
+
+        Returns:
+            The signal that ended the wait, or None.
+        """
+        relay.finish()
+        deadline = None if may_wait else time.monotonic() + _DRAIN_TIMEOUT_S
+        poll = select.poll()
+        poll.register(relay.done_fd, select.POLLIN)
+        poll.register(self._signals.fileno(), select.POLLIN)
+        while True:
+            left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            ready = {fd for fd, _ in poll.poll(left_ms)}
+            if relay.done_fd in ready or not ready:
+                return None
+            for number in self._signals.read():
+                if number != signal.SIGTSTP:
+                    return number
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end_without_reader(error: OSError) -> int:
+    """Exit code of a job whose output could not be passed on; says so where somebody may still read it."""
+    if isinstance(error, BrokenPipeError):
+        return _BROKEN_PIPE_CODE
+    say(f"lockstep: error: cannot pass on the output of the ranks: {error}; the job was stopped\n")
+    return 1
+
+
+def _may_read_stdin() -> bool:
+    """Whether a rank may read our stdin: not from a terminal that belongs to another job right now.
+
+    A rank has a session of its own, so the terminal itself would not hold it back.
+    """
+    try:
+        return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
