@@ -369,7 +369,7 @@ def test_leaving_together_is_no_loss() -> None:
 
 # ---- registration ----------------------------------------------------------------------------------
 
-USE = "dist.init_process_group('lockstep', store=dist.HashStore(), rank=0, world_size=1); dist.barrier()"
+USE = "dist.init_process_group('lockstep', store=dist.HashStore(), rank=0, world_size=1); dist.monitored_barrier()"
 
 
 def test_lockstep_is_imported_before_torch() -> None:

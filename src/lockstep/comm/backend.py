@@ -24,9 +24,10 @@ from lockstep.comm import exits
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import Lookout, MeetingStore
+from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
-from lockstep.errors import CollectiveTimeout, InputError
+from lockstep.errors import InputError
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
 
@@ -179,24 +180,18 @@ class EngineProcessGroup(ProcessGroup):
         return self.engine.barrier(_is_async(opts), _timeout_s(opts))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names every rank that did not come, whatever `wait_all_ranks` says. Collective.
-
-        To be called on the group: `dist.monitored_barrier` turns away every backend but gloo.
+        """`dist.monitored_barrier`: a barrier whose error names every rank that did not come. Collective.
 
         Args:
             timeout: instead of the group's own.
-            wait_all_ranks: accepted for torch's sake.
+            wait_all_ranks: whether the error's first sentence, which is gloo's, names all of them or the first. Either
+                way the sentences after it and `culprits` name all.
 
         Raises:
             CollectiveTimeout: names the ranks that did not come, and where they are.
+            RankLost: one of them died, left or failed.
         """
-        limit_s = self.engine.timeout_s if timeout is None else timeout.total_seconds()
-        try:
-            self.engine.barrier(False, limit_s)
-        except CollectiveTimeout as error:
-            # gloo's words for it, which scripts and torch's own tests look for, and then ours.
-            text = f"Rank {self.rank()} timed out in monitoredBarrier after {limit_s * 1000:.0f} ms: {error}"
-            raise CollectiveTimeout(text, error.culprits) from None
+        monitored_barrier(self.engine, timeout, wait_all_ranks)
 
     # ---- point to point ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 `import lockstep` calls `ensure`. If torch.distributed is loaded the names are registered at once;
 else when it is. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported by
-who makes a group with it.
+who makes a group with it. `dist.monitored_barrier` learns of the groups on the same occasion (`monitored.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+from lockstep.comm import monitored
 
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
 
@@ -45,6 +47,7 @@ def _register(module: ModuleType) -> None:
     for name, create in ((BACKEND_NAME, _create), (MPI_BACKEND_NAME, _create_mpi)):
         if name.upper() not in backend._plugins:
             backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    monitored.register(module)
     for registrar in _registrars:
         registrar(module)
 

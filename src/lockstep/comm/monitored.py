@@ -1,0 +1,86 @@
+"""`monitored_barrier`: a barrier whose error names every rank that did not come, in gloo's words and in ours.
+
+torch's function of that name turns away every backend but gloo by its name. `register` puts one in its place that
+asks our groups, and hands everything else to torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import CollectiveError, CollectiveTimeout, RankLost
+
+if TYPE_CHECKING:
+    from lockstep.comm.engine import Engine
+
+__all__ = ["monitored_barrier", "register"]
+
+_NAME = "monitored_barrier"
+
+
+def monitored_barrier(engine: Engine, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+    """Wait for all ranks of a group; see `EngineProcessGroup.monitored_barrier`. Collective."""
+    limit_s = engine.timeout_s if timeout is None else timeout.total_seconds()
+    was_broken = engine.flight.broken is not None
+    try:
+        engine.barrier(False, limit_s)
+    except (CollectiveTimeout, RankLost) as error:
+        if was_broken:
+            raise
+        raise type(error)(f"{_gloo_words(engine, error, limit_s, wait_all_ranks)}: {error}", error.culprits) from None
+
+
+def _gloo_words(engine: Engine, error: CollectiveError, limit_s: float, wait_all_ranks: bool) -> str:
+    """What gloo says, and scripts and torch's own tests look for: rank 0 names the culprits, the others rank 0.
+
+    Ranks are global ones, as in all our errors.
+    """
+    rank = engine.team.rank
+    own = engine.flight.global_rank(rank)
+    if rank != 0:
+        return (
+            f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            f"rank {engine.flight.global_rank(0)}"
+        )
+    named = list(error.culprits) if wait_all_ranks else list(error.culprits[:1])
+    words = f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass monitoredBarrier"
+    if isinstance(error, RankLost):
+        return words
+    limit = f"{limit_s * 1000:.0f} ms"
+    return f"Rank {own} timed out in monitoredBarrier after {limit}. {words} in {limit}"
+
+
+def register(module: ModuleType) -> None:
+    """Let `torch.distributed.monitored_barrier` know our groups. Local; may be called again.
+
+    Args:
+        module: `torch.distributed.distributed_c10d`. What `torch.distributed` took from it before is replaced too.
+    """
+    torchs_own: Callable[..., None] = getattr(module, _NAME)
+    if getattr(torchs_own, "knows_lockstep", False):
+        return
+
+    @functools.wraps(torchs_own)
+    def function(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        asked = module.GroupMember.WORLD if group is None else group
+        if not _is_ours(asked):
+            torchs_own(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        asked.monitored_barrier(limit, wait_all_ranks)
+
+    function.knows_lockstep = True  # type: ignore[attr-defined]
+    setattr(module, _NAME, function)
+    package = sys.modules.get("torch.distributed")
+    if getattr(package, _NAME, None) is torchs_own:
+        setattr(package, _NAME, function)
+
+
+def _is_ours(group: Any) -> bool:
+    """By what it has, not by its class: a process may have imported this package twice."""
+    return hasattr(group, "engine")
