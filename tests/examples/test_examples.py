@@ -1,0 +1,109 @@
+"""Every script of examples/ runs, at one rank and at two, and says at its end what it has shown.
+
+Scripts check their own results. Those that a launcher starts run on ranks that are there already; those that start
+ranks themselves, or need a launcher's hooks, are started as their users start them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep import env
+from lockstep.testing import run_ranks
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+# Script -> its last line on rank 0; `{n}` stands for the number of processes.
+ON_RANKS = {
+    "train.py": r"epoch 4: loss \d\.\d{{12}} on {n} process",
+    "tensors.py": r"mean 4\.8842, standard deviation 6\.0168, read by {n} process",
+    "point_to_point.py": r"all messages arrived between {n} process",
+    "collectives.py": r"every collective did what it says, with {n} process\(es\) on lockstep",
+    "groups.py": r"groups agree among {n} process",
+    "distributed_sgd.py": r"epoch 1: loss .* by hand, .* by DistributedDataParallel",
+    "ddp.py": r"epoch 1: loss \d\.\d{{4}} on {n} process",
+    "ddp_checkpoint.py": r"resumed with the same bits on {n} process",
+    "model_parallel.py": r"loss .* -> .* on cpu and cpu, {n} process",
+    "distributed_evaluation.py": r"top-5 .* on {n} process",
+}
+OF_THEIR_OWN = {
+    ("spawn.py", 1): ("python", ["--nproc", "1"], r"spawned 1 process\(es\) twice"),
+    ("spawn.py", 2): ("python", ["--nproc", "2"], r"spawned 2 process\(es\) twice; every rank ended at"),
+    ("slurm.py", 1): ("python", ["--per-node", "1"], r"1 rank\(s\) on 1 node\(s\) trained together"),
+    ("slurm.py", 2): ("python", ["--per-node", "2"], r"2 rank\(s\) on 1 node\(s\) trained together"),
+    ("data_parallel.py", 1): ("python", [], r"on 2 device\(s\): \['cpu', 'cpu'\]"),
+    ("launch.py", 1): ("lockstep launch --nproc_per_node=1", [], r"rank 0 of 1, local rank 0: loss"),
+    ("launch.py", 2): ("lockstep launch --nproc_per_node=2", ["--lr", "0.05"], r"rank 1 of 2, local rank 1: loss"),
+    ("horovod_sgd.py", 1): ("lockstep run --nproc 1", [], r"epoch 1: loss .* on 1 process"),
+    ("horovod_sgd.py", 2): ("lockstep horovodrun -np 2 -H localhost:2 python", [], r"epoch 1: loss .* on 2 process"),
+    ("apex_amp.py", 1): ("lockstep run --nproc 1", ["--opt-level", "O0"], r"O0: loss .* on 1 process"),
+    ("apex_amp.py", 2): ("lockstep run --nproc 2", ["--opt-level", "O2"], r"O2: loss .* on 2 process"),
+}
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in FOLDER.glob("*.py")} == {*ON_RANKS} | {name for name, _ in OF_THEIR_OWN}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_script(name: str, arguments: list[str], port: int) -> str:
+    """What the script writes on this rank."""
+    env.MASTER_ADDR.set("127.0.0.1")
+    env.MASTER_PORT.set(port)
+    written = io.StringIO()
+    old = sys.argv
+    sys.argv = [name, *arguments]
+    try:
+        with contextlib.redirect_stdout(written):
+            runpy.run_path(str(FOLDER / name), run_name="__main__")
+    finally:
+        sys.argv = old
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_on_ranks(name: str, world_size: int, tmp_path: Path) -> None:
+    arguments = {"groups.py": ["--file", str(tmp_path / "meeting")], "ddp.py": ["--save", str(tmp_path / "model.pt")]}
+    output = run_ranks(run_script, world_size, name, arguments.get(name, []), free_port(), init=False)[0]
+    assert re.search(ON_RANKS[name].format(n=world_size), output.splitlines()[-1]), output
+    if name == "ddp.py":  # what was saved is what --pretrained takes
+        run_ranks(
+            run_script,
+            world_size,
+            name,
+            ["--epochs", "1", "--pretrained", *arguments[name][1:]],
+            free_port(),
+            init=False,
+        )
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.pt"}
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
+    by_size = [run_ranks(run_script, size, "train.py", [], free_port(), init=False)[0] for size in (1, 2)]
+    one, two = ([float(loss) for loss in re.findall(r"loss (\d\.\d+)", output)] for output in by_size)
+    assert one == pytest.approx(two, rel=1e-6)
+    assert len(one) == 5
+
+
+@pytest.mark.parametrize(("name", "world_size"), OF_THEIR_OWN)
+def test_of_its_own(name: str, world_size: int) -> None:
+    command, arguments, words = OF_THEIR_OWN[name, world_size]
+    start = [sys.executable] if command == "python" else [sys.executable, "-m", *command.split()]
+    ended = subprocess.run([*start, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(words, ended.stdout), ended.stdout + ended.stderr
