@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.data import DataLoader as DataLoader
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.launch.spawn import spawn as spawn
+    from lockstep.parallel.batchnorm import SyncBatchNorm as SyncBatchNorm
+    from lockstep.parallel.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
@@ -29,7 +31,9 @@ _PUBLIC = {
     "DataLoader": "lockstep.data",
     "DistributedDataParallel": "lockstep.parallel.distributed",
     "LockstepError": "lockstep.errors",
+    "SyncBatchNorm": "lockstep.parallel.batchnorm",
     "World": "lockstep.world",
+    "convert_sync_batchnorm": "lockstep.parallel.batchnorm",
     "current_world": "lockstep.world",
     "errors": "lockstep.errors",
     "init": "lockstep.world",

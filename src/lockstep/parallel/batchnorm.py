@@ -1,0 +1,318 @@
+"""`lockstep.SyncBatchNorm`: batch normalization over the batches of all ranks, on CPU and CUDA.
+
+[Note: statistics] Each rank computes mean and variance of what it holds and sends them with its count, one
+all_gather in float64. Everybody combines them in rank order (Chan, Golub and LeVeque 1979: the squared deviations of a
+union are those of its parts plus what the means of the parts deviate), which neither cancels nor depends on who
+computes it. So all ranks have the same bits, a rank may hold any number of samples, none included, and the result is
+that of one process with all samples. The backward pass adds up two sums per channel, one all_reduce.
+
+[Note: fillers] On a rank for which a global batch has no sample `lockstep.DataLoader` yields a filler. It is
+normalized like the samples of the others, so that the script goes on, but it does not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from lockstep import batch
+from lockstep.errors import InputError, InputTypeError, ModelError
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization with the mean and variance of the batches of all ranks.
+
+    A drop-in for `torch.nn.SyncBatchNorm`, with its state_dict, that also runs on the CPU. In evaluation mode, on one
+    rank and without a process group it is ordinary batch normalization. Works inside
+    `lockstep.DistributedDataParallel` and torch's. No double backward, as in torch.
+
+    Collective: in training mode every rank of the group runs the forward pass and, if the input requires a gradient,
+    the backward pass.
+
+    Args:
+        num_features: channels: size of dimension 1 of the input.
+        eps: added to the variance.
+        momentum: share of the new batch in the running statistics; None averages over all batches.
+        affine: whether to learn a scale and a shift per channel.
+        track_running_stats: whether to keep running statistics, which evaluation mode then uses.
+        process_group: who shares batches; default all ranks.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+        bias: with `affine`, whether to learn a shift.
+
+    Shapes:
+        Input and output: (N, C), (N, C, L), (N, C, H, W), (N, C, D, H, W); N may differ between ranks and be 0. Any
+        floating dtype, which the output has too; statistics of 16-bit inputs are computed in float32.
+
+    Raises:
+        InputError: from the forward pass, on every rank if all together hold one value per channel; on this one if
+            the input has other dimensions.
+    """
+
+    process_group: dist.ProcessGroup | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        if affine and not bias:  # which older releases of torch cannot be asked for
+            self.register_parameter("bias", None)
+        self.process_group = process_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize each channel of `input`. Collective in training mode."""
+        self._check_input(input)
+        factor = self._count_batch()
+        group = self._group_to_sync()
+        if group is None:
+            uses_batch = self.training or self.running_mean is None
+            tracked = (self.running_mean, self.running_var)
+            if self.training and not self.track_running_stats:
+                tracked = (None, None)
+            return functional.batch_norm(input, *tracked, self.weight, self.bias, uses_batch, factor, self.eps)
+        share = batch.current()
+        is_filler = share is not None and share.local_samples == 0 and share.world_size == group.size()
+        moments = _gather_moments(input.detach(), not is_filler, group)
+        if self.track_running_stats and self.running_mean is not None and not moments.is_empty:
+            assert self.running_var is not None
+            unbiased = moments.variance * (moments.count / (moments.count - 1))
+            self.running_mean.mul_(1 - factor).add_(moments.mean.to(self.running_mean.dtype), alpha=factor)
+            self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
+        output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, moments, not is_filler, self.eps, group
+        )
+        return output
+
+    def _count_batch(self) -> float:
+        """Note that a batch has come; its share in the running statistics."""
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.num_batches_tracked)
+        return 0.0 if self.momentum is None else self.momentum
+
+    def _group_to_sync(self) -> dist.ProcessGroup | None:
+        """The group whose batches make up the statistics, or None if this rank's alone do."""
+        if not (self.training and dist.is_available() and dist.is_initialized()):
+            return None
+        group: object = dist.group.WORLD if self.process_group is None else self.process_group
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise InputError(
+                f"SyncBatchNorm: rank {dist.get_rank()} is not a member of its process_group; give each rank the group "
+                "that it belongs to"
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise InputTypeError(
+                f"SyncBatchNorm: process_group must be a ProcessGroup or None, got {type(group).__name__}"
+            )
+        return group if group.size() > 1 else None
+
+    def _check_input(self, tensor: Tensor) -> None:
+        if tensor.dim() < 2:
+            raise InputError(f"SyncBatchNorm expects (N, C, …), at least 2 dimensions, got {tuple(tensor.shape)}")
+        if tensor.size(1) != self.num_features:
+            raise InputError(
+                f"SyncBatchNorm({self.num_features}) got an input of shape {tuple(tensor.shape)}, which has "
+                f"{tensor.size(1)} channels in dimension 1"
+            )
+        if not tensor.is_floating_point():
+            raise InputTypeError(f"SyncBatchNorm expects a floating dtype, got {tensor.dtype}")
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+        """`lockstep.convert_sync_batchnorm`, at the place where torch's class has it."""
+        return convert_sync_batchnorm(module, process_group)
+
+
+def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Replace every BatchNorm layer by a `SyncBatchNorm` with the same parameters and buffers.
+
+    The parameters stay the same objects, so that an optimizer made before goes on working. A layer that stands at
+    several places is converted once. Mirrors `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Local.
+
+    Args:
+        module: a model, changed in place, or one BatchNorm layer.
+        process_group: who shares batches; default all ranks.
+
+    Returns:
+        The module; a new one if it is a BatchNorm layer itself.
+
+    Raises:
+        ModelError: a layer derived from BatchNorm has a forward pass of its own, which a conversion would lose, or
+            is lazy and has no shape yet. Names it.
+    """
+    done: dict[nn.Module, nn.Module] = {}
+    # All before any: a model that cannot be converted stays as it was.
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm):
+            done[layer] = _convert_layer(name, layer, process_group)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in done:
+                parent._modules[name] = done[child]
+    return done.get(module, module)
+
+
+def _convert_layer(name: str, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
+    where = f"layer {name!r} ({type(layer).__name__})"
+    if any(is_lazy(each) for each in (layer.weight, layer.running_mean) if each is not None):
+        raise ModelError(f"{where} is lazy and has no shape yet: run one forward pass before converting")
+    if type(layer).forward not in _KNOWN_FORWARDS:
+        raise ModelError(
+            f"{where} has a forward pass of its own, which lockstep.SyncBatchNorm would not run. Replace it by hand, "
+            "or leave it out: convert the submodules that do not contain it"
+        )
+    converted = SyncBatchNorm(
+        layer.num_features,
+        layer.eps,
+        layer.momentum,
+        layer.affine,
+        layer.track_running_stats,
+        process_group,
+        device="meta",  # What it holds is replaced at once.
+    )
+    converted._parameters.update(layer._parameters)
+    converted._buffers.update(layer._buffers)
+    vars(converted).update({name: value for name, value in vars(layer).items() if "_hook" in name})
+    converted.training = layer.training
+    if hasattr(layer, "qconfig"):
+        converted.qconfig = layer.qconfig
+    return converted
+
+
+_KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Of the values of all ranks, each channel's.
+
+    Attributes:
+        mean: (C), float64.
+        variance: (C), float64, biased.
+        count: 0-dimensional, float64: number of values; on the input's device, so that a GPU is not waited for.
+        is_empty: no rank has any value. Known on all ranks.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+    is_empty: bool
+
+
+def _gather_moments(values: Tensor, counts: bool, group: dist.ProcessGroup) -> _Moments:
+    """Mean and variance over all ranks; see [Note: statistics]. Collective."""
+    num_channels = values.size(1)
+    count = values.numel() // num_channels if counts and num_channels else 0
+    own = torch.zeros(2 * num_channels + 1, dtype=torch.float64, device=values.device)
+    if count:
+        values = values.to(_statistics_dtype(values))
+        mean, variance = torch.ops.aten.batch_norm_update_stats(values, None, None, 0.0)
+        own[:num_channels] = mean
+        own[num_channels:-1] = variance
+        own[-1] = count
+    gathered = own.new_empty(group.size(), own.numel())
+    dist.all_gather(list(gathered.unbind()), own, group=group)
+    means, variances, each_count = gathered[:, :num_channels], gathered[:, num_channels:-1], gathered[:, -1:]
+    total = each_count.sum()
+    is_empty = False
+    if count <= 1:  # Only then can all together be so few, and then every rank looks.
+        num_values = int(total.item())
+        is_empty = num_values == 0
+        if num_values == 1:
+            raise InputError(
+                "SyncBatchNorm in training mode needs more than 1 value per channel, but all ranks together have 1 "
+                f"(rank {dist.get_rank()} has an input of shape {tuple(values.shape)})"
+            )
+    share = each_count / total.clamp(min=1)
+    mean = (share * means).sum(0)
+    variance = (share * (variances + (means - mean).square())).sum(0)
+    return _Moments(mean, variance, total, is_empty)
+
+
+def _statistics_dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalization by the moments of all ranks, and the gradient through them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        moments: _Moments,
+        counts: bool,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        """Local. `counts`: whether `values` are part of the moments."""
+        dtype = _statistics_dtype(values)
+        mean, variance = moments.mean.to(dtype), (moments.variance + eps).to(dtype)
+        ctx.save_for_backward(values, weight, mean, variance, moments.count)
+        ctx.group, ctx.counts = group, counts
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
+        return functional.batch_norm(values, mean, variance, scale, shift, training=False, eps=0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Collective where the input requires a gradient. Gradients of weight and bias are this rank's own."""
+        values, weight, mean, variance, count = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        gradient = gradient.to(values.dtype)
+        sums = _sums(values, gradient, scale, mean, variance)
+        of_weight = sums[1].to(weight.dtype, copy=True) if needs_weight else None
+        of_bias = sums[0].to(ctx.bias_dtype, copy=True) if needs_bias else None
+        of_input = None
+        if needs_input:
+            dist.all_reduce(sums, group=ctx.group)
+            factor = scale * variance.rsqrt()
+            of_input = _like_channels(factor, values) * gradient
+            if ctx.counts:  # It moved mean and variance as well.
+                means = (sums / count.clamp(min=1)).to(mean.dtype)
+                centred = values - _like_channels(mean, values)
+                through_variance = _like_channels(factor * variance.rsqrt() * means[1], values)
+                of_input.sub_(_like_channels(factor * means[0], values)).sub_(centred.mul_(through_variance))
+            of_input = of_input.to(values.dtype)
+        return of_input, of_weight, of_bias, None, None, None, None
+
+
+def _like_channels(per_channel: Tensor, values: Tensor) -> Tensor:
+    """A (C) tensor as (1, C, 1, …), to be combined with `values`."""
+    return per_channel.view(1, -1, *[1] * (values.dim() - 2))
+
+
+def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Sums over this rank, (2, C): of the gradient, and of the gradient times the normalized values."""
+    if not values.numel():
+        return mean.new_zeros(2, len(mean))
+    # As if mean and variance were constants: one pass of the kernel that evaluation mode uses.
+    _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+        gradient, values, scale, mean, variance, None, None, False, 0.0, [False, True, True]
+    )
+    return torch.stack([of_shift, of_scale]).to(mean.dtype)
