@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.parallel.batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
+    from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
 # Public name -> the module that defines it. A subpackage stands for itself.
 _PUBLIC = {
     "DataLoader": "lockstep.data",
+    "DataParallel": "lockstep.parallel.data_parallel",
     "DistributedDataParallel": "lockstep.parallel.distributed",
     "LockstepError": "lockstep.errors",
     "SyncBatchNorm": "lockstep.parallel.batchnorm",

@@ -1,0 +1,165 @@
+"""Replicas of a module run at the same time, each in a thread of its own.
+
+[Note: what a thread inherits] torch keeps these per thread, so each replica's thread is given the caller's: whether
+gradients are recorded, inference mode, autocast; and Python's context variables.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.parallel as torch_parallel
+from torch import nn
+from torch._utils import ExceptionWrapper
+
+from lockstep.errors import InputError
+from lockstep.parallel.devices import Device, are_on_cpu, resolve_devices
+
+__all__ = ["parallel_apply"]
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+    *,
+    in_turn: bool = False,
+) -> list[Any]:
+    """Call each module with its own input, all at once. Local. Mirrors `torch.nn.parallel.parallel_apply`.
+
+    Args:
+        modules: replicas, one per device.
+        inputs: for each module its positional arguments (a tuple or list), or its one argument.
+        kwargs_tup: for each module its keyword arguments.
+        devices: where each module is. On accelerators this is torch's own function.
+        in_turn: one after another, in the caller's thread; on the CPU only.
+
+    Returns:
+        What each module returned.
+
+    Raises:
+        InputError: the arguments have different lengths.
+        Exception: what a module raised, of the same type, with the number of its replica, its device and the
+            original traceback in the message; of several, the first replica's.
+    """
+    kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(each) for each in kwargs_tup]
+    lengths = {"modules": len(modules), "inputs": len(inputs), "kwargs_tup": len(kwargs)}
+    if devices is not None:
+        lengths["devices"] = len(devices)
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"parallel_apply takes one of each per replica, got {lengths}")
+    if not modules:
+        return []
+    chosen = None if devices is None else resolve_devices(devices)
+    if _holds_accelerated(inputs) if chosen is None else not are_on_cpu(chosen):
+        return torch_parallel.parallel_apply(modules, inputs, kwargs, chosen)
+    arguments = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
+    calls = [_Call(*each) for each in zip(range(len(modules)), modules, arguments, kwargs, strict=True)]
+    if in_turn or len(calls) == 1:
+        for call in calls:
+            call.run_here()
+    else:
+        _run_in_threads(calls)
+    return [call.result() for call in calls]
+
+
+def _holds_accelerated(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu"
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return False
+    return any(map(_holds_accelerated, value))
+
+
+class _Call:
+    """One replica's forward pass.
+
+    Args:
+        number: of the replica.
+        module: the replica.
+        inputs: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+
+    def __init__(self, number: int, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._number = number
+        self._module = module
+        self._inputs = inputs
+        self._kwargs = kwargs
+        self._output: Any = None
+        self._error: BaseException | None = None
+        self._wrapped: Any = None
+
+    def run_here(self) -> None:
+        try:
+            self._output = self._module(*self._inputs, **self._kwargs)
+        except BaseException as error:  # SystemExit too: it must not end a thread without a word.
+            where = f"in replica {self._number} on device cpu"
+            self._wrapped = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+            # Its frames hold what the forward pass has computed.
+            self._error = error.with_traceback(None)
+
+    def result(self) -> Any:
+        if self._error is None:
+            return self._output
+        raise _with_message(self._error, self._wrapped)
+
+
+def _with_message(error: BaseException, wrapped: Any) -> BaseException:
+    """The same exception with another message, also where its constructor does not take one."""
+    try:
+        wrapped.reraise()
+    except RuntimeError as told:
+        if type(error) is not type(told):
+            # torch could not make one: give the original its message, unless the class writes its own.
+            text = str(told)
+            error.args = (text,)
+            return error.with_traceback(None) if str(error) == text else told
+        return told
+    except BaseException as told:
+        return told
+    raise AssertionError("reraise returned")
+
+
+def _run_in_threads(calls: Sequence[_Call]) -> None:
+    enter = _inherited_state()
+    context = contextvars.copy_context()
+
+    def run(call: _Call) -> None:
+        with enter():
+            call.run_here()
+
+    threads = [
+        threading.Thread(target=context.copy().run, args=(run, call), name=f"replica-{number}")
+        for number, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _inherited_state() -> Callable[[], AbstractContextManager[None]]:
+    """A context manager that gives another thread this one's state. See [Note: what a thread inherits]."""
+    with_gradients, with_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    caches = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with (
+            torch.inference_mode(with_inference),
+            torch.set_grad_enabled(with_gradients),
+            torch.autocast("cpu", dtype=dtype, enabled=casts, cache_enabled=caches),
+        ):
+            yield
+
+    return enter

@@ -1,0 +1,179 @@
+"""`lockstep.DataParallel`: one process, one model on several devices.
+
+Each forward pass cuts the batch along a dimension (`scatter_gather.py`), copies the module to the devices
+(`replication.py`), runs the copies in threads (`application.py`) and joins their outputs; autograd takes the
+same way back. Between accelerators torch's own functions move the tensors.
+
+[Note: one source of random numbers] GPUs have a generator each; on the CPU all replicas draw from one, so which of
+two threads draws first would decide over dropout masks. A module that draws therefore runs its replicas in turn:
+from the first step if its code can be seen to (`draws.py`), else from the step after the one that was noticed
+to, with a warning. The others run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import InputError, InputTypeError
+from lockstep.log import get_logger, warn_once
+from lockstep.parallel.application import parallel_apply
+from lockstep.parallel.devices import Device, are_on_cpu, resolve_device, resolve_devices
+from lockstep.parallel.draws import seems_to_draw
+from lockstep.parallel.replication import replicate
+from lockstep.parallel.scatter_gather import gather, scatter_kwargs
+
+__all__ = ["DataParallel", "data_parallel"]
+
+_logger = get_logger(__name__)
+
+
+class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its module since torch 2.7
+    """Runs a module on several devices of this process, each with a piece of the batch.
+
+    A drop-in for `torch.nn.DataParallel` (and a subclass of it), also without GPUs: there the devices are replicas on
+    threads. Losses computed per replica must be averaged with care: pieces of a batch may differ in size by one
+    row or more. For several processes, or more speed, use `lockstep.DistributedDataParallel`.
+
+    Args:
+        module: the model, on the first device. Its forward takes and returns nestings of tensors; other inputs are
+            shared by all replicas. What forward assigns to `self` is lost; what it writes in place into
+            buffers stays if the first replica does it. Hooks run once per replica.
+        device_ids: numbers, names or devices; or how many; None for all accelerators. Without an accelerator
+            numbers mean replicas on the CPU, and None the module alone.
+        output_device: where outputs are joined; default the first device, "cpu" or -1 for the CPU.
+        dim: the dimension along which inputs are cut and outputs joined.
+
+    Attributes:
+        module: the model. Take `state_dict` from it for names without `module.`.
+        device_ids: numbers of accelerators, or CPU devices; empty for the module alone.
+
+    Raises:
+        InputError: no such device; from a call, also inputs that cannot be cut or outputs that cannot be joined.
+        InputTypeError: not a module, or not devices.
+
+    >>> model = DataParallel(nn.Linear(4, 2), device_ids=["cpu", "cpu"])
+    >>> model(torch.ones(5, 4)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | int | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise InputTypeError(f"DataParallel wraps a torch.nn.Module, got {type(module).__name__}")
+        devices = _choose_devices(device_ids)
+        output = devices[0] if output_device is None and devices else resolve_device(output_device or 0)
+        if are_on_cpu(devices):
+            nn.Module.__init__(self)
+            if output.type != "cpu":
+                raise InputError(f"output_device is {output}, but the replicas are on the CPU")
+            self.module = module
+            self.device_ids: list[Any] = list(devices)
+            self.src_device_obj = torch.device("cpu")
+            self.dim = dim
+        else:
+            super().__init__(module, [device.index for device in devices], None, dim)
+        self.output_device: Any = output if output.type == "cpu" else output.index
+        # By training mode: whether forward draws random numbers; None while nobody knows.
+        self._draws: dict[bool, bool] = {}
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on all devices; returns its joined outputs, on `output_device`.
+
+        Raises:
+            InputError: see `scatter` and `gather`; or the module is not on the first device.
+            Exception: what a replica raised, with its number and device in the message.
+        """
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            if not self.device_ids:
+                return self.module(*inputs, **kwargs)
+            _check_place(self.module, self.src_device_obj)
+            pieces, named = self.scatter(inputs, kwargs, self.device_ids)
+            if not pieces and not named:
+                # Without inputs there is nothing to divide.
+                pieces, named = ((),), ({},)
+            if len(self.device_ids) == 1:
+                return self.module(*pieces[0], **named[0])
+            replicas = self.replicate(self.module, self.device_ids[: len(pieces)])
+            outputs = self.parallel_apply(replicas, pieces, named)
+            return self.gather(outputs, self.output_device)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Device]) -> Any:
+        """The arguments of each replica; to be overridden by who knows better how to cut them."""
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
+        """The module's copies."""
+        return replicate(module, device_ids, not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """What the replicas return. See [Note: one source of random numbers]."""
+        devices = self.device_ids[: len(replicas)]
+        if len(replicas) == 1 or self.src_device_obj.type != "cpu":
+            return parallel_apply(replicas, inputs, kwargs, devices)
+        draws = self._draws.setdefault(self.training, self.training and seems_to_draw(self.module))
+        if draws:
+            return parallel_apply(replicas, inputs, kwargs, devices, in_turn=True)
+        before = torch.get_rng_state()
+        outputs = parallel_apply(replicas, inputs, kwargs, devices)
+        if not torch.equal(before, torch.get_rng_state()):
+            self._draws[self.training] = True
+            warn_once(
+                _logger,
+                f"{type(self.module).__name__} draws random numbers, which came to its {len(replicas)} replicas in no "
+                "fixed order; from now on they run one after another, so that a run can be repeated",
+            )
+        return outputs
+
+    def gather(self, outputs: Any, output_device: Device) -> Any:
+        """The outputs in one; to be overridden by who knows better how to join them."""
+        return gather(outputs, output_device, self.dim)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | int | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run a module once on several devices. Local. Mirrors `torch.nn.parallel.data_parallel`.
+
+    Args:
+        module: see `DataParallel`.
+        inputs: its positional arguments (a tuple), its one argument, or None for none.
+        device_ids: see `DataParallel`.
+        output_device: see `DataParallel`.
+        dim: see `DataParallel`.
+        module_kwargs: its keyword arguments.
+
+    Raises:
+        InputError: see `DataParallel`.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    return DataParallel(module, device_ids, output_device, dim).forward(*arguments, **(module_kwargs or {}))
+
+
+def _choose_devices(device_ids: Sequence[Device] | int | None) -> list[torch.device]:
+    if device_ids is not None:
+        return resolve_devices(device_ids)
+    return resolve_devices(torch.accelerator.device_count()) if torch.accelerator.is_available() else []
+
+
+def _check_place(module: nn.Module, place: torch.device) -> None:
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.device != place:
+            raise InputError(
+                f"module must have its parameters and buffers on device {place} (device_ids[0]) but found one of them "
+                f"on device: {tensor.device}; move the module there first"
+            )

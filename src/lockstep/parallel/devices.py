@@ -1,0 +1,92 @@
+"""Which devices a list of ids means, for replicas that live in one process.
+
+[Note: CPU devices] Without an accelerator, an id stands for a replica on the CPU: `[0, 1, 2, 3]`, `4` and
+`["cpu"] * 4` all mean four of them. So a model that is replicated over four GPUs on one machine is replicated
+four times on any other, with the same batch pieces, statistics and results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.errors import InputError, InputTypeError
+
+__all__ = ["Device", "are_on_cpu", "resolve_device", "resolve_devices"]
+
+Device = int | str | torch.device
+
+CPU = torch.device("cpu")
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def resolve_device(device: Device) -> torch.device:
+    """The device that one id means. See [Note: CPU devices].
+
+    Args:
+        device: a device, its name, a number, or -1 for the CPU.
+
+    Raises:
+        InputError: there is no such device here.
+        InputTypeError: not a device.
+    """
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise InputTypeError(f"{device!r} is no device; give a number, a name such as 'cuda:0' or 'cpu', or a device")
+    accelerator = _accelerator()
+    if isinstance(device, int):
+        if device < -1:
+            raise InputError(f"device {device}: numbers begin at 0; -1 means the CPU")
+        if device == -1 or accelerator is None:
+            return CPU
+        chosen = torch.device(accelerator.type, device)
+    else:
+        try:
+            chosen = torch.device(device)
+        except RuntimeError as error:
+            raise InputError(f"{device!r} is no device: {str(error).splitlines()[0]}") from None
+        if chosen.type == "cpu":
+            return CPU
+    if accelerator is None or chosen.type != accelerator.type:
+        raise InputError(
+            f"{chosen} is asked for, but there is no {chosen.type} device here; give numbers or 'cpu' for replicas on "
+            "the CPU"
+        )
+    index = torch.accelerator.current_device_index() if chosen.index is None else chosen.index
+    if index >= torch.accelerator.device_count():
+        raise InputError(f"{chosen} is asked for, but there are {torch.accelerator.device_count()} devices here")
+    return torch.device(chosen.type, index)
+
+
+def resolve_devices(devices: Sequence[Device] | int) -> list[torch.device]:
+    """The devices that ids mean, one per replica.
+
+    Args:
+        devices: ids as in `resolve_device`, or how many devices.
+
+    Raises:
+        InputError: no such device, none at all, or devices of several types.
+        InputTypeError: not devices.
+
+    >>> resolve_devices(["cpu", "cpu"])
+    [device(type='cpu'), device(type='cpu')]
+    """
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        devices = range(devices)
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise InputTypeError(f"device_ids is {devices!r}; give a list of devices, or how many")
+    chosen = [resolve_device(device) for device in devices]
+    if not chosen:
+        raise InputError(f"device_ids is {devices!r}; give at least one device")
+    types = sorted({device.type for device in chosen})
+    if len(types) > 1:
+        raise InputError(f"device_ids mixes {' and '.join(types)}; replicas must be on devices of one type")
+    return chosen
+
+
+def are_on_cpu(devices: Sequence[torch.device]) -> bool:
+    """Whether replicas on these devices are threads of ours, and not torch's affair."""
+    return all(device.type == "cpu" for device in devices)

@@ -1,0 +1,128 @@
+"""One module, once per device.
+
+[Note: the first replica] The first replica's parameters and buffers share memory with the module's own, as torch
+promises: what its forward pass writes in place (running statistics, the vectors of spectral norm) stays. The
+others have copies, whose changes are lost.
+
+[Note: order of gradients] The gradients of all replicas are added in the pairwise tree in which ranks add theirs
+(shm/kernels.py), 16-bit floats in float32. So a run repeats bit for bit whichever replica's thread
+was faster, and N replicas that each return a loss give the sum that N ranks give.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.parallel as torch_parallel
+from torch import nn
+from torch.autograd import Function
+
+from lockstep.errors import ModelError
+from lockstep.parallel.devices import Device, are_on_cpu, resolve_devices
+
+__all__ = ["replicate"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def replicate(network: M, devices: Sequence[Device] | int, detach: bool = False) -> list[M]:
+    """Copies of a module whose gradients flow into the original's. Local. Mirrors `torch.nn.parallel.replicate`.
+
+    Args:
+        network: a module, on the first device.
+        devices: where the copies go, or how many. On accelerators this is torch's own function.
+        detach: no gradients flow.
+
+    Returns:
+        One module per device. The first shares memory with `network`. See [Note: the first replica].
+
+    Raises:
+        ModelError: a module compiled by TorchScript, which cannot be taken apart.
+    """
+    chosen = resolve_devices(devices)
+    if not are_on_cpu(chosen):
+        return torch_parallel.replicate(network, chosen, detach)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise ModelError("a ScriptModule cannot be replicated on the CPU; replicate the module that it was made from")
+    count = len(chosen)
+    # First, because it is where modules say that they cannot be replicated (lazy ones).
+    replicas = {module: [_copy_of(module) for _ in chosen] for module in network.modules()}
+    tensors: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
+    for module, copies in replicas.items():
+        for name, child in module._modules.items():
+            _assign(copies, name, [None] * count if child is None else replicas[child])
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                _assign(copies, name, [None] * count, "_parameters")
+                continue
+            if parameter not in tensors:
+                tensors[parameter] = _replicate_parameter(parameter, count, detach)
+            _assign(copies, name, tensors[parameter])
+            for copy, tensor in zip(copies, tensors[parameter], strict=True):
+                copy.__dict__["_former_parameters"][name] = tensor
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in tensors:
+                tensors[buffer] = _replicate_buffer(buffer, count, detach)
+            _assign(copies, name, [None] * count if buffer is None else tensors[buffer], "_buffers")
+    return replicas[network]  # type: ignore[return-value]
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    copy: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    # Where torch's replicas keep what `parameters()` no longer shows; code that looks for gradients there exists.
+    copy.__dict__["_former_parameters"] = OrderedDict()
+    return copy
+
+
+def _assign(copies: Sequence[nn.Module], name: str, values: Sequence[Any], into: str | None = None) -> None:
+    for copy, value in zip(copies, values, strict=True):
+        if value is None and into is not None:
+            getattr(copy, into)[name] = None
+        else:
+            # By setattr, on which recurrent modules rely to keep their flat weights.
+            setattr(copy, name, value)
+
+
+def _replicate_parameter(parameter: torch.Tensor, count: int, detach: bool) -> tuple[torch.Tensor, ...]:
+    if detach or not parameter.requires_grad:
+        return (parameter.detach(), *(parameter.detach().clone() for _ in range(count - 1)))
+    replicas: tuple[torch.Tensor, ...] = _Replicate.apply(count, parameter)  # type: ignore[no-untyped-call]
+    return replicas
+
+
+def _replicate_buffer(buffer: torch.Tensor, count: int, detach: bool) -> tuple[torch.Tensor, ...]:
+    if buffer.requires_grad and not detach:
+        return _replicate_parameter(buffer, count, detach)
+    return (buffer, *(buffer.detach().clone() for _ in range(count - 1)))
+
+
+class _Replicate(Function):
+    """One tensor for each replica; backward, their gradients in one. See [Note: order of gradients]."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return (tensor.view_as(tensor), *(tensor.clone() for _ in range(count - 1)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
+        # A replica that made no use of the tensor has no gradient for it.
+        present = [grad for grad in grads if grad is not None]
+        if not present:
+            return None, None
+        dtype = present[0].dtype
+        if dtype in _NARROW and len(present) > 1:
+            return None, _add_up([grad.float() for grad in present]).to(dtype)
+        return None, _add_up(present)
+
+
+def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1 << (len(parts) - 1).bit_length() - 1
+    return _add_up(parts[:middle]) + _add_up(parts[middle:])
