@@ -36,6 +36,9 @@ _COMMANDS = {
     "train": _Command(
         "lockstep.commands.train", "train a recipe that comes with it", "lockstep train digits --nproc 2"
     ),
+    "doctor": _Command(
+        "lockstep.commands.doctor", "look at this machine, or at every verb", "lockstep doctor --capabilities"
+    ),
 }
 
 
