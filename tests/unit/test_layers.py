@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.errors",),
     ("lockstep.env",),
     ("lockstep.log",),
+    ("lockstep.blackbox", "lockstep.frames"),
     ("lockstep.topology",),
     ("lockstep.batch",),
     ("lockstep.shm",),

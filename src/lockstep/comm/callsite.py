@@ -5,36 +5,20 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from pathlib import Path
 from types import CodeType, FrameType
 
-import torch
+from lockstep.frames import is_internal_file
 
 __all__ = ["CallSite", "call_site", "describe_exception", "site_text"]
 
 CallSite = tuple[CodeType | None, int]
 
-# Frames of these folders are not the user's: Lockstep itself and torch.
-_INTERNAL_FOLDERS = (str(Path(__file__).parents[1]) + "/", str(Path(torch.__file__).parent) + "/")
-_INTERNAL_FILES = ("<frozen ", "<string>")
-# What wraps torch's functions and threads.
-_WRAPPERS = ("/contextlib.py", "/functools.py", "/threading.py", "/typing_extensions.py", "/warnings.py")
-# What in our own package only uses the rest, as a script would: its lines are the ones to name.
-_PACKAGE = str(Path(__file__).parents[1])
-_USERS_INSIDE = (f"{_PACKAGE}/testing/conformance/", f"{_PACKAGE}/recipes/", f"{_PACKAGE}/train.py")
-
 _SITE_BYTES = 250
-
-
-def _is_internal_file(name: str) -> bool:
-    if name.startswith(_INTERNAL_FILES) or name.endswith(_WRAPPERS):
-        return True
-    return name.startswith(_INTERNAL_FOLDERS) and not name.startswith(_USERS_INSIDE)
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_internal(code: CodeType) -> bool:
-    return _is_internal_file(code.co_filename)
+    return is_internal_file(code.co_filename)
 
 
 def call_site() -> CallSite:
@@ -67,7 +51,7 @@ def describe_exception(error: BaseException) -> str:
     first_line = next(iter(str(error).splitlines()), "")
     text = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_internal_file(frame.filename)]
+    own = [frame for frame in frames if not is_internal_file(frame.filename)]
     for frame in reversed(own or list(frames)):
         return f"raised {text} at {frame.filename}:{frame.lineno} in {frame.name}"
     return f"raised {text}"

@@ -116,8 +116,9 @@ class Engine:
         with self._turn:
             start = perf_counter()
             try:
-                self.flight.enter(key, describe, site)
+                self.flight.enter(key, describe, site, start)
                 body(limit_s)
+                self.flight.finish()
             except PeerTrouble as trouble:
                 raise self.flight.explain(trouble) from None
             except (CollectiveError, SharedMemoryError):
@@ -550,6 +551,7 @@ class Engine:
         had_turn = self._turn.acquire(timeout=_CLOSE_PATIENCE_S)
         try:
             self.team.close()
+            self.flight.close()
         finally:
             if had_turn:
                 self._turn.release()

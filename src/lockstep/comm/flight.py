@@ -6,7 +6,8 @@ compares fingerprints: a mismatch raises on all of them, before anybody has read
 wait cannot end, the same records say who is where.
 
 [Note: cost] Calls and call sites repeat, so their texts are written once and then named by an
-index. A collective writes four words and compares one for each peer.
+index. A collective writes nine words, five of them for the launcher (`lockstep.blackbox`), and compares one for each
+peer. `benchmarks/case_record.py` measures what that comes to.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from lockstep import blackbox
+from lockstep.blackbox import CALL, FINISHED, NUMBER, SITE, START
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.errors import (
     CollectiveAborted,
@@ -68,12 +71,14 @@ class Flight:
         self._sites: dict[CallSite, int] = {}
         self._site_keys: list[CallSite | None] = [None] * RING
         self._record_words = team.board.record_words
+        self._box = blackbox.open_section(group_name)
+        self._box_words, self._box_times = self._box.words, self._box.times
         self.number = 0
         self.broken: CollectiveError | None = None
         self.waiting_in: Callable[[int], str] = lambda rank: ""
         self._verify = self.verify  # bound once, not per collective
 
-    def enter(self, key: object, describe: Callable[[], str], site: CallSite) -> None:
+    def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:
         """Record that this rank enters its next collective. Local.
 
         Args:
@@ -81,6 +86,7 @@ class Flight:
             describe: the text that peers compare and people read, such as
                 `all_reduce(float32[10], SUM)`.
             site: where the user called it.
+            start_s: when, in seconds of the monotonic clock.
 
         Raises:
             CollectiveError: this group broke earlier; the first error is repeated.
@@ -98,10 +104,28 @@ class Flight:
         words[word + 1] = number
         words[word + 2] = call
         words[word + 3] = site_index
+        box = self._box_words
+        box[CALL] = call
+        box[SITE] = site_index
+        self._box_times[START] = start_s
+        box[NUMBER] = number
         self._team.after_step = self._verify
+
+    def finish(self) -> None:
+        """Record that this rank has come out of its collective, and well. Local."""
+        self._box_words[FINISHED] = self.number
+
+    def say_waiting(self, text: str) -> None:
+        """Let the launcher know which send or receive this rank waits in; empty when it does not any more. Local."""
+        self._box.say_waiting(text)
+
+    def close(self) -> None:
+        """The group is no more. Local."""
+        self._box.close()
 
     def _add_call(self, key: object, text: str) -> tuple[int, int]:
         index = self._board.add_call(text)
+        self._box.write_call(index, text)
         old = self._call_keys[index]
         if old is not None:
             del self._calls[old]
@@ -110,7 +134,9 @@ class Flight:
         return entry
 
     def _add_site(self, site: CallSite) -> int:
-        index = self._board.add_site(site_text(site))
+        text = site_text(site)
+        index = self._board.add_site(text)
+        self._box.write_site(index, text)
         old = self._site_keys[index]
         if old is not None:
             del self._sites[old]
@@ -173,7 +199,10 @@ class Flight:
             return self.break_with(self._explain_late(trouble, activity, hint))
         failures = {rank: self._board.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)}
         given_up = self._explain_given_up(trouble, failures, activity)
-        return self.break_with(given_up or self._explain_loss(trouble, failures, activity))
+        if given_up is not None:
+            error, reason = given_up
+            return self.break_with(error, reason)
+        return self.break_with(self._explain_loss(trouble, failures, activity))
 
     def _explain_late(self, trouble: PeerTrouble, activity: str, hint: str) -> CollectiveTimeout:
         late = trouble.ranks(TroubleKind.LATE)
@@ -187,18 +216,16 @@ class Flight:
 
     def _explain_given_up(
         self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str
-    ) -> CollectiveTimeout | None:
-        """The error where all that is wrong is that others gave up at their deadline, or None."""
+    ) -> tuple[CollectiveTimeout, str] | None:
+        """The error where all that is wrong is that others gave up at their deadline, and why they did, or None."""
         gave_up = [rank for rank, failure in failures.items() if failure.kind == CollectiveTimeout.__name__]
         if len(gave_up) < len(trouble.kinds):
             return None
         first = failures[gave_up[0]]
         blamed = sorted({culprit for rank in gave_up for culprit in failures[rank].culprits})
         verb = "came to" if self._global_ranks[self._rank] in blamed else "waited in"
-        return CollectiveTimeout(
-            f"{self.name(self._rank)} {verb} {activity}, but {self.names(gave_up)} had given up. {first.message}",
-            tuple(blamed),
-        )
+        text = f"{self.name(self._rank)} {verb} {activity}, but {self.names(gave_up)} had given up. {first.message}"
+        return CollectiveTimeout(text, tuple(blamed)), first.message
 
     def _explain_loss(self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str) -> RankLost:
         """Name whoever caused it: the ranks missing here may only follow another's trouble."""
@@ -217,8 +244,10 @@ class Flight:
         return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}", culprits)
 
     def _story(self, rank: int, kind: TroubleKind, failure: Failure | None) -> str:
-        if failure is not None:
+        if failure is not None and failure.kind in ("", CollectiveAborted.__name__):
             return f"{self.name(rank)} failed: it {failure.message} ({self._last_seen(rank)})"
+        if failure is not None:  # What it gave up with is a sentence about others.
+            return f"{self.name(rank)} gave up, because {failure.message} ({self._last_seen(rank)})"
         if kind is TroubleKind.DEAD:
             return f"{self.name(rank)} died: its process is gone; it {self._last_seen(rank)}"
         return f"{self.name(rank)} left the group while others still needed it; it {self._last_seen(rank)}"
@@ -234,12 +263,17 @@ class Flight:
 
     # ---- the end of the group --------------------------------------------------------------------
 
-    def break_with(self, error: CollectiveError) -> CollectiveError:
-        """Make `error` the fate of this group on this rank, and tell the peers."""
+    def break_with(self, error: CollectiveError, reason: str | None = None) -> CollectiveError:
+        """Make `error` the fate of this group on this rank, and tell the peers.
+
+        Args:
+            error: what this rank raises.
+            reason: what the peers hear; default the first line of `error`.
+        """
         if self.broken is None:
             self.broken = error
-        first_line = str(error).splitlines()[0]
-        self._board.fail(Failure(type(error).__name__, error.culprits, first_line))
+        message = str(error).splitlines()[0] if reason is None else reason
+        self._board.fail(Failure(type(error).__name__, error.culprits, message))
         return error
 
     def interrupt(self, error: BaseException) -> None:

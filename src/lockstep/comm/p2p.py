@@ -199,7 +199,9 @@ class PointToPoint:
                 now = time.monotonic()
                 if now >= look_at:
                     if not is_said:
-                        area.say_waiting(rank, _call_at(transfer.operation, self._flight))
+                        text = _call_at(transfer.operation, self._flight)
+                        area.say_waiting(rank, text)
+                        self._flight.say_waiting(text)
                         is_said = True
                     self._look()
                     look_at = now + _LOOK_EVERY_S
@@ -214,6 +216,7 @@ class PointToPoint:
         finally:
             if is_said:
                 area.say_waiting(rank, "")
+                self._flight.say_waiting("")
 
     def _loop(self) -> None:
         """The thread: moves messages along while nobody waits for one."""

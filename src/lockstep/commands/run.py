@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from lockstep.commands.parsing import Parser, add_grace, add_nproc, split_at_script
 from lockstep.launch import slurm
 from lockstep.launch.config import LaunchConfig
+from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from
 from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main"]
 
 # Options that stand alone; all others take a value.
-_FLAGS = frozenset({"-m", "--module", "--no-prefix", "-h", "--help", "--slurm", "--dry-run", "--requeue"})
+_FLAGS = frozenset(
+    {"-m", "--module", "--no-prefix", "-h", "--help", "--slurm", "--dry-run", "--requeue", "--stacks-on-timeout"}
+)
 
 _RUN_DESCRIPTION = """\
 Start N processes of a script on this host. Each gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
@@ -24,7 +27,7 @@ Options after the script belong to the script.
 _RUN_EPILOG = """\
 When a rank fails, the others are stopped, the first failure is shown last with its traceback, and the exit code is that
 rank's (128 + signal if one killed it). Ctrl-C ends all ranks, a second Ctrl-C at once. No process survives, also
-when this one is killed.
+when this one is killed. SIGUSR1 to this process prints where every rank is, and the job goes on.
 
 examples:
   lockstep run --nproc 4 train.py --epochs 10
@@ -68,15 +71,22 @@ def _make_run_parser() -> Parser:
     )
     output.add_argument("--log-dir", metavar="DIR", help="write the output to DIR/rank<r>.log, one file per rank")
     parser.add_argument(
-        "--max-restarts", type=int, metavar="K", default=0, help="after a failure start all ranks again, up to K times"
+        "--max-restarts",
+        type=int,
+        metavar="K",
+        help="after a failure start all ranks again, up to K times (default: 0; 3 where --nnodes is MIN:MAX)",
     )
     add_grace(parser)
+    parser.add_argument(
+        "--stacks-on-timeout",
+        action="store_true",
+        help="when a rank does not come in time, print the stacks of all ranks (needs py-spy)",
+    )
     parser.add_argument(
         "--master-addr",
         "--master_addr",
         metavar="ADDR",
-        default=LaunchConfig.master_addr,
-        help="MASTER_ADDR, for scripts that ask torch for env:// (default: %(default)s)",
+        help=f"MASTER_ADDR, for scripts that ask torch for env:// (default: {LaunchConfig.master_addr})",
     )
     parser.add_argument(
         "--master-port",
@@ -84,6 +94,11 @@ def _make_run_parser() -> Parser:
         type=int,
         metavar="PORT",
         help="MASTER_PORT, for scripts that ask torch for env:// (default: a free one)",
+    )
+    add_arguments(
+        parser.add_argument_group(
+            "several hosts", "--master-addr and --master-port then say where the launchers meet: on host number 0"
+        )
     )
     return parser
 
@@ -104,8 +119,19 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(options)
     if script is None:
         parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
+    hosts = hosts_from(chosen)
+    given = {name: value for name, value in vars(chosen).items() if value is not None}
+    if hosts is not None:
+        return _run_on_hosts(LaunchConfig(target=script, args=script_arguments, **given), hosts)
     slurm.warn_of_other_tasks()
-    return launch_job(LaunchConfig(target=script, args=script_arguments, **vars(chosen)))
+    return launch_job(LaunchConfig(target=script, args=script_arguments, **given))
+
+
+def _run_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
+    # Not before: it imports torch, for which the ranks of one host need not wait.
+    from lockstep.launch.hosts.job import launch_on_hosts
+
+    return launch_on_hosts(config, hosts)
 
 
 def _run_on_slurm(options: Sequence[str], script: str | None, script_arguments: Sequence[str]) -> int:

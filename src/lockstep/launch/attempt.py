@@ -56,6 +56,7 @@ class Attempt:
         exits: rank -> how it ended; complete when `wait` has returned.
         interrupted_by: the signal of the first interrupt, or None.
         is_cut_short: an interrupt, and not a failure, ended the attempt.
+        on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Attempt:
         self.exits: dict[int, RankExit] = {}
         self.interrupted_by: int | None = None
         self.is_cut_short = False
+        self.on_failure: Callable[[], None] = lambda: None
         self._rendezvous = rendezvous
         self._guardian = guardian
         self._job = job
@@ -98,6 +100,11 @@ class Attempt:
     def pids(self) -> dict[int, int]:
         """Rank -> pid."""
         return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def alive_pids(self) -> dict[int, int]:
+        """Rank -> pid of the ranks that have not exited."""
+        return {rank: self._processes[rank].pid for rank in sorted(self._alive)}
 
     @property
     def failed_ranks(self) -> set[int]:
@@ -138,6 +145,18 @@ class Attempt:
             self._stop(number)
         else:
             self.kill()
+
+    def settle(self) -> None:
+        """Ranks of another host have failed: these get `settle_s` to notice, and are then asked to stop."""
+        if self._phase is Phase.RUNNING:
+            self._tell_of_failure()
+            self._phase = Phase.SETTLING
+            self._deadline = time.monotonic() + self._settle_s
+
+    def stop(self) -> None:
+        """Ask all ranks to end, without anybody having failed."""
+        if self._phase in (Phase.RUNNING, Phase.SETTLING):
+            self._stop(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to every group, now."""
@@ -182,6 +201,7 @@ class Attempt:
         # What it announced may be read only after its exit is seen: the order of two descriptors is chance.
         self._on_announcement()
         if process.rank in self.failed_ranks and self._phase is Phase.RUNNING:
+            self._tell_of_failure()
             self._phase = Phase.SETTLING
             self._deadline = time.monotonic() + self._settle_s
 
@@ -191,7 +211,12 @@ class Attempt:
         # It should exit within moments. If it cannot (a thread of it blocks, a destructor hangs), nobody else would
         # ever know that it failed, so its exit is not waited for without end.
         if failures and self._phase is Phase.RUNNING and self._deadline is None:
+            self._tell_of_failure()
             self._deadline = time.monotonic() + self._grace_s
+
+    def _tell_of_failure(self) -> None:
+        callback, self.on_failure = self.on_failure, lambda: None
+        callback()
 
     def _next_phase(self) -> None:
         """The current phase has used up its time."""

@@ -30,6 +30,7 @@ class LaunchConfig:
         max_restarts: how often to start all ranks again after a failure.
         grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL.
         settle_s: seconds that the other ranks get, after a failure, to say what they lost.
+        stacks_on_timeout: when a rank did not come in time, print the stacks of all ranks before they are stopped.
         master_addr: MASTER_ADDR for the ranks.
         master_port: MASTER_PORT for the ranks; None for a free one, a new one for every attempt.
         environment: for the ranks to start from; None for the launcher's own.
@@ -44,6 +45,7 @@ class LaunchConfig:
     max_restarts: int = 0
     grace_s: float = 5.0
     settle_s: float = 1.0
+    stacks_on_timeout: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     environment: Mapping[str, str] | None = None

@@ -23,10 +23,12 @@ from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.guardian import Guardian
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay, say
+from lockstep.launch.positions import Place, format_table, look
 from lockstep.launch.process import RankCommand, worker_command_line
 from lockstep.launch.rendezvous import Rendezvous
-from lockstep.launch.report import read_reports
+from lockstep.launch.report import ErrorReport, read_reports
 from lockstep.launch.signals import SignalWatch
+from lockstep.launch.stacks import dump_stacks
 from lockstep.launch.verdict import Failure, find_first_failure
 
 __all__ = ["Crew", "Outcome", "end_without_reader"]
@@ -64,6 +66,8 @@ class Crew:
     Attributes:
         attempt: their processes.
         folder: the attempt's private folder.
+        reports: why ranks failed, as they said; complete when `end` has returned.
+        places: where everybody was at the first failure.
     """
 
     def __init__(
@@ -81,6 +85,9 @@ class Crew:
             if self._relay is not None:
                 stack.callback(self._relay.close)
             self.attempt = Attempt(rendezvous, guardian, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
+            self.attempt.on_failure = self._on_failure
+            self.reports: dict[int, ErrorReport] = {}
+            self.places: dict[int, Place] = {}
             self._processes = contextlib.ExitStack()
             self._processes.callback(self.attempt.close)
             stack.enter_context(self._processes)
@@ -112,8 +119,9 @@ class Crew:
         """End whatever is left of the ranks, pass on the rest of their output, and say what went wrong."""
         attempt, relay = self.attempt, self._relay
         self._processes.close()
-        reports = read_reports(self.folder, attempt.pids)
-        failures = [] if attempt.is_cut_short else find_first_failure(attempt.exits, reports, attempt.failed_ranks)
+        self.reports = reports = read_reports(self.folder, attempt.pids)
+        failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, self.places)
+        failures = [] if attempt.is_cut_short else failures
         interrupted_by = attempt.interrupted_by
         if relay is not None:
             may_wait = not failures and interrupted_by is None
@@ -145,6 +153,9 @@ class Crew:
 
     def _on_signals(self) -> None:
         for number in self._signals.read():
+            if number == signal.SIGUSR1:
+                say(format_table(look(self.folder, self.attempt.pids)))
+                continue
             if number != signal.SIGTSTP:
                 self.attempt.interrupt(number)
                 continue
@@ -152,6 +163,15 @@ class Crew:
             self.attempt.pause()
             os.kill(os.getpid(), signal.SIGSTOP)
             self.attempt.resume()
+
+    def _on_failure(self) -> None:
+        self.places = look(self.folder, self.attempt.pids)
+        if self._config.stacks_on_timeout:
+            reports = read_reports(self.folder, self.attempt.pids)
+            if any(report.is_timeout for report in reports.values()):
+                # Those that have raised show where in their tracebacks; their stacks are gone.
+                waiting = {rank: pid for rank, pid in self.attempt.alive_pids.items() if rank not in reports}
+                say(dump_stacks(waiting))
 
     def _on_breakage(self) -> None:
         assert self._relay is not None
@@ -178,6 +198,8 @@ class Crew:
             if relay.done_fd in ready or not ready:
                 return None
             for number in self._signals.read():
+                if number == signal.SIGUSR1:
+                    continue
                 if number != signal.SIGTSTP:
                     return number
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -87,6 +87,7 @@ class RankExit:
         signal: number of that signal, or None.
         time: when the launcher saw it, in seconds since the epoch.
         stopped: the launcher had already told it to stop.
+        host: where it ran; empty: on this host.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RankExit:
     signal: int | None
     time: float
     stopped: bool
+    host: str = ""
 
 
 @contextlib.contextmanager

@@ -13,17 +13,22 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["ErrorReport", "capture", "is_echo", "read_reports", "without_leading_frames"]
+__all__ = ["ErrorReport", "capture", "is_echo", "is_expected", "is_own", "read_reports", "without_leading_frames"]
 
 # A report goes to a terminal in the end. Keeps head and tail of what is longer.
 _MAX_TEXT_CHARS = 64 * 1024
 
 _ECHO_TYPES = frozenset({"lockstep.errors.RankLost", "lockstep.errors.CollectiveAborted"})
 _TORCH_ECHO_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
+_OWN_BASE, _SETUP_BASE = "lockstep.errors.LockstepError", "lockstep.errors.SetupError"
+_TIMEOUT_TYPE = "lockstep.errors.CollectiveTimeout"
+# What gloo, nccl's watchdog and torch's stores say.
+_TIMEOUT_PHRASES = ("timed out", "timeout")
 _ECHO_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
 
 
@@ -42,6 +47,8 @@ class ErrorReport:
         line: the line there; 0 if unknown.
         time: seconds since the epoch.
         secondary: an echo of another rank's failure, such as `RankLost`.
+        culprits: ranks that the exception blames; empty where it says nothing about that.
+        is_timeout: a rank that did not come before the deadline, whatever moved the bytes.
     """
 
     rank: int
@@ -54,6 +61,8 @@ class ErrorReport:
     line: int
     time: float
     secondary: bool
+    culprits: tuple[int, ...] = ()
+    is_timeout: bool = False
 
     def write(self, folder: Path) -> None:
         """Put it into `folder` as error-rank<r>.json, in one step."""
@@ -87,6 +96,16 @@ def without_leading_frames(trace: TracebackType | None, files: frozenset[str]) -
     return trace
 
 
+def is_own(error: BaseException) -> bool:
+    """Whether it is one of Lockstep's own errors, told apart by name because not every job imports them."""
+    return any(_qualified_name(kind) == _OWN_BASE for kind in type(error).__mro__)
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether it is an error before the first collective that says all there is to say: no rank need print it too."""
+    return any(_qualified_name(kind) == _SETUP_BASE for kind in type(error).__mro__)
+
+
 def _qualified_name(kind: type[BaseException]) -> str:
     if kind.__module__ in ("builtins", "__main__"):
         return kind.__qualname__
@@ -113,16 +132,42 @@ def _is_echo_itself(error: BaseException) -> bool:
     return False
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether the exception only says that another rank failed, itself or through what it was raised from."""
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what it was raised from, as a traceback shows them."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        if _is_echo_itself(current):
-            return True
+        yield current
         seen.add(id(current))
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return False
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether the exception only says that another rank failed, itself or through what it was raised from."""
+    return any(_is_echo_itself(one) for one in _chain(error))
+
+
+def _culprits_of(error: BaseException) -> tuple[int, ...]:
+    """The ranks that it blames, if it is one of Lockstep's own errors or was raised from one."""
+    for one in _chain(error):
+        ranks = getattr(one, "culprits", None)
+        if type(one).__module__ == "lockstep.errors" and isinstance(ranks, tuple):
+            return tuple(int(rank) for rank in ranks)
+    return ()
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a rank did not come in time, as Lockstep, gloo or nccl say it."""
+    if any(_qualified_name(kind) == _TIMEOUT_TYPE for kind in type(error).__mro__):
+        return True
+    if not isinstance(error, RuntimeError) or type(error).__module__.startswith("lockstep."):
+        return False
+    # Of torch's own, only what came out of its communication: a script may have timeouts of another kind.
+    in_torch = any(
+        "/torch/distributed/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+    text = _text_of(error).lower()
+    return in_torch and any(phrase in text for phrase in _TIMEOUT_PHRASES)
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -162,12 +207,15 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
         line=line,
         time=time.time(),
         secondary=is_echo(error),
+        culprits=_culprits_of(error),
+        is_timeout=_is_timeout(error),
     )
 
 
 def _parse(text: str) -> ErrorReport | None:
     try:
         content = json.loads(text)
+        content["culprits"] = tuple(int(rank) for rank in content["culprits"])
         return ErrorReport(**{field.name: content[field.name] for field in fields(ErrorReport)})
     except (ValueError, TypeError, KeyError):
         return None

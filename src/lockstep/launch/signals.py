@@ -18,7 +18,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 class SignalWatch:
-    """While it is entered, SIGINT, SIGTERM, SIGHUP and SIGTSTP arrive at `fileno()` instead of ending the process.
+    """While it is entered, SIGINT, SIGTERM, SIGHUP, SIGTSTP and SIGUSR1 arrive at `fileno()`, with no other effect.
 
     A signal that was ignored before stays ignored (`nohup`, or `&` in a script). Outside the
     main thread Python allows no handlers, and signals stay what they are.
@@ -35,7 +35,7 @@ class SignalWatch:
             return self
         self._is_installed = True
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in (*_ENDING, signal.SIGTSTP):
+        for number in (*_ENDING, signal.SIGTSTP, signal.SIGUSR1):
             # None: a handler that Python did not install and could not put back.
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._previous[number] = signal.signal(number, _ignore)

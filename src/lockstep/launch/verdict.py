@@ -1,7 +1,13 @@
 """Which failure was the first, and how to say so.
 
 When one rank fails the others fail too, because they waited for it, and all of them print
-tracebacks. What a person needs is the one that started it, said last, where they look.
+tracebacks. What a person needs is the one that started it, said last, where they look, and where the
+others were at that moment.
+
+[Note: whose failure it is] A rank that raises is not always the one to look at. `RankLost` and what gloo says of a
+closed connection are echoes: they come after every failure that is none. A timeout is raised by those who waited, so
+the verdict begins with the rank that did not come. A rank that simply ended in the middle, with exit code 0, failed if
+others say that they lost it.
 """
 
 from __future__ import annotations
@@ -10,8 +16,15 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from lockstep.launch.positions import (
+    Place,
+    describe_places,
+    describe_position,
+    find_missing,
+    name_ranks,
+    short_path,
+)
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 
@@ -19,6 +32,9 @@ __all__ = ["Failure", "find_first_failure", "format_verdict"]
 
 _WIDTH = 88
 _MAX_MESSAGE_CHARS = 300
+_MAX_OWN_MESSAGE_CHARS = 2000
+_OWN_ERRORS = "lockstep.errors."
+_MISMATCH = "lockstep.errors.CollectiveMismatch"
 _MAX_OTHERS = 4
 _SIGNAL_HINTS = {
     signal.SIGKILL: "out of memory?",
@@ -35,10 +51,14 @@ class Failure:
     Attributes:
         ended: its exit.
         report: what it wrote about an exception, or None if it could not.
+        places: where every rank was when the first failure was seen.
+        is_blamed: it ended without an error, and others say that they lost it.
     """
 
     ended: RankExit
     report: ErrorReport | None
+    places: Mapping[int, Place]
+    is_blamed: bool = False
 
     @property
     def rank(self) -> int:
@@ -47,10 +67,18 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the whole job: the rank's own, or 1 if it had to be stopped after its exception."""
-        if self.report is not None and (self.ended.stopped or self.ended.code == 0):
+        """Exit code for the whole job: the rank's own, or 1 if that does not tell of a failure."""
+        if self.is_blamed or (self.report is not None and (self.ended.stopped or self.ended.code == 0)):
             return 1
         return self.ended.code
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """For a timeout, the ranks that did not come; empty where nobody knows."""
+        if self.report is None or not self.report.is_timeout:
+            return ()
+        named = self.report.culprits or find_missing(self.places, self.rank)
+        return tuple(rank for rank in named if rank in self.places and rank != self.rank)
 
     @property
     def _order(self) -> tuple[bool, bool, float]:
@@ -61,27 +89,42 @@ class Failure:
 
     def describe(self) -> str:
         """A clause without full stop: `rank 2 (pid 4711) failed with ValueError at train.py:81: bad rate`."""
-        who = f"rank {self.rank} (pid {self.ended.pid})"
+        host = f" on {self.ended.host}" if self.ended.host else ""
+        who = f"rank {self.rank} (pid {self.ended.pid}{host})"
         if self.report is not None:
-            place = f" at {_short_path(self.report.file)}:{self.report.line}" if self.report.file else ""
-            message = _first_line(self.report.message)
+            place = f" at {short_path(self.report.file)}:{self.report.line}" if self.report.file else ""
+            message = _short_message(self.report)
             return f"{who} failed with {self.report.type}{place}" + (f": {message}" if message else "")
+        known = self.places.get(self.rank)
+        place = f" {known.describe()}" if known is not None and known.latest is not None else ""
+        if self.is_blamed:
+            return f"{who} ended (exit code {self.ended.code}){place} while other ranks still needed it"
         if self.ended.signal is not None:
-            return f"{who} was killed by signal {_describe_signal(self.ended.signal)}"
-        return f"{who} exited with code {self.ended.code}"
+            return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{place}"
+        return f"{who} exited with code {self.ended.code}{place}"
+
+    def is_like(self, other: Failure) -> bool:
+        """Whether both say the same; an error of ours may do so in the words of each rank."""
+        mine, yours = self.report, other.report
+        if mine is None or yours is None or mine.type != yours.type:
+            return False
+        if mine.message == yours.message or (mine.is_timeout and yours.is_timeout):
+            return True
+        return mine.type.startswith(_OWN_ERRORS) and (mine.file, mine.line) == (yours.file, yours.line)
 
 
-def _short_path(file: str) -> str:
-    """Relative to the current folder if it lies below."""
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return file
+def _short_message(report: ErrorReport) -> str:
+    """Of a message of ours all lines, which belong together; of others the first."""
+    is_ours = report.type.startswith(_OWN_ERRORS)
+    line = _as_paragraph(report.message) if is_ours else report.message.strip().partition("\n")[0]
+    limit = _MAX_OWN_MESSAGE_CHARS if is_ours else _MAX_MESSAGE_CHARS
+    return line if len(line) <= limit else line[:limit] + "…"
 
 
-def _first_line(text: str) -> str:
-    line = text.strip().partition("\n")[0]
-    return line if len(line) <= _MAX_MESSAGE_CHARS else line[:_MAX_MESSAGE_CHARS] + "…"
+def _as_paragraph(text: str) -> str:
+    """Lines of a list become clauses."""
+    text = text.strip().replace(":\n  ", ": ").replace("\n  ", "; ")
+    return ". ".join(line.strip() for line in text.splitlines())
 
 
 def _describe_signal(number: int) -> str:
@@ -94,36 +137,99 @@ def _describe_signal(number: int) -> str:
 
 
 def find_first_failure(
-    exits: Mapping[int, RankExit], reports: Mapping[int, ErrorReport], announced: set[int]
+    exits: Mapping[int, RankExit],
+    reports: Mapping[int, ErrorReport],
+    announced: set[int],
+    places: Mapping[int, Place] | None = None,
 ) -> list[Failure]:
-    """All failures, the one that started it first.
+    """All failures, the one that started it first. See [Note: whose failure it is].
 
     Args:
         exits: rank -> how it ended, for all ranks.
         reports: rank -> its error report, for those that wrote one.
         announced: ranks that are known to have failed whatever their exit code.
+        places: where every rank was when the first failure was seen, if known.
 
     Returns:
         Causes by time, then echoes of others' failures by time, then ranks that were only
         stopped. Empty if no rank failed.
     """
+    known = places or {}
     failures = [
-        Failure(ended, reports.get(rank))
+        Failure(ended, reports.get(rank), known)
         for rank, ended in exits.items()
         if ended.code != 0 or rank in reports or rank in announced
     ]
-    return sorted(failures, key=lambda failure: failure._order)
+    failures.sort(key=lambda failure: failure._order)
+    if failures and failures[0].report is not None and failures[0].report.secondary:
+        ended = [exits[rank] for rank in failures[0].report.culprits if rank in exits and exits[rank].code == 0]
+        failures[:0] = [Failure(one, None, known, is_blamed=True) for one in ended if one.rank not in reports]
+    return failures
 
 
 def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
+    first, others = failures[0], failures[1:]
     if num_ranks == 1:
         return ""
-    others = failures[1:]
+    places = describe_places({rank: place for rank, place in first.places.items() if rank != first.rank})
+    if places:
+        return f"; {places}"
     if any(failure.ended.stopped for failure in others):
         return "; the other ranks were stopped"
     if others:
         return "; other ranks failed after it"
-    return "; the other ranks had finished" if num_ranks > 1 else ""
+    return "; the other ranks had finished"
+
+
+def _accuse_missing(first: Failure) -> str:
+    """The verdict on a timeout: who did not come, and where it is; then where those are that waited for it."""
+    clauses = []
+    waiting = first.places[first.rank].latest if first.rank in first.places else None
+    for rank in first.missing:
+        place = first.places[rank]
+        where = f"it was {place.describe()}" if place.latest is not None else "it had not entered a collective yet"
+        stopped = ", and its process is stopped" if place.is_stopped else ""
+        awaited = f"did not come to {describe_position(waiting).partition(' ')[2]}" if waiting else "did not come"
+        clauses.append(f"rank {rank} (pid {place.pid}) {awaited}: {where}{stopped}")
+    others = describe_places({rank: place for rank, place in first.places.items() if rank not in first.missing})
+    return "; ".join([*clauses, others] if others else clauses)
+
+
+def _accuse_different(first: Failure) -> str:
+    """The verdict on a mismatch: who was not with the majority; the message says what each of them called."""
+    assert first.report is not None
+    culprits = [rank for rank in first.report.culprits if rank in first.places]
+    names = ", ".join(f"rank {rank} (pid {first.places[rank].pid})" for rank in culprits)
+    return (f"{names} came for something else: " if names else "") + _short_message(first.report)
+
+
+def _opening(failures: list[Failure], num_ranks: int) -> str:
+    """The paragraph with the root cause, and where the others were."""
+    first = failures[0]
+    if first.missing:
+        return _accuse_missing(first)
+    if first.report is not None and first.report.type == _MISMATCH:
+        return _accuse_different(first)
+    return first.describe() + _fate_of_others(failures, num_ranks)
+
+
+def _after(failures: list[Failure]) -> list[str]:
+    """What else failed, of itself and not for the same reason."""
+    first = failures[0]
+    own = [
+        other
+        for other in failures[1:]
+        if not other.ended.stopped and not (other.report is not None and other.report.secondary)
+    ]
+    alike = [other for other in own if other.is_like(first)]
+    own = [other for other in own if not other.is_like(first)]
+    lines = []
+    if alike:
+        lines.append(f"lockstep: the same error on {name_ranks(sorted(other.rank for other in alike))}")
+    lines += [f"lockstep: after it, {other.describe()}" for other in own[:_MAX_OTHERS]]
+    if len(own) > _MAX_OTHERS:
+        lines.append(f"lockstep: and {len(own) - _MAX_OTHERS} more ranks")
+    return lines
 
 
 def format_verdict(failures: list[Failure], num_ranks: int, log_dir: str | None = None) -> str:
@@ -136,15 +242,7 @@ def format_verdict(failures: list[Failure], num_ranks: int, log_dir: str | None 
     """
     first = failures[0]
     rule = "=" * _WIDTH
-    lines = [rule, f"lockstep: {first.describe()}{_fate_of_others(failures, num_ranks)}"]
-    own_failures = [
-        other
-        for other in failures[1:]
-        if not other.ended.stopped and not (other.report is not None and other.report.secondary)
-    ]
-    lines += [f"lockstep: after it, {other.describe()}" for other in own_failures[:_MAX_OTHERS]]
-    if len(own_failures) > _MAX_OTHERS:
-        lines.append(f"lockstep: and {len(own_failures) - _MAX_OTHERS} more ranks")
+    lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures)]
     if log_dir is not None:
         lines.append(f"lockstep: its output is in {os.path.join(log_dir, f'rank{first.rank}.log')}")
     if first.report is not None:

@@ -9,7 +9,9 @@ bootstrap has imported what it needs. It
 3. runs the script in a real `__main__`, as plain `python` does: `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`,
    pickling of classes defined there, and multiprocessing's spawn children that import it again;
 4. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
-   `python` does, without frames of this file (LOCKSTEP_DEBUG=1 keeps them), and exits with 1.
+   `python` does, and exits with 1. Frames of this file are left out, and those through which an error of Lockstep's own
+   came to the user's line (LOCKSTEP_DEBUG=1 keeps both). An error in setting up, which all ranks tend to have at
+   once, is left to the launcher to print.
 
 It sets no environment variables; those a rank finds are listed in environment.py.
 """
@@ -44,8 +46,9 @@ except ModuleNotFoundError:
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from lockstep import env
 
+from lockstep.frames import up_to_user
 from lockstep.launch.rendezvous import announce_failure
-from lockstep.launch.report import capture, without_leading_frames
+from lockstep.launch.report import capture, is_expected, is_own, without_leading_frames
 
 __all__ = ["run_module", "run_rank", "run_script"]
 
@@ -151,6 +154,10 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
     """Report, print unless quiet, and exit as an uncaught exception does."""
     keep_all = env.LOCKSTEP_DEBUG.get() is True
     trace = error.__traceback__ if keep_all else without_leading_frames(error.__traceback__, _OWN_FILES)
+    if is_own(error) and not keep_all:
+        trace = up_to_user(trace)
+    # A hook that somebody has put there may do more than print.
+    is_quiet = is_quiet or (is_expected(error) and sys.excepthook is sys.__excepthook__)
     error = error.with_traceback(trace)
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
     if may_report and rank is not None and folder is not None:

@@ -1,0 +1,291 @@
+"""The black box: where this rank is, in a file that is still there when the rank is not.
+
+The flight record lies in memory that ranks share, and goes with them. So that a launcher, which is none of
+them and never imports torch, can say where each rank was, every rank also keeps a small file in the
+launcher's private folder, mapped into its memory: one *section* for each process group, with what that rank entered
+last, from which line, and whether it came out. The kernel keeps what was written, however the
+process ends. Without a launcher there is no file, and the same words go to memory of this process.
+
+Layout of the file, all integers 64 bit in the order of the machine::
+
+    0        magic, pid                                            HEADER_BYTES
+    4096     section 0, section 1, …                               SECTION_BYTES each
+
+    section:
+    0        number entered, number finished, call, site, start    64
+    64       state                                                 64
+    128      text: name of the group                               384
+    512      text: what a send or receive waits for                512
+    4096     texts: ring of calls, RING entries of TEXT_BYTES
+    …        texts: ring of call sites, RING entries of TEXT_BYTES
+
+A text is a 16-bit length and UTF-8 bytes, cut to its field. `start` is a double: seconds on the monotonic clock, which
+all processes of a host share.
+
+[Note: what it costs] Texts are written once and then named by an index, so a collective stores five words.
+The bytes behind them are allocated before they are mapped: a full disk is no black box, not a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import env
+
+__all__ = [
+    "CALL",
+    "FINISHED",
+    "NUMBER",
+    "RING",
+    "SITE",
+    "START",
+    "Position",
+    "Section",
+    "open_section",
+    "read_positions",
+]
+
+RING = 64
+TEXT_BYTES = 256
+HEADER_BYTES = 4096
+SECTION_BYTES = 4096 + 2 * RING * TEXT_BYTES
+
+# Indices of the words of a section.
+NUMBER, FINISHED, CALL, SITE, START = range(5)
+_STATE = 8
+_FREE, _OPEN, _CLOSED = range(3)
+
+_MAGIC = 0x4C6F636B73746570
+_HEADER = struct.Struct("=2q")
+_WORDS = struct.Struct("=4qd")
+_NAME = (128, 384)
+_WAITING = (512, 512)
+_CALLS_START = 4096
+_SITES_START = 4096 + RING * TEXT_BYTES
+_READ_TRIES = 10
+
+
+class Section:
+    """Where this rank is in one group. Written by this rank alone.
+
+    Args:
+        memory: SECTION_BYTES that a launcher reads, or None for memory that nobody reads.
+
+    Attributes:
+        words: indexed by NUMBER, FINISHED, CALL and SITE; written by whoever enters a collective.
+        times: the same memory as doubles; indexed by START.
+    """
+
+    def __init__(self, memory: memoryview | None) -> None:
+        self._memory = memory
+        words = memory if memory is not None else memoryview(array("q", bytes(64 + 64))).cast("B")
+        self.words = words.cast("q")
+        self.times = words.cast("d")
+        self._slot: tuple[_Box, int] | None = None
+
+    def write_call(self, index: int, text: str) -> None:
+        """Put a description of a call into the ring of calls."""
+        self._write(_CALLS_START + index * TEXT_BYTES, TEXT_BYTES, text)
+
+    def write_site(self, index: int, text: str) -> None:
+        """Put a call site into the ring of call sites."""
+        self._write(_SITES_START + index * TEXT_BYTES, TEXT_BYTES, text)
+
+    def say_waiting(self, text: str) -> None:
+        """Say which send or receive this rank waits in; empty when it does not any more."""
+        self._write(*_WAITING, text)
+
+    def _write(self, offset: int, capacity: int, text: str) -> None:
+        if self._memory is not None:
+            data = text.encode(errors="replace")[: capacity - 2]
+            self._memory[offset + 2 : offset + 2 + len(data)] = data
+            self._memory[offset : offset + 2] = len(data).to_bytes(2, "little")
+
+    def close(self) -> None:
+        """The group is no more. What it did last stays readable until another group needs the section."""
+        if self._slot is not None:
+            box, index = self._slot
+            self._slot = None
+            self.words[_STATE] = _CLOSED
+            box.release(index)
+
+
+class _Box:
+    """The file of this process.
+
+    Args:
+        folder: the launcher's private folder.
+        rank: global rank of this process.
+
+    Raises:
+        OSError: no file can be made, or another process of this rank has one.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.owner = folder, rank, os.getpid()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = os.open(_path(Path(folder), rank), flags, 0o600)
+        os.posix_fallocate(self._fd, 0, HEADER_BYTES)
+        os.pwrite(self._fd, _HEADER.pack(_MAGIC, os.getpid()), 0)
+        self._num_sections = 0
+        self._free: list[int] = []
+
+    def open(self, name: str) -> Section:
+        index = self._free.pop(0) if self._free else self._num_sections
+        start = HEADER_BYTES + index * SECTION_BYTES
+        os.posix_fallocate(self._fd, start, SECTION_BYTES)
+        memory = memoryview(mmap.mmap(self._fd, SECTION_BYTES, offset=start))
+        self._num_sections = max(self._num_sections, index + 1)
+        memory[:4096] = bytes(4096)
+        section = Section(memory)
+        section._slot = self, index
+        section._write(*_NAME, name)
+        section.words[_STATE] = _OPEN
+        return section
+
+    def release(self, index: int) -> None:
+        self._free.append(index)
+
+
+_box: _Box | None = None
+_refused: tuple[str, int, int] | None = None
+_lock = threading.Lock()
+
+
+def open_section(name: str) -> Section:
+    """A section for a group of this rank. Local.
+
+    Args:
+        name: how messages call the group.
+
+    Returns:
+        One that the launcher reads, or, where there is none or its folder is full, one that nobody reads.
+    """
+    global _box, _refused
+    folder, rank = env.LOCKSTEP_RENDEZVOUS.get(), env.RANK.get()
+    if folder is None or rank is None:
+        return Section(None)
+    owner = folder, rank, os.getpid()
+    with _lock:
+        try:
+            if _refused == owner:
+                return Section(None)
+            if _box is None or _box.owner != owner:
+                _box = _Box(folder, rank)
+            return _box.open(name)
+        except OSError:
+            _refused = owner
+            return Section(None)
+
+
+@dataclass(frozen=True)
+class Position:
+    """What one rank said last about one group.
+
+    Attributes:
+        rank: global rank.
+        pid: of its process.
+        group: how messages call the group.
+        number: of the collective in that group, counted from 1; 0 before the first.
+        call: what it called, such as `all_reduce(float32[10], SUM)`.
+        site: from where, such as `/home/me/train.py:81 in main`.
+        inside: it has not come out of that collective.
+        waiting: the send or receive that it waits in; empty for none.
+        since_s: when it entered, in seconds of the monotonic clock.
+        is_open: the group had not been shut down.
+    """
+
+    rank: int
+    pid: int
+    group: str
+    number: int
+    call: str
+    site: str
+    inside: bool
+    waiting: str
+    since_s: float
+    is_open: bool
+
+    @property
+    def operation(self) -> str:
+        """The name of the call, without what it was given."""
+        return self.call.partition("(")[0]
+
+    @property
+    def for_s(self) -> float:
+        """Seconds since it entered."""
+        return max(time.monotonic() - self.since_s, 0.0)
+
+
+def read_positions(folder: Path, ranks: Iterable[int]) -> dict[int, list[Position]]:
+    """What the ranks of an attempt said last, those that are gone included.
+
+    Args:
+        folder: private folder of the attempt.
+        ranks: global ranks to look for.
+
+    Returns:
+        rank -> its positions, one for each group in which it has called something, the latest first. A rank
+        that never made a group has none.
+    """
+    found = {rank: _read_box(folder, rank) for rank in ranks}
+    return {rank: positions for rank, positions in found.items() if positions}
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"position-rank{rank}"
+
+
+def _read_box(folder: Path, rank: int) -> list[Position]:
+    try:
+        with open(_path(folder, rank), "rb") as file:
+            magic, pid = _HEADER.unpack(file.read(_HEADER.size))
+            size = os.fstat(file.fileno()).st_size
+            starts = range(HEADER_BYTES, size - SECTION_BYTES + 1, SECTION_BYTES)
+            positions = [_read_section(file.fileno(), start, rank, pid) for start in starts]
+    except (OSError, struct.error):
+        return []
+    if magic != _MAGIC:
+        return []
+    said = [position for position in positions if position is not None]
+    # Of two that are equally late, the one that it is still in.
+    return sorted(said, key=lambda one: (one.inside or bool(one.waiting), one.since_s), reverse=True)
+
+
+def _read_section(fd: int, start: int, rank: int, pid: int) -> Position | None:
+    data = b""
+    # The rank may be writing: what is read twice the same is whole.
+    for _ in range(_READ_TRIES):
+        before, data = data, os.pread(fd, SECTION_BYTES, start)
+        if data == before:
+            break
+    number, finished, call, site, since_s = _WORDS.unpack_from(data)
+    (state,) = struct.unpack_from("=q", data, 8 * _STATE)
+    waiting = _text(data, _WAITING[0])
+    if state == _FREE or (number == 0 and not waiting):
+        return None
+    return Position(
+        rank,
+        pid,
+        _text(data, _NAME[0]),
+        number,
+        _text(data, _CALLS_START + call * TEXT_BYTES) if number else "",
+        _text(data, _SITES_START + site * TEXT_BYTES) if number else "",
+        inside=number > finished,
+        waiting=waiting,
+        since_s=since_s,
+        is_open=state == _OPEN,
+    )
+
+
+def _text(data: bytes, offset: int) -> str:
+    length = int.from_bytes(data[offset : offset + 2], "little")
+    return data[offset + 2 : offset + 2 + length].decode(errors="ignore")

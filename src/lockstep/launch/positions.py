@@ -1,0 +1,167 @@
+"""Where the ranks are, or were: in which collective, since when, at which line of the user's code.
+
+Read from the black box that each rank keeps in the attempt's private folder (`lockstep.blackbox`), so a rank that was
+killed is among them. The launcher asks at the first failure, before anybody is stopped, and whenever it gets SIGUSR1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.blackbox import Position, read_positions
+
+__all__ = [
+    "Place",
+    "describe_places",
+    "describe_position",
+    "find_missing",
+    "format_table",
+    "look",
+    "name_ranks",
+    "short_path",
+]
+
+_DEFAULT_GROUP = "the default group"
+_MAX_PLACES = 4
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in the kernel",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "dead",
+    "X": "dead",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank is.
+
+    Attributes:
+        rank: global rank.
+        pid: of its process.
+        state: the scheduler's letter for the process; X if it is gone.
+        positions: one for each group in which it has called something, the latest first.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    positions: tuple[Position, ...]
+
+    @property
+    def latest(self) -> Position | None:
+        """What it did last; None if it has not called anything yet, or has no group of which we know."""
+        return self.positions[0] if self.positions else None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process (SIGSTOP, Ctrl-Z, a debugger)."""
+        return self.state in "Tt"
+
+    def describe(self) -> str:
+        """`in all_reduce #57 at train.py:81`, or `after` it; empty if nothing is known."""
+        return "" if self.latest is None else describe_position(self.latest)
+
+
+def describe_position(position: Position) -> str:
+    """`in all_reduce #57 at train.py:81`; with the group's name unless it is the default one."""
+    group = "" if position.group == _DEFAULT_GROUP else f" of {position.group}"
+    if position.waiting:
+        call, _, site = position.waiting.rpartition(" at ")
+        return f"in {call}{group} at {_short_site(site)}"
+    word = "in" if position.inside else "after"
+    return f"{word} {position.operation} #{position.number}{group} at {_short_site(position.site)}"
+
+
+def _short_site(site: str) -> str:
+    """`train.py:81` of `/home/me/train.py:81 in main`."""
+    place = site.rpartition(" in ")[0] or site
+    path, colon, line = place.rpartition(":")
+    return f"{short_path(path)}{colon}{line}" if colon else place
+
+
+def short_path(file: str) -> str:
+    """Relative to the current folder if it lies below."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return file
+
+
+def look(folder: Path, pids: Mapping[int, int]) -> dict[int, Place]:
+    """Where all ranks are now.
+
+    Args:
+        folder: private folder of the attempt.
+        pids: rank -> pid of all ranks of the attempt.
+    """
+    found = read_positions(folder, pids)
+    return {rank: Place(rank, pid, _state_of(pid), tuple(found.get(rank, ()))) for rank, pid in pids.items()}
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "X"
+
+
+def describe_places(places: Mapping[int, Place]) -> str:
+    """`ranks 0, 1, 3 were in all_reduce #57 at train.py:81; rank 4 was after …`; empty if nothing is known."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        if place.latest is not None:
+            ranks.setdefault(place.describe(), []).append(rank)
+    # Where most of them are comes first.
+    groups = sorted(ranks.items(), key=lambda item: -len(item[1]))
+    parts = [f"{name_ranks(own)} {'was' if len(own) == 1 else 'were'} {text}" for text, own in groups[:_MAX_PLACES]]
+    if len(groups) > _MAX_PLACES:
+        parts.append(f"{name_ranks(sorted(rank for _, own in groups[_MAX_PLACES:] for rank in own))} elsewhere")
+    return "; ".join(parts)
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def find_missing(places: Mapping[int, Place], rank: int) -> tuple[int, ...]:
+    """The ranks that have not come to where `rank` waits: those whose count in that group is behind.
+
+    Args:
+        places: of all ranks of the job.
+        rank: one that waited in vain in its latest collective.
+    """
+    waiting = places[rank].latest if rank in places else None
+    if waiting is None or not waiting.inside:
+        return ()
+    missing = []
+    for other, place in places.items():
+        same = next((one for one in place.positions if one.group == waiting.group), None)
+        # In a group of some ranks, one that has never called anything may have no part at all.
+        has_come = same.number >= waiting.number if same is not None else waiting.group != _DEFAULT_GROUP
+        if not has_come:
+            missing.append(other)
+    return tuple(missing)
+
+
+def format_table(places: Mapping[int, Place]) -> str:
+    """One line for each rank: rank, pid, state, what it is in and since when, from which line."""
+    lines = ["lockstep: where every rank is"]
+    for rank, place in sorted(places.items()):
+        latest = place.latest
+        if latest is None:
+            what = "no collective yet"
+        else:
+            since = f", for {latest.for_s:.1f} s" if latest.inside and not latest.waiting else ""
+            if not latest.inside and not latest.waiting:
+                since = f", which it entered {latest.for_s:.1f} s ago"
+            what = f"{describe_position(latest)}{since}"
+            if latest.call and not latest.waiting:
+                what += f": {latest.call}"
+        lines.append(f"  rank {rank} (pid {place.pid}), {_STATES.get(place.state, place.state)}: {what}")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,249 @@
+"""Where every rank was: in the verdict, at a timeout, and whenever somebody asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launching import NOTE_PID, Launches, wait_until
+from lockstep import blackbox
+from lockstep.launch.positions import find_missing, look
+from lockstep.launch.stacks import dump_stacks
+from test_launch_failures import verdict_of
+
+# For scripts: what a collective writes into the black box, without the seconds that importing torch takes.
+RECORD = """
+from lockstep import blackbox
+sections = {}
+def enter(call, line, number, group='the default group', done=True):
+    box = sections.get(group) or sections.setdefault(group, blackbox.open_section(group))
+    box.write_call(0, call)
+    box.write_site(0, f'{os.getcwd()}/train.py:{line} in main')
+    box.times[blackbox.START] = time.monotonic()
+    box.words[blackbox.NUMBER] = number
+    if done:
+        box.words[blackbox.FINISHED] = number
+def meet(name):
+    open(f'{name}{RANK}', 'w').close()
+    while not all(os.path.exists(f'{name}{rank}') for rank in range(int(os.environ['WORLD_SIZE']))):
+        time.sleep(0.002)
+"""
+
+
+def opening_of(stderr: str) -> str:
+    """The paragraph that the verdict begins with, without pids."""
+    words = verdict_of(stderr).splitlines()[0].split(" ")
+    return " ".join(
+        "N)" + word.partition(")")[2] if before == "(pid" else word
+        for before, word in zip(["", *words], words, strict=False)
+    )
+
+
+def test_killed_rank_and_where_the_others_were(launches: Launches) -> None:
+    script = launches.script(
+        RECORD
+        + """
+enter('all_reduce(float32[4], SUM)', 81, 56)
+if RANK == 3:
+    enter('broadcast(int64[1], root=0)', 7, 2, 'group 1 of ranks [0, 3]')
+elif RANK != 2:
+    enter('all_reduce(float32[4], SUM)', 90, 57, done=False)
+meet('here')
+if RANK == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    )
+    done = launches.run("--nproc", "4", script)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert opening_of(done.stderr) == (
+        "lockstep: rank 2 (pid N) was killed by signal 9 (SIGKILL; out of memory?) after all_reduce #56 at train.py:81"
+        "; ranks 0, 1 were in all_reduce #57 at train.py:90; "
+        "rank 3 was after broadcast #2 of group 1 of ranks [0, 3] at train.py:7"
+    )
+
+
+def test_rank_that_ends_in_the_middle_is_the_cause(launches: Launches) -> None:
+    script = launches.script(
+        RECORD
+        + """
+from lockstep.errors import RankLost
+enter('all_reduce(float32[4], SUM)', 81, 3, done=RANK == 1)
+meet('here')
+if RANK == 1:
+    sys.exit()
+time.sleep(0.2)
+raise RankLost('rank 1 left', (1,))
+"""
+    )
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 1
+    assert opening_of(done.stderr) == (
+        "lockstep: rank 1 (pid N) ended (exit code 0) after all_reduce #3 at train.py:81 while other ranks still "
+        "needed it; ranks 0, 2 were in all_reduce #3 at train.py:81"
+    )
+
+
+def test_gloos_timeout_names_who_did_not_come(launches: Launches) -> None:
+    """Gloo says that it has waited, and for nobody: who is missing is found by comparing positions."""
+    folder = launches.folder / "torch" / "distributed"
+    folder.mkdir(parents=True)
+    (folder / "fake.py").write_text("def wait(): raise RuntimeError('Timed out waiting 1800000ms for recv')\n")
+    script = launches.script(
+        RECORD
+        + """
+enter('allreduce(float32[4])', 81, 4)
+if RANK != 1:
+    enter('allreduce(float32[4])', 90, 5, done=False)
+meet('here')
+if RANK == 1:
+    time.sleep(60)
+sys.path.insert(0, 'torch/distributed')
+import fake
+time.sleep(RANK * 0.2)
+fake.wait()
+"""
+    )
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 1
+    assert opening_of(done.stderr) == (
+        "lockstep: rank 1 (pid N) did not come to allreduce #5 at train.py:90: it was after allreduce #4 at train.py:81"
+        "; ranks 0, 2 were in allreduce #5 at train.py:90"
+    )
+
+
+def test_setup_error_of_all_ranks_is_one_block(launches: Launches) -> None:
+    script = launches.script(
+        """
+        from lockstep.errors import BackendUnavailable
+        raise BackendUnavailable(f"backend 'glo' is not available on rank {RANK}")
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    first, second, _, *traceback = verdict_of(done.stderr).splitlines()
+    assert "failed with lockstep.errors.BackendUnavailable at script.py:4: backend 'glo' is not available" in first
+    assert second.startswith("lockstep: the same error on ranks ")
+    assert len(traceback) <= 5
+
+
+# A training loop on the real group; the last rank stops itself after two steps.
+REAL = (
+    NOTE_PID
+    + """
+import torch, torch.distributed as dist, lockstep
+with lockstep.init(timeout=4) as world:
+    for step in range(3):
+        if step == 2 and RANK == 1:
+            note('stopped')
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(4))  # step
+"""
+)
+
+
+@pytest.fixture
+def step_line() -> int:
+    """The line of REAL's collective in the script."""
+    return 1 + next(number for number, line in enumerate(REAL.splitlines(), 1) if line.endswith("# step"))
+
+
+def test_stopped_rank_on_demand_and_at_the_timeout(launches: Launches, step_line: int) -> None:
+    process = launches.start("--nproc", "2", "--stacks-on-timeout", "--grace", "0.2", launches.script(REAL))
+    (stopped,) = launches.pids("stopped")
+    (folder,) = launches.temporary.glob("lockstep-*")
+    waiting = f"in all_reduce #3 at script.py:{step_line}"
+    wait_until(lambda: look(folder, {1: stopped})[1].is_stopped, "rank 1 is stopped")
+    wait_until(lambda: (place := look(folder, {0: 0})[0]).latest and place.latest.number == 3, "rank 0 waits")
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    table = err.partition("lockstep: where every rank is\n")[2].splitlines()
+    assert f"{waiting}, for " in table[0]
+    assert table[0].endswith(" s: all_reduce(float32[4], SUM)")
+    assert f"rank 1 (pid {stopped}), stopped by a signal: after all_reduce #2 at script.py:{step_line}" in table[1]
+    # py-spy reads a stopped process too. The rank that has raised has no stack any more, but a traceback.
+    stacks = err.partition("lockstep: stacks of rank 1\n")[2].partition("=====")[0]
+    assert f"<module> (script.py:{step_line - 1})" in stacks
+    assert "stacks of rank 0" not in err
+    verdict = verdict_of(err)
+    assert verdict.startswith(
+        f"lockstep: rank 1 (pid {stopped}) did not come to all_reduce #3 at script.py:{step_line}: it was after "
+        f"all_reduce #2 at script.py:{step_line}, and its process is stopped; rank 0 was {waiting}"
+    )
+    assert "Missing: rank 1 (" in verdict
+    assert "engine.py" not in err, "frames of ours are left out"
+    assert "distributed_c10d.py" not in err
+
+
+def test_missing_py_spy_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert dump_stacks({0: os.getpid()}) == "lockstep: no stacks: py-spy is not installed (pip install py-spy)\n"
+
+
+def test_process_without_python_has_no_stack() -> None:
+    assert dump_stacks({3: 1}).startswith("lockstep: no stack of rank 3: ")
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A private folder, as the launcher gives it to rank 0."""
+    monkeypatch.setenv("LOCKSTEP_RENDEZVOUS", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    return tmp_path
+
+
+def enter(section: blackbox.Section, number: int, text: str, start_s: float) -> None:
+    section.write_call(number % blackbox.RING, text)
+    section.words[blackbox.CALL] = number % blackbox.RING
+    section.times[blackbox.START] = start_s
+    section.words[blackbox.NUMBER] = number
+
+
+def test_black_box_keeps_each_groups_last_call(box: Path) -> None:
+    default, other = blackbox.open_section("the default group"), blackbox.open_section("group 1")
+    unused = blackbox.open_section("group 2")
+    for number in range(1, 200):
+        enter(default, number, f"all_reduce(float32[{number}])", float(number))
+        default.words[blackbox.FINISHED] = number
+    enter(other, 1, "barrier()", 50.0)
+    other.say_waiting("recv(float32[3], src=0, tag=0) at train.py:3 in main")
+    positions = blackbox.read_positions(box, [0, 1])[0]
+    assert [(one.group, one.number, one.inside) for one in positions] == [
+        ("group 1", 1, True),
+        ("the default group", 199, False),
+    ]
+    assert positions[1].call == "all_reduce(float32[199])"
+    assert positions[0].waiting.startswith("recv(")
+    # A section that is given back keeps its last word until another group has need of it.
+    other.close()
+    assert not blackbox.read_positions(box, [0])[0][0].is_open
+    assert blackbox.open_section("group 3").words[blackbox.NUMBER] == 0
+    assert [one.group for one in blackbox.read_positions(box, [0])[0]] == ["the default group"]
+    unused.close()
+
+
+def test_black_box_is_no_necessity(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process of this rank has it, or there is no room: the words go nowhere, and nothing else changes."""
+    (box / "position-rank0").write_bytes(b"not ours")
+    section = blackbox.open_section("the default group")
+    enter(section, 1, "barrier()", 1.0)
+    section.say_waiting("recv")
+    section.close()
+    assert blackbox.read_positions(box, [0]) == {}
+    monkeypatch.delenv("LOCKSTEP_RENDEZVOUS")
+    enter(blackbox.open_section("the default group"), 1, "barrier()", 1.0)
+
+
+def test_missing_ranks_are_those_behind(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, number in ((0, 5), (1, 4), (2, 5)):
+        monkeypatch.setenv("RANK", str(rank))
+        enter(blackbox.open_section("the default group"), number, "barrier()", 1.0)
+    places = look(box, {0: 0, 1: 0, 2: 0, 3: 0})
+    assert find_missing(places, 0) == (1, 3)
+    assert find_missing(places, 3) == ()
