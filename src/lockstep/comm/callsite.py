@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 
 from lockstep.frames import is_internal_file
 
-__all__ = ["CallSite", "call_site", "describe_exception", "site_text"]
+__all__ = ["CallSite", "call_site", "describe_exception", "is_users", "site_text"]
 
 CallSite = tuple[CodeType | None, int]
 
@@ -17,8 +17,9 @@ _SITE_BYTES = 250
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_internal(code: CodeType) -> bool:
-    return is_internal_file(code.co_filename)
+def is_users(code: CodeType) -> bool:
+    """Whether it is the user's code, neither Lockstep's nor torch's."""
+    return not is_internal_file(code.co_filename)
 
 
 def call_site() -> CallSite:
@@ -26,7 +27,7 @@ def call_site() -> CallSite:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not _is_internal(code):
+        if is_users(code):
             return code, frame.f_lineno
         frame = frame.f_back
     return None, 0
