@@ -62,7 +62,7 @@ def read_topology(
     if rank is not None and world_size is not None:
         explicit = dict(variables)
         if env.RANK.get(variables) != rank or env.WORLD_SIZE.get(variables) != world_size:
-            for variable in (env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.GROUP_RANK, env.NODE_RANK):
+            for variable in (env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.GROUP_RANK, env.GROUP_WORLD_SIZE, env.NODE_RANK):
                 variable.unset(explicit)
         env.RANK.set(rank, explicit)
         env.WORLD_SIZE.set(world_size, explicit)

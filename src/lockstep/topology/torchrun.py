@@ -34,9 +34,10 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
         local_rank = rank % ranks_per_host
     if node_rank is None:
         node_rank = rank // ranks_per_host
-    # Hosts may hold different numbers of ranks, so the count of hosts is a lower bound here;
-    # the rendezvous learns the true one.
-    num_nodes = max(node_rank + 1, -(-world_size // ranks_per_host))
+    # Hosts may hold different numbers of ranks, so where nobody counts them this is a guess.
+    num_nodes = env.GROUP_WORLD_SIZE.get(variables)
+    if num_nodes is None:
+        num_nodes = max(node_rank + 1, -(-world_size // ranks_per_host))
     if env.LOCKSTEP_RENDEZVOUS.get(variables) is not None:
         launcher = "lockstep"
     elif env.TORCHELASTIC_RUN_ID.get(variables) is not None:

@@ -1,0 +1,26 @@
+"""Several hosts: one launcher on each, which agree on who takes part, and start, watch and end the job together.
+
+General layout, from the bottom up:
+
+* `options`: what the command line says about hosts, checked before anything is started. No torch.
+* `roll`: who takes part in the job: a state and its transitions, as pure functions.
+* `place`: the torch store in which the launchers meet; one of them holds it.
+* `pulse`: who is still there.
+* `rendezvous`: rounds of hosts, agreed on through the store: torch's interface of a rendezvous.
+* `reports`: how the ranks of each host ended, told to all hosts.
+* `agent`: torch's elastic agent over the ranks of this host.
+* `job`: `launch_on_hosts`, what `lockstep run --nnodes` calls.
+
+[Note: rounds] A job goes through rounds. A round is a fixed list of hosts, with numbers in order, and one start of all
+ranks: what is called an attempt on one host. It ends when all ranks are done, when a rank fails, or when the hosts
+change; then all hosts leave it, and those that are there make up the next. All that belongs to a round has keys of its
+own, and rank 0 of each round listens on a port of its own, so nothing of one round is ever read in another.
+
+[Note: torch] The life of a round (rendezvous, start, watch, restart) is torch's `SimpleElasticAgent`, the store is
+torch's, and the rendezvous implements torch's `RendezvousHandler`. Three things are not torch's:
+
+* its agent for local processes, because the ranks of one host are started, heard and ended as on one host (`crew.py`);
+* its dynamic rendezvous, which unpickles what it reads from the network, declares hosts dead whose clocks differ, takes
+  45 s to go on after a host was lost, and does not tell the others at all when a host fails for good;
+* its agents' store as that of the ranks: used again by the next start, it gives the ranks addresses of the last.
+"""

@@ -1,0 +1,321 @@
+"""torch's elastic agent over the ranks of this host.
+
+torch calls `_monitor_workers` again and again and acts on what it returns. Here it says HEALTHY until all hosts of the
+round agree on how the round ended, so that all of them do the same next:
+
+all ranks of all hosts have exited with 0                      SUCCEEDED   the job is done
+a rank of any host has failed                                  FAILED      another round, if there may be one; counted
+a host left, was lost or came, and there are hosts enough      HEALTHY     another round; not counted
+a host left or was lost, and there are too few                 FAILED, or the job is over if it was told to end
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events.api import Event, EventSource
+
+from lockstep.launch.config import LaunchConfig
+from lockstep.launch.crew import Crew, Outcome
+from lockstep.launch.environment import AttemptEnvironment
+from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
+from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
+from lockstep.launch.hosts.roll import Host
+from lockstep.launch.logs import LogFolder
+from lockstep.launch.output import say
+from lockstep.launch.verdict import Failure
+
+__all__ = ["HostAgent", "Interrupted", "OutputLost"]
+
+_POLL_S = 0.1
+# torch sleeps that long between two looks; ours wait by themselves, for what happens.
+_TORCH_SLEEP_S = 0.001
+# On top of what hosts need to end their ranks, until a host that says nothing is not waited for.
+_REPORT_PATIENCE_S = 15.0
+
+
+class Interrupted(Exception):
+    """This launcher was told to end.
+
+    Attributes:
+        number: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class OutputLost(Exception):
+    """The ranks' output could not be passed on.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class HostAgent(SimpleElasticAgent):
+    """Starts, watches and ends the ranks of this host, in step with the other hosts.
+
+    Args:
+        config: what the ranks run.
+        num_ranks: how many of them this host has.
+        rendezvous: the other hosts.
+        hire: a new crew, for one round.
+        rest: waits for so many seconds while there are no ranks; raises when this launcher is told to end.
+        variables: the environment that ranks start from.
+        job: id of what is started on this host.
+        logs: where output goes, or None.
+
+    Attributes:
+        failures: of the last round, the first one first.
+        absent: hosts whose loss ended the last round.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        num_ranks: int,
+        rendezvous: HostRendezvous,
+        hire: Callable[[], Crew],
+        rest: Callable[[float], None],
+        variables: Mapping[str, str],
+        job: str,
+        logs: LogFolder | None,
+    ) -> None:
+        spec = WorkerSpec(
+            role=DEFAULT_ROLE,
+            local_world_size=num_ranks,
+            rdzv_handler=rendezvous,
+            entrypoint=config.target,
+            max_restarts=config.max_restarts,
+            monitor_interval=_TORCH_SLEEP_S,
+        )
+        super().__init__(spec)
+        self.failures: list[Failure] = []
+        self.absent: list[Host] = []
+        self._config = config
+        self._rendezvous_of_hosts = rendezvous
+        self._hire = hire
+        self._rest = rest
+        self._variables = variables
+        self._job = job
+        self._logs = logs
+        self._crew: Crew | None = None
+        self._outcome: Outcome | None = None
+        self._has_told = False
+        self._patience_ends_s: float | None = None
+
+    # ---- what torch asks for -----------------------------------------------------------------------
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks in order of the hosts' numbers; hosts may have different numbers of them."""
+        sizes = [host.num_ranks for host in self._rendezvous_of_hosts.members]
+        first, total = sum(sizes[:group_rank]), sum(sizes)
+        return [Worker(local, first + local, first + local, total, total) for local in range(spec.local_world_size)]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        rendezvous, first = self._rendezvous_of_hosts, worker_group.workers[0]
+        self._crew, self._outcome, self._has_told = self._hire(), None, False
+        self.failures, self.absent, self._patience_ends_s = [], [], None
+        environment = AttemptEnvironment(
+            base=self._variables,
+            job=self._job,
+            folder=self._crew.folder,
+            world_size=first.world_size,
+            master_addr=rendezvous.master[0],
+            master_port=rendezvous.master[1],
+            restart_count=rendezvous.number,
+            max_restarts=self._config.max_restarts,
+            first_rank=first.global_rank,
+            local_world_size=len(worker_group.workers),
+            node_rank=rendezvous.position,
+            num_nodes=len(rendezvous.members),
+            run_id=rendezvous.get_run_id(),
+        )
+        if self._logs is not None:
+            self._logs.open(environment.ranks)
+        self._crew.start(environment)
+        return {rank - first.global_rank: pid for rank, pid in self._crew.attempt.pids.items()}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the round stands. See the module's text."""
+        assert self._crew is not None
+        if self._outcome is None and self._crew.attempt.wait(_POLL_S):
+            self._end_own_ranks()
+        elif self._outcome is not None:
+            self._rest(_POLL_S)
+        self._check_signals()
+        rendezvous = self._rendezvous_of_hosts
+        roll = rendezvous.look()
+        if roll.closed is not None:
+            self._stop_workers(worker_group)
+            raise JobClosed(roll)
+        # In this order: what is noticed was said before any rank could fail of it.
+        has_failed = self._tell_of_failure()
+        notice = rendezvous.notice()
+        if notice is not None:
+            return self._regroup(notice.text)
+        if has_failed:
+            return self._judge(worker_group)
+        missing = rendezvous.missing()
+        if missing:
+            return self._lose(worker_group, missing)
+        if roll.waiting and roll.has_room:
+            text = f"{', '.join(map(str, roll.waiting))} came"
+            rendezvous.give_notice(text)
+            return self._regroup(text)
+        if self._outcome is not None and all(report and not report.has_failed for report in self._reports()):
+            return self._result(worker_group, WorkerState.SUCCEEDED)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        crew, self._crew = self._crew, None
+        if crew is None:
+            return
+        try:
+            if self._outcome is None:
+                crew.attempt.stop()
+                crew.attempt.wait()
+                crew.end()
+        finally:
+            crew.close()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._stop_workers(self._worker_group)
+
+    def _exit_barrier(self) -> None:
+        """Nothing: when a round has succeeded, it has on all hosts."""
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        """Without the host's full name, which torch's own asks a name server for, each time."""
+        return Event(f"torchelastic.worker.status.{state}", source, metadata={"run_id": self._job})
+
+    # ---- the parts of `_monitor_workers` -----------------------------------------------------------
+
+    def _end_own_ranks(self) -> None:
+        """All ranks of this host have exited: tell the other hosts how, unless that is this launcher's doing."""
+        assert self._crew is not None
+        crew = self._crew
+        self._check_signals()
+        self._outcome = crew.end()
+        if self._outcome.output_error is not None:
+            raise OutputLost(self._outcome.output_error)
+        if self._outcome.interrupted_by is not None and not self._outcome.failures:
+            raise Interrupted(self._outcome.interrupted_by)
+        report = HostReport(crew.attempt.exits, crew.reports, crew.attempt.failed_ranks, crew.places)
+        self._rendezvous_of_hosts.put(f"report/{self._rendezvous_of_hosts.host.key}", report.encode())
+
+    def _check_signals(self) -> None:
+        """If this launcher was told to end, say so before the ranks have ended, and wait for them."""
+        crew = self._crew
+        if crew is None or crew.attempt.interrupted_by is None or not crew.attempt.is_cut_short:
+            return
+        number = crew.attempt.interrupted_by
+        rendezvous = self._rendezvous_of_hosts
+        rendezvous.leave(f"{rendezvous.host} was told to end ({signal.Signals(number).name})", 128 + number)
+        crew.attempt.wait()
+        raise Interrupted(number)
+
+    def _tell_of_failure(self) -> bool:
+        """Tell the others of a failure here, and this host's ranks of one elsewhere; whether there is one."""
+        assert self._crew is not None
+        rendezvous, attempt = self._rendezvous_of_hosts, self._crew.attempt
+        if attempt.failed_ranks and not self._has_told:
+            self._has_told = True
+            rendezvous.put("failed", rendezvous.host.key)
+        if rendezvous.get("failed") is None:
+            return False
+        attempt.settle()
+        return True
+
+    def _reports(self) -> list[HostReport | None]:
+        """What the hosts of the round have said of their ranks' ends."""
+        rendezvous = self._rendezvous_of_hosts
+        texts = [rendezvous.get(f"report/{host.key}") for host in rendezvous.members]
+        return [None if text is None else HostReport.decode(text) for text in texts]
+
+    def _judge(self, worker_group: WorkerGroup) -> RunResult:
+        """A rank has failed somewhere: once all hosts have said how theirs ended, or are gone, decide."""
+        rendezvous, crew = self._rendezvous_of_hosts, self._crew
+        assert crew is not None
+        reports = self._reports()
+        silent = [host for host, report in zip(rendezvous.members, reports, strict=True) if report is None]
+        if rendezvous.host in silent:
+            return RunResult(WorkerState.HEALTHY)  # Its own ranks are still being ended.
+        gone = [host for host in rendezvous.missing() if host in silent]
+        if gone:
+            return self._lose(worker_group, gone)
+        if silent and self._is_patient():
+            return RunResult(WorkerState.HEALTHY)
+        return self._fail(worker_group)
+
+    def _is_patient(self) -> bool:
+        now_s = time.monotonic()
+        if self._patience_ends_s is None:
+            self._patience_ends_s = now_s + self._config.settle_s + self._config.grace_s + _REPORT_PATIENCE_S
+        return now_s < self._patience_ends_s
+
+    def _lose(self, worker_group: WorkerGroup, gone: list[Host]) -> RunResult:
+        """Hosts are gone without a word: go on without them, if there are enough."""
+        rendezvous = self._rendezvous_of_hosts
+        text = f"{', '.join(map(str, gone))} {'was' if len(gone) == 1 else 'were'} lost, without a sign of life"
+        roll = rendezvous.roll
+        if len(rendezvous.members) - len(gone) + len(roll.waiting) >= roll.terms.min_nodes:
+            rendezvous.give_notice(text)
+            return self._regroup(text)
+        assert self._crew is not None
+        if self._outcome is None:
+            self._crew.attempt.settle()
+            return RunResult(WorkerState.HEALTHY)
+        self.absent = gone
+        return self._fail(worker_group)
+
+    def _regroup(self, text: str) -> RunResult:
+        say(f"lockstep: {text}; starting all ranks again with the hosts that are there\n")
+        if self._logs is not None:
+            self._logs.write(f"lockstep: {text}; starting all ranks again with the hosts that are there\n")
+        self._rendezvous_of_hosts.regroup()
+        return RunResult(WorkerState.HEALTHY)
+
+    def _fail(self, worker_group: WorkerGroup) -> RunResult:
+        """The round has failed: torch begins another if there may be one."""
+        self.failures = find_first_failure_of_all(report for report in self._reports() if report is not None)
+        count = self._rendezvous_of_hosts.count_failure()
+        # torch's own count is of this host's restarts; that of the job is the same on all hosts.
+        self._remaining_restarts = max(0, self._config.max_restarts - count + 1)
+        if self._outcome is not None and self._outcome.interrupted_by is not None:
+            self._remaining_restarts = 0  # Whoever interrupts a job that is failing does not want it to start again.
+        if self._remaining_restarts > 0:
+            self._announce_restart(count)
+        return self._result(worker_group, WorkerState.FAILED)
+
+    def _announce_restart(self, count: int) -> None:
+        why = f"{', '.join(map(str, self.absent))} lost" if self.absent else "a rank failed"
+        if self.failures and not self.absent:
+            why = self.failures[0].describe()
+        text = f"lockstep: {why}; starting all ranks again (restart {count} of {self._config.max_restarts})\n"
+        say(text)
+        if self._logs is not None:
+            self._logs.write(text)
+
+    def _result(self, worker_group: WorkerGroup, state: WorkerState) -> RunResult:
+        return RunResult(state, return_values={worker.global_rank: None for worker in worker_group.workers})

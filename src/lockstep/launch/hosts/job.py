@@ -1,0 +1,162 @@
+"""A job on several hosts, as the launcher of one of them runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import time
+
+from lockstep import env
+from lockstep.launch.config import LaunchConfig, resolve_nproc
+from lockstep.launch.crew import Crew, end_without_reader
+from lockstep.launch.environment import new_job_id
+from lockstep.launch.hosts.agent import HostAgent, Interrupted, OutputLost
+from lockstep.launch.hosts.options import HostsConfig
+from lockstep.launch.hosts.place import Place, PlaceLost
+from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
+from lockstep.launch.logs import LogFolder
+from lockstep.launch.output import say
+from lockstep.launch.process import start_guardian
+from lockstep.launch.signals import SignalWatch
+from lockstep.launch.verdict import format_verdict
+
+__all__ = ["launch_on_hosts"]
+
+_FAREWELL_S = 10.0
+_POLL_S = 0.05
+_RULE = "=" * 88
+
+
+def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
+    """Run this host's part of a job on several hosts, and wait for the end of the job.
+
+    Every host calls it. While it runs, SIGINT, SIGTERM and SIGHUP end this host's ranks, and the whole job if too few
+    hosts are left.
+
+    Args:
+        config: what to run, and the ranks of this host.
+        hosts: the others.
+
+    Returns:
+        The exit code, as `launch_job` has it for one host; the same on all hosts that are there at the end.
+
+    Raises:
+        LaunchError: the job cannot be started as asked, or the hosts did not meet.
+    """
+    config.check()
+    # torch's agent tells of every step; what matters is said here.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(SignalWatch())
+        try:
+            return _Job(config, hosts, signals, stack).run()
+        except Interrupted as interrupted:
+            return 128 + interrupted.number
+        except OutputLost as lost:
+            return end_without_reader(lost.error)
+        except PlaceLost as lost_place:
+            say(f"{_RULE}\nlockstep: {lost_place}; without it no host can go on\n{_RULE}\n")
+            return 1
+
+
+class _Job:
+    """What one launcher needs during a job.
+
+    Args:
+        config: what to run.
+        hosts: where the others are.
+        signals: what is sent to this launcher.
+        stack: releases everything at the end.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, hosts: HostsConfig, signals: SignalWatch, stack: contextlib.ExitStack
+    ) -> None:
+        self._config = config
+        self._signals = signals
+        variables = dict(config.environment) if config.environment is not None else env.snapshot()
+        num_ranks = resolve_nproc(config.nproc, variables)
+        self._job = new_job_id()
+        self._logs = LogFolder(config.log_dir) if config.log_dir is not None else None
+        if self._logs is not None:
+            stack.callback(self._logs.close)
+        self._guardian = start_guardian(self._job, variables)
+        stack.callback(self._guardian.dismiss)
+        self._place = Place.open(hosts, self._wait)
+        self._rendezvous = HostRendezvous(hosts, self._place, num_ranks, config.max_restarts, self._wait)
+        stack.callback(self._rendezvous.shutdown)
+        self._agent = HostAgent(
+            config, num_ranks, self._rendezvous, self._hire, self._wait, variables, self._job, self._logs
+        )
+
+    def run(self) -> int:
+        """Run it to its end; the exit code."""
+        try:
+            result = self._agent.run()
+        except JobClosed as closed:
+            if closed.roll.exit_code != 0:
+                say(f"lockstep: {closed}; the job ends here too\n")
+            code = closed.roll.exit_code
+        except Interrupted as interrupted:
+            self._leave(interrupted.number)
+            raise
+        except OutputLost:
+            self._leave(signal.SIGTERM)
+            raise
+        else:
+            code = self._conclude(result.is_failed())
+        self._say_farewell()
+        return code
+
+    def _hire(self) -> Crew:
+        return Crew(self._config, self._job, self._signals, self._guardian, self._logs)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, while there are no ranks, unless this launcher is told to end."""
+        poll = select.poll()
+        poll.register(self._signals.fileno(), select.POLLIN)
+        poll.poll(seconds * 1000)
+        for number in self._signals.read():
+            if number == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif number != signal.SIGUSR1:
+                raise Interrupted(number)
+
+    def _conclude(self, is_failed: bool) -> int:
+        """The last round has ended, on all hosts alike: say how."""
+        if not is_failed:
+            self._rendezvous.close("the job is done", 0)
+            return 0
+        failures, absent = self._agent.failures, self._agent.absent
+        num_ranks = sum(host.num_ranks for host in self._rendezvous.members)
+        if absent:
+            names = ", ".join(map(str, absent))
+            verb, needed = "was" if len(absent) == 1 else "were", self._rendezvous.roll.terms.min_nodes
+            say(f"{_RULE}\nlockstep: {names} {verb} lost, and the job needs {needed} hosts\n")
+        if failures:
+            say(format_verdict(failures, num_ranks, self._config.log_dir))
+        code = 1 if absent or not failures else failures[0].exit_code
+        self._rendezvous.close("the job failed", code)
+        return code
+
+    def _leave(self, number: int) -> None:
+        """Tell the others, if they can still be told."""
+        text = f"{self._rendezvous.host} was told to end ({signal.Signals(number).name})"
+        with contextlib.suppress(PlaceLost):
+            self._rendezvous.leave(text, 128 + number)
+            self._say_farewell()
+
+    def _say_farewell(self) -> None:
+        """Who holds the store ends last, so that all others have read the end of the job."""
+        host, deadline_s = self._rendezvous.host, time.monotonic() + _FAREWELL_S
+        with contextlib.suppress(PlaceLost):
+            self._place.set(f"farewell/{host.key}", "1")
+            while self._place.is_holder and time.monotonic() < deadline_s:
+                roll = self._rendezvous.look()
+                others = [other.key for other in roll.hosts if other.key != host.key]
+                if all(self._place.get_all([f"farewell/{key}" for key in others])):
+                    return
+                time.sleep(_POLL_S)

@@ -1,0 +1,268 @@
+"""What the command line says about hosts, checked before anything is started. Never imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lockstep.errors import LaunchError
+
+__all__ = ["HostsConfig", "add_arguments", "hosts_from", "parse_conf", "parse_endpoint", "parse_nnodes"]
+
+# Those of torchrun: for --master-port and for --rdzv-endpoint.
+_DEFAULT_PORT = 29500
+_DEFAULT_RDZV_PORT = 29400
+# Who lets the number of hosts change wants the job to go on.
+_ELASTIC_RESTARTS = 3
+_BACKENDS = ("c10d", "static")
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """The hosts of a job, as one of them was told.
+
+    Attributes:
+        min_nodes: with fewer hosts the job does not run.
+        max_nodes: more hosts wait for a place to become free.
+        address: name or address where the launchers meet: that of one of the hosts.
+        port: the port there.
+        node_rank: number of this host; None: the launchers count themselves.
+        is_holder: whether this launcher holds the store; None: the one whose host has that address.
+        run_id: a name for the job; launchers with other names are others' jobs.
+        local_addr: how the other hosts reach this one; None: the address from which it reaches the meeting place.
+        join_s: seconds until hosts that do not come are an error.
+        last_call_s: once there are `min_nodes` hosts, seconds to wait for yet another.
+        pulse_s: seconds between two signs of life.
+        lost_after_s: seconds without one until a host is given up.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    address: str
+    port: int
+    node_rank: int | None = None
+    is_holder: bool | None = None
+    run_id: str = "lockstep"
+    local_addr: str | None = None
+    join_s: float = 600.0
+    last_call_s: float = 5.0
+    pulse_s: float = 1.0
+    lost_after_s: float = 6.0
+
+    @property
+    def place(self) -> str:
+        """The meeting place, for messages."""
+        return f"{self.address}, port {self.port}"
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of hosts may change."""
+        return self.min_nodes < self.max_nodes
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """`--nnodes`: a number of hosts, or MIN:MAX.
+
+    Raises:
+        LaunchError: neither.
+
+    >>> parse_nnodes("2"), parse_nnodes("1:4")
+    ((2, 2), (1, 4))
+    """
+    low, colon, high = text.partition(":")
+    try:
+        least, most = int(low), int(high if colon else low)
+    except ValueError:
+        least = most = 0
+    if not 1 <= least <= most:
+        raise LaunchError(
+            f"--nnodes is {text!r}; expected a number of hosts, or MIN:MAX with 1 <= MIN <= MAX, such as 2 or 1:4"
+        )
+    return least, most
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """`--rdzv-endpoint`: HOST or HOST:PORT, an IPv6 address in brackets.
+
+    Raises:
+        LaunchError: no host, or no such port.
+
+    >>> parse_endpoint("node7:29401"), parse_endpoint("node7"), parse_endpoint("[::1]:5")
+    (('node7', 29401), ('node7', 29400), ('::1', 5))
+    """
+    host, port_text = text.strip(), ""
+    if host.startswith("["):
+        host, _, port_text = host[1:].partition("]")
+        port_text = port_text.removeprefix(":")
+    elif host.count(":") == 1:
+        host, _, port_text = host.partition(":")
+    try:
+        port = int(port_text) if port_text else _DEFAULT_RDZV_PORT
+    except ValueError:
+        port = 0
+    if not host or not 1 <= port <= 65535:
+        raise LaunchError(f"--rdzv-endpoint is {text!r}; expected HOST:PORT, such as node0:29400")
+    return host, port
+
+
+@dataclass(frozen=True)
+class _Conf:
+    """torchrun's names for what --rdzv-conf sets."""
+
+    names: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "join_timeout": "join_s",
+            "timeout": "join_s",
+            "last_call_timeout": "last_call_s",
+            "keep_alive_interval": "pulse_s",
+        }
+    )
+    # What torchrun knows and nothing depends on here.
+    ignored: frozenset[str] = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "store_type"})
+
+
+_CONF = _Conf()
+
+
+def parse_conf(text: str) -> dict[str, float | bool]:
+    """`--rdzv-conf`: KEY=VALUE,… with torchrun's keys, as fields of `HostsConfig`.
+
+    `join_timeout`, `last_call_timeout`, `keep_alive_interval` in seconds; `keep_alive_max_attempt` signs of life may be
+    missing; `is_host` is 0 or 1.
+
+    Raises:
+        LaunchError: an unknown key, or a value that is no number of seconds above 0.
+
+    >>> parse_conf("join_timeout=30,keep_alive_interval=0.5,keep_alive_max_attempt=4")
+    {'join_s': 30.0, 'pulse_s': 0.5, 'lost_after_s': 2.0}
+    """
+    found: dict[str, float | bool] = {}
+    pairs = dict(_split_pair(part) for part in text.split(",") if part.strip())
+    for key, value in pairs.items():
+        if key in _CONF.names:
+            found[_CONF.names[key]] = _seconds(key, value)
+        elif key == "is_host":
+            if value.lower() not in ("0", "1", "true", "false"):
+                raise LaunchError(f"--rdzv-conf has is_host={value}; expected 0 or 1")
+            found["is_holder"] = value.lower() in ("1", "true")
+        elif key not in (*_CONF.ignored, "keep_alive_max_attempt"):
+            known = ", ".join((*_CONF.names, "keep_alive_max_attempt", "is_host"))
+            raise LaunchError(f"--rdzv-conf has no key {key!r}; there are: {known}")
+    if "keep_alive_max_attempt" in pairs or "pulse_s" in found:
+        attempts = _seconds("keep_alive_max_attempt", pairs.get("keep_alive_max_attempt", "6"))
+        found["lost_after_s"] = attempts * found.get("pulse_s", HostsConfig.pulse_s)
+    return found
+
+
+def _split_pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.strip().partition("=")
+    if not equals:
+        raise LaunchError(f"--rdzv-conf has {text.strip()!r}; expected KEY=VALUE, several separated by commas")
+    return key.strip(), value.strip()
+
+
+def _seconds(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise LaunchError(f"--rdzv-conf has {key}={text}; expected a number above 0")
+    return value
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options of `lockstep run` that concern several hosts, in torchrun's spellings too."""
+    parser.add_argument(
+        "--nnodes",
+        metavar="N",
+        default="1",
+        help="number of hosts, or MIN:MAX; each runs `lockstep run` with the same options (default: %(default)s)",
+    )
+    parser.add_argument("--node-rank", "--node_rank", type=int, metavar="R", help="number of this host, from 0")
+    parser.add_argument(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        metavar="HOST[:PORT]",
+        help="one of the hosts, where the launchers meet, instead of --master-addr and --node-rank",
+    )
+    parser.add_argument("--rdzv-id", "--rdzv_id", metavar="NAME", help="a name for the job, the same on all hosts")
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", metavar="KIND", help="c10d (default) or static, alike here")
+    parser.add_argument(
+        "--rdzv-conf",
+        "--rdzv_conf",
+        metavar="KEY=VALUE,...",
+        default="",
+        help="seconds: join_timeout (600), last_call_timeout (5), keep_alive_interval (1); keep_alive_max_attempt (6)",
+    )
+    parser.add_argument(
+        "--local-addr",
+        "--local_addr",
+        metavar="ADDR",
+        help="address of this host for the others (default: that from which it reaches the meeting place)",
+    )
+
+
+def hosts_from(options: argparse.Namespace) -> HostsConfig | None:
+    """What the options of `add_arguments`, `--master-addr` and `--master-port` say about hosts; they are taken out.
+
+    The latter two stay for a job on this host alone. Where the number of hosts may change, `--max-restarts` is 3 unless
+    it is given.
+
+    Returns:
+        None for a job on this host alone.
+
+    Raises:
+        LaunchError: names the option, what it got and what it takes.
+    """
+    given = vars(options)
+    names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr")
+    nnodes, node_rank, endpoint, run_id, backend, conf, local_addr = (given.pop(name) for name in names)
+    least, most = parse_nnodes(nnodes)
+    if node_rank is not None and not 0 <= node_rank < most:
+        raise LaunchError(
+            f"--node-rank is {node_rank}, but --nnodes is {nnodes}: hosts are counted from 0 to {most - 1}"
+        )
+    if backend not in (None, *_BACKENDS):
+        raise LaunchError(f"--rdzv-backend is {backend!r}; expected {' or '.join(_BACKENDS)}")
+    settings: dict[str, object] = {**parse_conf(conf), "node_rank": node_rank, "local_addr": local_addr}
+    if run_id:
+        settings["run_id"] = run_id
+    if most == 1:
+        return None
+    if least < most and given.get("max_restarts") is None:
+        given["max_restarts"] = _ELASTIC_RESTARTS
+    address, port = _meeting_place(nnodes, node_rank, endpoint, given.pop("master_addr"), given.pop("master_port"))
+    if endpoint is None:
+        settings.setdefault("is_holder", node_rank == 0)
+    return HostsConfig(least, most, address, port, **settings)  # type: ignore[arg-type]
+
+
+def _meeting_place(
+    nnodes: str, node_rank: int | None, endpoint: str | None, master_addr: str | None, master_port: int | None
+) -> tuple[str, int]:
+    """Address and port where the launchers meet."""
+    if endpoint is not None and master_addr is not None:
+        raise LaunchError(
+            f"--rdzv-endpoint {endpoint} and --master-addr {master_addr} are two places for the launchers to meet; "
+            "give one of them"
+        )
+    if endpoint is not None:
+        return parse_endpoint(endpoint)
+    last = parse_nnodes(nnodes)[1] - 1
+    if master_addr is None:
+        raise LaunchError(
+            f"--nnodes {nnodes} needs a place where the launchers meet: --master-addr ADDR with --node-rank R, or "
+            "--rdzv-endpoint HOST:PORT, the same address on all hosts"
+        )
+    port = _DEFAULT_PORT if master_port is None else master_port
+    if not 1 <= port <= 65535:
+        raise LaunchError(f"--master-port is {port}; expected 1 to 65535")
+    if node_rank is None:
+        raise LaunchError(
+            f"--master-addr needs --node-rank, the number of this host from 0 to {last}; number 0 is the host that has "
+            f"the address {master_addr}. Without numbers: --rdzv-endpoint {master_addr}:{port}"
+        )
+    return master_addr, port

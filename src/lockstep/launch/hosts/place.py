@@ -1,0 +1,186 @@
+"""The torch store in which the launchers of a job meet. One of them holds it; it ends with that launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from lockstep.errors import LaunchError, RendezvousError
+from lockstep.launch.hosts.options import HostsConfig
+from lockstep.launch.output import say
+from lockstep.rendezvous import tcp
+
+__all__ = ["Place", "PlaceLost"]
+
+_POLL_S = 0.1
+_PROBE_TIMEOUT_S = 3.0
+# For a name that nobody knows: names of pods and virtual machines appear when these are ready.
+_NAME_PATIENCE_S = 30.0
+_STORE_TIMEOUT = timedelta(seconds=30)
+
+
+class PlaceLost(RendezvousError):
+    """The launcher that holds the store is gone, or cannot be reached."""
+
+
+class Place:
+    """A connection to the store; of its own, so that no other thread's call holds it up.
+
+    Args:
+        store: the connection, with keys of one job.
+        config: where it leads.
+        address: how other hosts reach this one.
+        is_holder: this launcher holds the store.
+    """
+
+    def __init__(self, store: Store, config: HostsConfig, address: str, is_holder: bool) -> None:
+        self._store = store
+        self._config = config
+        self.address = address
+        self.is_holder = is_holder
+
+    @classmethod
+    def open(cls, config: HostsConfig, check: Callable[[float], None]) -> Place:
+        """Hold the store or connect to it, waiting for who holds it.
+
+        Args:
+            config: where, and for how long.
+            check: waits for so many seconds; raises when the launcher is told to end.
+
+        Raises:
+            LaunchError: the port is taken, the address leads nowhere, or nobody holds the store in time.
+        """
+        is_holder = config.is_holder if config.is_holder is not None else _is_here(config.address)
+        if is_holder:
+            try:
+                return cls(_hold(config), config, config.local_addr or config.address, True)
+            except RendezvousError as error:
+                # Another launcher of this machine came first, unless this one was told to be it.
+                if config.is_holder:
+                    raise LaunchError(
+                        f"this launcher must listen at {config.place}, where the launchers meet: {error}; end what "
+                        "uses the port, or give all launchers another --master-port"
+                    ) from None
+        own_address = _reach(config, check)
+        return cls(_connect(config), config, config.local_addr or own_address, False)
+
+    def again(self) -> Place:
+        """Another connection to the same store."""
+        return Place(_connect(self._config), self._config, self.address, False)
+
+    def store(self, prefix: str) -> Store:
+        """The store, with keys of its own."""
+        return PrefixStore(prefix, self._store)
+
+    def get(self, key: str) -> str | None:
+        """A value, or None if there is none."""
+        with self._explained():
+            return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[str | None]:
+        """Values, None where there is none."""
+        return [self.get(key) for key in keys]
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        with self._explained():
+            self._store.set(key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Write a value if there is the expected one, "" for none; the value that is there now."""
+        with self._explained():
+            return bytes(self._store.compare_set(key, expected, value)).decode()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise PlaceLost(
+                f"the launcher at {self._config.place}, where the launchers meet, is gone or cannot be reached "
+                f"({str(error).splitlines()[0]})"
+            ) from None
+
+
+def _hold(config: HostsConfig) -> Store:
+    """Start the store, listening on that address only."""
+    listener = tcp.listen(config.address, config.port)
+    store = TCPStore(
+        config.address,
+        config.port,
+        None,
+        True,
+        _STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return PrefixStore(f"lockstep/{config.run_id}", store)
+
+
+def _connect(config: HostsConfig) -> Store:
+    try:
+        store = TCPStore(config.address, config.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"what listens at {config.place} is no launcher of a job on several hosts ({str(error).splitlines()[0]}); "
+            "choose another port, the same for all launchers"
+        ) from None
+    return PrefixStore(f"lockstep/{config.run_id}", store)
+
+
+def _is_here(address: str) -> bool:
+    """Whether a name or address is one of this host's."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, target in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind((target[0], 0))
+            return True
+    return False
+
+
+def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
+    """Wait until somebody listens there; the address of this host on the way.
+
+    Raises:
+        LaunchError: nobody does, or the name leads nowhere.
+    """
+    start_s = time.monotonic()
+    told = False
+    while True:
+        try:
+            with socket.create_connection((config.address, config.port), _PROBE_TIMEOUT_S) as probe:
+                return str(probe.getsockname()[0])
+        except socket.gaierror as error:
+            patience_s = min(config.join_s, _NAME_PATIENCE_S)
+            reason = f"the name service does not know {config.address} ({error.strerror})"
+            advice = "give an address that every host knows"
+        except (OSError, UnicodeError) as error:
+            patience_s = config.join_s
+            reason = _reason(error)
+            advice = "is the launcher of that host started, and can this host reach the port?"
+        waited_s = time.monotonic() - start_s
+        if waited_s > patience_s:
+            raise LaunchError(
+                f"this launcher, on {socket.gethostname()}, found nobody at {config.place}, where the launchers meet, "
+                f"within {patience_s:g} s: {reason}; {advice}"
+            )
+        if not told and waited_s > 1.0:
+            told = True
+            say(f"lockstep: waiting for the launcher at {config.place}: {reason}\n")
+        check(_POLL_S)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
+        return "nobody listens there"
+    return str(error) or type(error).__name__

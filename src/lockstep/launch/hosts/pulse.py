@@ -1,0 +1,81 @@
+"""Who is still there: each launcher counts, and a launcher whose number stands still for too long is lost.
+
+No clock of one host is compared with that of another: what counts is how long, by the observer's own clock, a number
+has not changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable
+
+from lockstep.launch.hosts.place import Place, PlaceLost
+
+__all__ = ["Observer", "Pulse"]
+
+
+def _key(host: str) -> str:
+    return f"pulse/{host}"
+
+
+class Pulse:
+    """Counts for this launcher, in a thread and a connection of its own: whatever else the launcher waits for.
+
+    Args:
+        place: where to; nobody else uses this connection.
+        host: key of this launcher.
+        interval_s: between two counts.
+    """
+
+    def __init__(self, place: Place, host: str, interval_s: float) -> None:
+        self._place = place
+        self._key = _key(host)
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._count = 0
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="lockstep-pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._stopped.set()
+        self._thread.join(timeout=1.0)
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._place.set(self._key, str(self._count))
+
+    def _run(self) -> None:
+        with contextlib.suppress(PlaceLost):  # The launcher's main thread finds out as well, and says so.
+            while not self._stopped.wait(self._interval_s):
+                self._beat()
+
+
+class Observer:
+    """Notices who has stopped counting.
+
+    Args:
+        place: where they count.
+        lost_after_s: how long a number may stand still.
+    """
+
+    def __init__(self, place: Place, lost_after_s: float) -> None:
+        self._place = place
+        self._lost_after_s = lost_after_s
+        self._seen: dict[str, tuple[str | None, float]] = {}
+
+    def lost(self, hosts: Iterable[str]) -> list[str]:
+        """Those of these launchers that have given no sign of life for too long."""
+        now_s = time.monotonic()
+        gone = []
+        for host in hosts:
+            count = self._place.get(_key(host))
+            before = self._seen.get(host)
+            if before is None or before[0] != count:
+                self._seen[host] = (count, now_s)
+            elif now_s - before[1] > self._lost_after_s:
+                gone.append(host)
+        return gone

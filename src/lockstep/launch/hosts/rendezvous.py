@@ -1,0 +1,323 @@
+"""Rounds of hosts, agreed on through the store, behind torch's interface of a rendezvous. See [Note: rounds].
+
+[Note: notices] A host that leaves a round on purpose says so, and why, before it ends its ranks: because another
+host came, because it was told to end, because it missed one that is gone. So the other hosts, whose ranks then lose
+these, know that nothing has failed. A host whose ranks fail says that too, and the others' ranks get a moment to notice
+by themselves before they are ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from lockstep.errors import LaunchError
+from lockstep.launch.hosts.options import HostsConfig
+from lockstep.launch.hosts.place import Place
+from lockstep.launch.hosts.pulse import Observer, Pulse
+from lockstep.launch.hosts.roll import Host, Roll, Terms
+from lockstep.launch.output import say
+from lockstep.launch.rendezvous import find_free_port
+
+__all__ = ["HostRendezvous", "JobClosed", "Notice"]
+
+_ROLL = "roll"
+_POLL_S = 0.1
+_LOOK_EVERY_S = 0.25
+_TOLD_AFTER_S = 2.0
+
+
+class JobClosed(Exception):
+    """The job is over, says another host.
+
+    Attributes:
+        roll: the last state.
+    """
+
+    def __init__(self, roll: Roll) -> None:
+        super().__init__(roll.closed)
+        self.roll = roll
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Why the hosts leave a round although no rank has failed. See [Note: notices].
+
+    Attributes:
+        text: a clause for the log.
+    """
+
+    text: str
+
+
+class HostRendezvous(RendezvousHandler):
+    """This launcher among those of the job.
+
+    Args:
+        config: where and with how many hosts.
+        place: the store.
+        num_ranks: how many ranks this host starts.
+        max_restarts: how many rounds may fail and be followed by another.
+        check: waits for so many seconds; raises when this launcher is told to end.
+
+    Attributes:
+        host: this launcher.
+        roll: the state of the job when it was last looked at; of the round that this host takes part in, the hosts are
+            `members`.
+        members: the hosts of the round, in order of their numbers.
+        number: of the round.
+        position: number of this host in it.
+        master: address and port of rank 0.
+    """
+
+    def __init__(
+        self, config: HostsConfig, place: Place, num_ranks: int, max_restarts: int, check: Callable[[float], None]
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._check = check
+        self._terms = Terms(config.min_nodes, config.max_nodes, max_restarts)
+        name = socket.gethostname()
+        key = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.host = Host(key, name, os.getpid(), place.address, num_ranks, config.node_rank)
+        self._pulse = Pulse(place.again(), key, config.pulse_s)
+        self._observer = Observer(place, config.lost_after_s)
+        self.roll = self._change(lambda roll: roll)
+        self.members: tuple[Host, ...] = ()
+        self.number = -1
+        self.position = 0
+        self.master = (place.address, 0)
+        self._looked_at_s = 0.0
+        self._regroup = False
+
+    # ---- torch's interface -------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        """Name of the kind of rendezvous."""
+        return "lockstep"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Never: see [Note: torch]."""
+        return False
+
+    def get_run_id(self) -> str:
+        """The job's name."""
+        return self._config.run_id
+
+    def is_closed(self) -> bool:
+        """Whether the job is over."""
+        return self.look().closed is not None
+
+    def set_closed(self) -> None:
+        """The job is over, for all hosts."""
+        self.close("it was closed", 1)
+
+    def num_nodes_waiting(self) -> int:
+        """How many hosts wait for another round, if one is to begin: torch's agent then begins it."""
+        return max(1, len(self.roll.waiting)) if self._regroup else 0
+
+    def shutdown(self) -> bool:
+        """Take part no more. The job goes on if it has hosts enough."""
+        self._pulse.stop()
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Leave the present round, and take part in the next as soon as there is one.
+
+        Raises:
+            JobClosed: the job is over.
+            LaunchError: too few hosts came in time, or launchers were told different things.
+        """
+        self._regroup = False
+        self._take_part()
+        self.number, self.members = self.roll.number, self.roll.members
+        self.position = [member.key for member in self.members].index(self.host.key)
+        if self.position == 0:
+            self.put("master", json.dumps([self.host.address, find_free_port()]))
+        while (found := self.get("master")) is None:
+            self._give_up_lost()
+            if self.members[0].key not in {member.key for member in self.roll.members}:
+                return self.next_rendezvous()  # It came and was gone.
+            self._check(_POLL_S)
+        address, port = json.loads(found)
+        self.master = (str(address), int(port))
+        store = self._place.store(f"round{self.number}/agent")
+        return RendezvousInfo(store, self.position, len(self.members), RendezvousStoreInfo(*self.master))
+
+    # ---- within a round ----------------------------------------------------------------------------
+
+    def look(self) -> Roll:
+        """The state as it is now; hosts that give no sign of life are taken off it. Cheap to call often."""
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s >= _LOOK_EVERY_S:
+            self._looked_at_s = now_s
+            self._give_up_lost()
+        return self.roll
+
+    def missing(self) -> list[Host]:
+        """Hosts of this host's round that have left it, or were lost."""
+        present = set() if self.roll.number != self.number else {member.key for member in self.roll.members}
+        return [member for member in self.members if member.key not in present]
+
+    def put(self, key: str, value: str) -> None:
+        """Tell the hosts of this round something."""
+        self._place.set(f"round{self.number}/{key}", value)
+
+    def get(self, key: str) -> str | None:
+        """What a host of this round has told under that key."""
+        return self._place.get(f"round{self.number}/{key}")
+
+    def notice(self) -> Notice | None:
+        """Why this round ends without a failure, if it does."""
+        text = self.get("notice")
+        return None if text is None else Notice(text)
+
+    def give_notice(self, text: str) -> None:
+        """Say that the round ends without a failure, before anybody's ranks do. See [Note: notices]."""
+        self.put("notice", text)
+
+    def regroup(self) -> None:
+        """Have torch's agent begin another round."""
+        self._regroup = True
+
+    def count_failure(self) -> int:
+        """This round has failed; how many have by now."""
+        number = self.number
+        return self._change(lambda roll: roll.failed(number)).failures
+
+    def close(self, reason: str, exit_code: int) -> None:
+        """The job is over, for all hosts."""
+        self._change(lambda roll: roll.ended(reason, exit_code))
+
+    def leave(self, reason: str, exit_code: int) -> None:
+        """This host takes part no more; if too few are left, nobody does. See [Note: notices]."""
+        if self.number >= 0:
+            self.give_notice(reason)
+
+        def left(roll: Roll) -> Roll:
+            others = [host for host in roll.hosts if host.key != self.host.key]
+            rest = roll.without([self.host.key])
+            return rest if len(others) >= roll.terms.min_nodes else rest.ended(reason, exit_code)
+
+        self._change(left)
+
+    # ---- the state ---------------------------------------------------------------------------------
+
+    def _change(self, transition: Callable[[Roll], Roll]) -> Roll:
+        """Apply a transition to the state as it is; what came of it."""
+        text = self._place.get(_ROLL) or ""
+        while True:
+            before = Roll.decode(text) if text else Roll(self._terms)
+            after = transition(before)
+            wanted = after.encode()
+            if text == wanted:
+                self.roll = before
+                return before
+            found = self._place.compare_set(_ROLL, text, wanted)
+            if found == wanted:
+                self.roll = after
+                return after
+            text = found
+
+    def _give_up_lost(self) -> None:
+        roll = self._change(lambda roll: roll)
+        lost = self._observer.lost(host.key for host in roll.hosts if host.key != self.host.key)
+        if lost:
+            self._change(lambda roll: roll.without(lost))
+
+    def _take_part(self) -> None:
+        """Wait until a round begins that this host belongs to."""
+        start_s = changed_s = time.monotonic()
+        told_s, seen = start_s + _TOLD_AFTER_S, frozenset[str]()
+        self._check_terms()
+        self._change(lambda roll: roll.joined(self.host))
+        while True:
+            self._give_up_lost()
+            now_s, roll = time.monotonic(), self.roll
+            if roll.closed is not None:
+                raise JobClosed(roll)
+            present = frozenset(host.key for host in roll.members)
+            if present != seen:
+                seen, changed_s = present, now_s
+            if roll.is_running and self.host.key in present and roll.number != self.number:
+                return
+            if self.host.key not in {host.key for host in roll.hosts}:
+                self._change(lambda roll: roll.joined(self.host))  # It had been given up.
+            elif not roll.is_running and self._may_begin(roll, now_s - changed_s):
+                self._begin(roll.members)
+                continue
+            if now_s > told_s:
+                told_s = float("inf")
+                say(f"lockstep: {self._describe_wait(roll)}\n")
+            self._check_deadline(roll, now_s - start_s)
+            self._check(_POLL_S)
+
+    def _begin(self, members: tuple[Host, ...]) -> None:
+        """Begin the round with these hosts, unless somebody else has, or another came."""
+        self._change(lambda roll: roll.begun() if not roll.is_running and roll.members == members else roll)
+
+    def _may_begin(self, roll: Roll, unchanged_s: float) -> bool:
+        return roll.is_full or (roll.is_enough and unchanged_s >= self._config.last_call_s)
+
+    def _check_terms(self) -> None:
+        if self.roll.terms == self._terms:
+            return
+        first = next(iter(self.roll.hosts), None)
+        theirs, own = self.roll.terms, self._terms
+        differences = [
+            f"{option} {mine} here and {other} there"
+            for option, mine, other in (
+                ("--nnodes", _nnodes(own), _nnodes(theirs)),
+                ("--max-restarts", own.max_restarts, theirs.max_restarts),
+            )
+            if mine != other
+        ]
+        raise LaunchError(
+            f"{self.host} and {first or 'the other launchers'} were told different things: {', '.join(differences)}; "
+            "give all launchers of a job the same"
+        )
+
+    def _check_deadline(self, roll: Roll, waited_s: float) -> None:
+        namesake = roll.namesake(self.host)
+        # One that was killed is given up after a while, and this may be its successor.
+        if namesake is not None and waited_s > 2 * self._config.lost_after_s:
+            self._change(lambda roll: roll.without([self.host.key]))
+            raise LaunchError(
+                f"two launchers came with --node-rank {self.host.node_rank}: this one ({self.host}) and {namesake}; "
+                f"give each host a number of its own, 0 to {self._terms.max_nodes - 1}"
+            )
+        is_spare = roll.is_running and not roll.has_room
+        if waited_s > self._config.join_s and not is_spare:
+            self._change(lambda roll: roll.without([self.host.key]))
+            raise LaunchError(
+                f"{self._describe_wait(roll)}; they did not come within {self._config.join_s:g} s. Start "
+                "`lockstep run` on every host, with the same --nnodes, the same place to meet and the same --rdzv-id "
+                f"({self._config.run_id!r} here)"
+            )
+
+    def _describe_wait(self, roll: Roll) -> str:
+        if roll.is_running and not roll.has_room:
+            return f"{self.host} is a spare: the job runs on {len(roll.members)} hosts, and more were not asked for"
+        if roll.is_running:
+            return f"{self.host} waits for the hosts of the last round to end their ranks: {_names(roll.members)}"
+        return (
+            f"{self.host} waits for other hosts at {self._config.place}: {len(roll.members)} of {_nnodes(roll.terms)} "
+            f"came ({_names(roll.members)})"
+        )
+
+
+def _nnodes(terms: Terms) -> str:
+    return str(terms.min_nodes) if terms.min_nodes == terms.max_nodes else f"{terms.min_nodes}:{terms.max_nodes}"
+
+
+def _names(hosts: tuple[Host, ...]) -> str:
+    return ", ".join(map(str, hosts))

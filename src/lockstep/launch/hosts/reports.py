@@ -1,0 +1,95 @@
+"""How the ranks of each host ended, told to all hosts of a round, so that all come to the same verdict.
+
+JSON, and each value of the type it has here: reading it runs nobody's code.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from lockstep.blackbox import Position
+from lockstep.launch.positions import Place
+from lockstep.launch.process import RankExit
+from lockstep.launch.report import ErrorReport
+from lockstep.launch.verdict import Failure, find_first_failure
+
+__all__ = ["HostReport", "find_first_failure_of_all"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """How the ranks of one host ended.
+
+    Attributes:
+        exits: of its ranks.
+        reports: of those that said why they failed.
+        announced: ranks that are known to have failed whatever their exit code.
+        places: where they were at the first failure.
+    """
+
+    exits: Mapping[int, RankExit] = field(default_factory=dict)
+    reports: Mapping[int, ErrorReport] = field(default_factory=dict)
+    announced: Collection[int] = ()
+    places: Mapping[int, Place] = field(default_factory=dict)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank of this host failed."""
+        return bool(self.announced) or any(ended.code != 0 for ended in self.exits.values())
+
+    def encode(self) -> str:
+        """As text, with the name of this host."""
+        host = socket.gethostname()
+        return json.dumps(
+            {
+                "exits": [asdict(replace(ended, host=host)) for ended in self.exits.values()],
+                "reports": [asdict(report) for report in self.reports.values()],
+                "announced": sorted(self.announced),
+                "places": [asdict(place) for place in self.places.values()],
+            }
+        )
+
+    @classmethod
+    def decode(cls, text: str) -> HostReport:
+        """From text."""
+        found = json.loads(text)
+        exits = [_make(RankExit, entry) for entry in found["exits"]]
+        reports = [_make(ErrorReport, entry) for entry in found["reports"]]
+        places = [
+            _make(Place, {**entry, "positions": tuple(_make(Position, one) for one in entry["positions"])})
+            for entry in found["places"]
+        ]
+        return cls(
+            {ended.rank: ended for ended in exits},
+            {report.rank: report for report in reports},
+            tuple(found["announced"]),
+            {place.rank: place for place in places},
+        )
+
+
+def _make(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A record from what JSON made of it: lists are tuples here."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    return kind(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in names}
+    )
+
+
+def find_first_failure_of_all(reports: Iterable[HostReport]) -> list[Failure]:
+    """The failures of all hosts, the first one first, as far as the hosts' clocks agree."""
+    exits: dict[int, RankExit] = {}
+    said: dict[int, ErrorReport] = {}
+    places: dict[int, Place] = {}
+    announced: set[int] = set()
+    for report in reports:
+        exits |= report.exits
+        said |= report.reports
+        places |= report.places
+        announced |= set(report.announced)
+    return find_first_failure(exits, said, announced, places)

@@ -1,0 +1,179 @@
+"""Who takes part in a job: a state that all launchers share, and its transitions. Pure functions, no torch.
+
+[Note: roll] The state is one JSON text, which launchers change by compare-and-set only, so each of them sees every
+change as a whole, and whoever was too late looks again.
+
+GATHERING  hosts come: `members` grows until there are `max_nodes`, or at least `min_nodes` and nobody has come for
+   │       a while
+   │       the hosts are given their numbers
+RUNNING    `members` is the round's list of hosts. Who comes now stands in `waiting`. A host leaves the round by
+   │       leaving the list, or is taken off it when it gives no sign of life
+   │       the list is empty
+   └────── GATHERING, with all who wait, as the next round
+
+`closed` ends all of it; it holds the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+
+__all__ = ["Host", "Roll", "Terms"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One launcher.
+
+    Attributes:
+        key: unlike that of any other launcher.
+        name: the host's name.
+        pid: of the launcher.
+        address: how the other hosts reach it.
+        num_ranks: how many ranks it starts.
+        node_rank: the number it was given, or None.
+    """
+
+    key: str
+    name: str
+    pid: int
+    address: str
+    num_ranks: int
+    node_rank: int | None = None
+
+    def __str__(self) -> str:
+        number = "" if self.node_rank is None else f"node rank {self.node_rank}, "
+        return f"host {self.name} ({number}launcher pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all launchers of a job must have been told alike."""
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+
+
+@dataclass(frozen=True)
+class Roll:
+    """The state. See [Note: roll].
+
+    Attributes:
+        terms: of the first launcher.
+        number: of the round that gathers or runs, from 0.
+        is_running: whether the hosts of the round are settled.
+        members: of the round; in the order of their numbers once it runs.
+        waiting: for the next round.
+        failures: how many rounds have failed.
+        failed_round: the last that has.
+        order: keys of the hosts of the round that ran last, in the order of their numbers.
+        closed: why the job is over; None while it is not.
+        exit_code: of the job, once it is closed.
+    """
+
+    terms: Terms
+    number: int = 0
+    is_running: bool = False
+    members: tuple[Host, ...] = ()
+    waiting: tuple[Host, ...] = ()
+    failures: int = 0
+    failed_round: int = -1
+    order: tuple[str, ...] = ()
+    closed: str | None = None
+    exit_code: int = 0
+
+    def encode(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Roll:
+        """From text."""
+        fields = json.loads(text)
+        fields["terms"] = Terms(**fields["terms"])
+        for name in ("members", "waiting"):
+            fields[name] = tuple(Host(**host) for host in fields[name])
+        fields["order"] = tuple(fields["order"])
+        return cls(**fields)
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """All that are known."""
+        return self.members + self.waiting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether those who wait may join the round's hosts."""
+        return len(self.members) < self.terms.max_nodes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a round that gathers need not wait for anybody else."""
+        return len(self.members) >= self.terms.max_nodes
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether a round that gathers could begin."""
+        return len(self.members) >= self.terms.min_nodes
+
+    def without(self, keys: Collection[str]) -> Roll:
+        """After these hosts have gone."""
+        members, waiting = (
+            tuple(host for host in hosts if host.key not in keys) for hosts in (self.members, self.waiting)
+        )
+        return replace(self, members=members, waiting=waiting)._settled()
+
+    def joined(self, host: Host) -> Roll:
+        """After a host has asked to take part in the next round, which it leaves the present one for."""
+        if any(other.key == host.key for other in self.waiting):
+            return self
+        if not self.is_running and any(other.key == host.key for other in self.members):
+            return self
+        left = self.without([host.key])
+        return replace(left, waiting=(*left.waiting, host))._settled()
+
+    def begun(self) -> Roll:
+        """After the hosts of a round that gathers have been given their numbers.
+
+        Those that were told theirs come first, in order. The others keep their order of the round before, so that rank
+        0 stays on a host that has seen the job, and newcomers follow as they came.
+        """
+        positions = {key: position for position, key in enumerate(self.order)}
+
+        def position(host: Host) -> tuple[int, int]:
+            told = self.terms.max_nodes if host.node_rank is None else host.node_rank
+            return told, positions.get(host.key, len(positions))
+
+        members = tuple(sorted(self.members, key=position))
+        return replace(self, is_running=True, members=members, order=tuple(host.key for host in members))
+
+    def failed(self, number: int) -> Roll:
+        """After round `number` has failed; hosts that say so too change nothing."""
+        if self.failed_round >= number:
+            return self
+        return replace(self, failures=self.failures + 1, failed_round=number)
+
+    def ended(self, reason: str, exit_code: int) -> Roll:
+        """After the job is over. The first reason stays."""
+        return self if self.closed is not None else replace(self, closed=reason, exit_code=exit_code)
+
+    def namesake(self, host: Host) -> Host | None:
+        """Another host with the same number."""
+        if host.node_rank is None:
+            return None
+        return next(
+            (other for other in self.hosts if other.node_rank == host.node_rank and other.key != host.key), None
+        )
+
+    def _settled(self) -> Roll:
+        """Go on to the next round if the last member has left; take in those who wait."""
+        now = self
+        if now.is_running and not now.members:
+            now = replace(now, is_running=False, number=now.number + 1)
+        if not now.is_running and now.waiting and now.has_room:
+            room = now.terms.max_nodes - len(now.members)
+            now = replace(now, members=now.members + now.waiting[:room], waiting=now.waiting[room:])
+        return now
