@@ -15,11 +15,11 @@ RUN := MPLCONFIGDIR=$(VAR)/matplotlib XDG_CACHE_HOME=$(VAR)/cache PYTEST_DEBUG_T
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check lint types doctests layers bench clean
+.PHONY: help venv train test check lint types doctests layers torch-suite nightly bench clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
-		printf '  make %-9s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
+		printf '  make %-11s %s\n' "$$name" "$$text"; done
 
 venv: $(INSTALLED) ## make the virtual environment .venv with the pinned versions
 
@@ -54,6 +54,13 @@ doctests: venv
 
 layers: venv
 	$(RUN) $(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_public_names.py
+
+torch-suite: venv ## run PyTorch's own tests of process groups on this backend
+	$(RUN) $(BIN)/python tests/torch_suite/run.py $(ARGS)
+
+nightly: venv ## what is too long for every commit: PyTorch's own suite, and an hour of random programs
+	$(RUN) $(BIN)/python tests/torch_suite/run.py
+	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest tests/soak --timeout=0 $(ARGS)
 
 bench: venv ## measure against gloo and torch; writes JSON, tables and plots
 	$(RUN) $(BIN)/python -m benchmarks $(ARGS)

@@ -1,6 +1,6 @@
 """Runs tests of PyTorch's own suite for process groups, one after the other. A process of its own: see run.py.
 
-    python batch.py < '{"backend": "lockstep", "world_size": 3, "tests": ["test_isend", …]}'
+    echo '{"backend": "lockstep", "world_size": 3, "tests": ["test_isend", …]}' | python batch.py
 
 Writes a line of JSON for each test as soon as it is over. Takes the tests from
 `torch.testing._internal.distributed.distributed_test`, which lies in every wheel, and changes three things:
@@ -8,7 +8,8 @@ Writes a line of JSON for each test as soon as it is over. Takes the tests from
 - The suite decides by the variable BACKEND which tests a backend takes part in, and knows no others than its own. So it
   is imported with BACKEND=gloo ("pose" in the order: or mpi, for the tests that gloo is not in), and the name is
   changed afterwards: a test runs with our group if it runs with gloo. Four tests have branches only for the
-  names that the suite knows: they keep that name, and their ranks ask for our group when they meet.
+  names that the suite knows: they keep that name. Whatever the name, every default group is made with
+  the backend that was ordered, and that is checked.
 - Ranks are forked from this process, which has imported torch and done nothing with it, instead of started anew.
 - What the suite leaves in the temporary folder is removed.
 """
@@ -50,7 +51,8 @@ def import_suite(world_size: int, folder: str, pose: str) -> ModuleType:
         WORLD_SIZE=str(world_size),
         TEMP_DIR=folder,
         TMPDIR=folder,
-        INIT_METHOD="env://",
+        # For the one test that makes its default group a second time; the others meet in a file anyway.
+        INIT_METHOD=f"file://{folder}/init_dir/second",
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(TEST_DEADLINE_S),
     )
     import torch
@@ -68,6 +70,7 @@ def make_case(suite: ModuleType, backend: str, pose: str) -> type[unittest.TestC
 
     def meet_by_backend(**arguments: Any) -> None:
         meet(**{**arguments, "backend": backend})
+        assert suite.dist.get_backend() == backend, suite.dist.get_backend()
 
     class TorchSuite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
@@ -90,8 +93,7 @@ def make_case(suite: ModuleType, backend: str, pose: str) -> type[unittest.TestC
             """In the rank."""
             named = test_name in NAMED_BRANCHES
             suite.BACKEND = os.environ["BACKEND"] = pose if named else backend
-            if named:
-                suite.dist.init_process_group = meet_by_backend
+            suite.dist.init_process_group = meet_by_backend
             super()._run(rank, test_name, *arguments, **options)
 
     return TorchSuite

@@ -4,10 +4,10 @@
     python tests/torch_suite/run.py --tests test_isend   some of them
     python tests/torch_suite/run.py --measure            every test with gloo and lockstep; writes the table anew
 
-The table is `results.md`. The rule: no test that gloo passes fails here, except those that `skips.toml` names with a
-reason. Tests run in batches, each in a process of its own (`batch.py`); a batch that dies or gets stuck costs the one
-test it was in. Three sections: all tests at 3 ranks; at 4 those that need 4; and those that the suite
-keeps for MPI, because gloo has no such verb.
+The table is `results.md`. The rule: a test that gloo passes passes here. Tests run in batches, each in a process of its
+own (`batch.py`); a batch that dies or gets stuck costs the one test it was in. Sections: all tests at 3 ranks; at 4 and
+8 those that the suite skips at 3, most of its tests of sub-groups among them; and those that it keeps for MPI, because
+gloo has no such verb.
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ import selectors
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
-
 HERE = Path(__file__).parent
-SKIPS = HERE / "skips.toml"
 TABLE = HERE / "results.md"
 BATCH_SIZE = 40
 # Above what a test may take by itself (`batch.TEST_DEADLINE_S`), imports included.
@@ -57,7 +51,8 @@ class Section:
 
 SECTIONS = (
     Section("3 ranks", 3, "gloo", ""),
-    Section("4 ranks: tests that 3 are too few for", 4, "gloo", "world size"),
+    Section("4 ranks: tests that ask for 4", 4, "gloo", "world size of 4"),
+    Section("8 ranks: tests that ask for 8", 8, "gloo", "small world size"),
     Section("3 ranks: tests that the suite keeps for MPI", 3, "mpi", "Only MPI"),
 )
 
@@ -96,7 +91,7 @@ def run_tests(backend: str, names: Sequence[str], section: Section = SECTIONS[0]
 
 
 def list_tests() -> list[str]:
-    """The names of all tests."""
+    """The names of all tests of the suite that is installed."""
     (line,) = _lines({"world_size": 3, "list": True})
     return [str(name) for name in json.loads(line)]
 
@@ -149,52 +144,78 @@ def _kill_session(process: subprocess.Popen[str]) -> None:
         return
 
 
-def read_skips() -> dict[str, str]:
-    """Tests that gloo passes and this backend need not: name and reason."""
-    return {str(name): str(reason) for name, reason in tomllib.loads(SKIPS.read_text())["skips"].items()}
+@dataclass(frozen=True)
+class Row:
+    """What the table says of a test in a section.
+
+    Attributes:
+        theirs: status with gloo; "–" where gloo was not asked.
+        ours: status with lockstep.
+    """
+
+    theirs: str
+    ours: str
+
+    @property
+    def must_pass(self) -> bool:
+        """The rule, and no way back for what has passed once."""
+        return "passed" in (self.theirs, self.ours)
 
 
-def read_table() -> dict[tuple[str, str], str]:
-    """The measured table: (title of the section, test) -> status with gloo; "–" where gloo was not asked."""
+def read_table() -> dict[tuple[str, str], Row]:
+    """The measured table, by title of the section and name of the test."""
     table, title = {}, ""
     for line in TABLE.read_text().splitlines():
         if line.startswith("## "):
             title = line.removeprefix("## ")
         elif line.startswith("| test_"):
-            cells = line.split("|")
-            table[title, cells[1].strip()] = cells[2].strip()
+            cells = [cell.strip() for cell in line.split("|")]
+            table[title, cells[1]] = Row(cells[2], cells[3])
     return table
 
 
-def measure(names: Sequence[str]) -> bool:
-    """Run all sections with gloo and lockstep, and write the table. Whether the rule holds."""
+def measure(names: Sequence[str]) -> list[Result]:
+    """Run all sections with gloo and lockstep, and write the table. What breaks the rule."""
     lines = [
         "# PyTorch's own tests of process groups",
         "",
-        "Written by `make torch-suite ARGS=--measure`; do not edit. `DistributedTest` of",
+        'Written by `make torch-suite ARGS="--measure"`; do not edit. `DistributedTest` of',
         f"`torch.testing._internal.distributed.distributed_test`, torch {torch.__version__}, CPU.",
+        "",
+        "Which tests are skipped, and why, is the suite's own word, and the same for both: it takes this backend for",
+        "gloo (in the last section for MPI). Those that need GPUs, or NCCL, run on neither.",
     ]
-    skips, holds, chosen = read_skips(), True, list(names)
-    first: list[Result] = []
+    first, wrong, chosen = [], [], list(names)
     for section in SECTIONS:
         if section.skipped_for:
             chosen = [one.name for one in first if one.status == "skipped" and section.skipped_for in one.detail]
-        results = {"lockstep": _collect("lockstep", chosen, section)}
-        if section.pose == "gloo":
-            results["gloo"] = _collect("gloo", chosen, section)
-        theirs = {one.name: one.status for one in results.get("gloo", [])}
-        first = first or results["lockstep"]
-        holds &= report(results["lockstep"], theirs) == 0
-        lines += ["", f"## {section.title}", "", "| | passed | failed | skipped |", "|---|---|---|---|"]
-        for backend, of_backend in sorted(results.items()):
-            count = Counter(one.status for one in of_backend)
-            lines.append(f"| {backend} | {count['passed']} | {count['failed']} | {count['skipped']} |")
-        lines += ["", "| test | gloo | lockstep | remark |", "|---|---|---|---|"]
-        for one in results["lockstep"]:
-            remark = skips.get(one.name) or ("" if one.status == "passed" else _reason(one))
-            lines.append(f"| {one.name} | {theirs.get(one.name, '–')} | {one.status} | {remark} |")
+        ours = _collect("lockstep", chosen, section)
+        theirs = _collect("gloo", chosen, section) if section.pose == "gloo" else []
+        first = first or ours
+        if theirs:
+            must_pass = [one.name for one in theirs if one.status == "passed"]
+        else:  # The suite skips what is not for this backend.
+            must_pass = [one.name for one in ours if one.status != "skipped"]
+        wrong += _failures(ours, must_pass)
+        lines += _section_lines(section, ours, theirs)
     TABLE.write_text("\n".join(lines) + "\n")
-    return holds
+    return wrong
+
+
+def _section_lines(section: Section, ours: Sequence[Result], theirs: Sequence[Result]) -> list[str]:
+    """Markdown of one section: how many passed, and a row for each test."""
+    lines = ["", f"## {section.title}", "", "| | passed | failed | skipped |", "|---|---|---|---|"]
+    for backend, results in (("gloo", theirs), ("lockstep", ours)):
+        if results:
+            count = Counter(one.status for one in results)
+            lines.append(f"| {backend} | {count['passed']} | {count['failed']} | {count['skipped']} |")
+    lines += ["", "| test | gloo | lockstep | remark |", "|---|---|---|---|"]
+    of_gloo = {one.name: one for one in theirs}
+    for one in ours:
+        other = of_gloo.get(one.name)
+        remark = _reason(one) or (f"gloo: {_reason(other)}" if other is not None and _reason(other) else "")
+        lines.append(f"| {one.name} | {'–' if other is None else other.status} | {one.status} | {remark} |")
+    return lines
 
 
 def _collect(backend: str, names: Sequence[str], section: Section) -> list[Result]:
@@ -202,48 +223,39 @@ def _collect(backend: str, names: Sequence[str], section: Section) -> list[Resul
     for result in run_tests(backend, names, section):
         results.append(result)
         print(f"{backend:9} {result.status:8} {result.seconds:6.1f} s  {result.name}", flush=True)
-    return results
+    return sorted(results, key=lambda one: one.name)
 
 
 def _reason(result: Result) -> str:
     """Why a test did not pass, fit for a table."""
     lines = [line for line in result.detail.splitlines() if line.strip()]
-    return lines[-1].strip().replace("|", "/")[:120] if lines else ""
+    return lines[-1].strip().replace("|", "/")[:160] if lines and result.status != "passed" else ""
 
 
-def report(results: Sequence[Result], theirs: Mapping[str, str]) -> int:
-    """Print what did not pass though gloo passes it, and the counts.
+def _failures(results: Sequence[Result], must_pass: Collection[str]) -> list[Result]:
+    return [one for one in results if one.name in must_pass and one.status != "passed"]
+
+
+def check_section(section: Section, names: Sequence[str]) -> list[Result]:
+    """Run tests with lockstep. What did not pass and must, as the table has it.
 
     Args:
-        results: with lockstep.
-        theirs: status of each test with gloo; those it was not asked for count as passed.
-
-    Returns:
-        How many of those no skip explains.
+        section: how.
+        names: tests that the table has in this section.
     """
-    skips, unexplained = read_skips(), 0
-    for result in results:
-        if result.status == "passed" or theirs.get(result.name, "passed") != "passed":
-            continue
-        if result.name in skips:
-            print(f"explained: {result.name}: {skips[result.name]}")
-        else:
-            unexplained += 1
-            print(f"{result.status}: {result.name}\n{result.detail}")
-    count = Counter(result.status for result in results)
-    print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped; {unexplained} unexplained")
-    return unexplained
+    table = read_table()
+    must_pass = [name for name in names if table[section.title, name].must_pass]
+    return _failures(_collect("lockstep", names, section), must_pass)
 
 
-def check(names: Sequence[str]) -> bool:
-    """Run tests with lockstep in the sections in which the table has them. Whether the rule holds."""
-    table, holds = read_table(), True
+def check(names: Sequence[str]) -> list[Result]:
+    """Run tests with lockstep in all sections in which the table has them. What did not pass and must."""
+    table, wrong = read_table(), []
     for section in SECTIONS:
-        chosen = [name for name in names if (section.title, name) in table]
-        if chosen:
-            theirs = {name: table[section.title, name].replace("–", "passed") for name in chosen}
-            holds &= report(_collect("lockstep", chosen, section), theirs) == 0
-    return holds
+        in_section = [name for name in names if (section.title, name) in table]
+        if in_section:
+            wrong += check_section(section, in_section)
+    return wrong
 
 
 def main() -> None:
@@ -252,8 +264,14 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", metavar="NAME", help="only these")
     parser.add_argument("--measure", action="store_true", help="run everything with gloo and lockstep, write the table")
     options = parser.parse_args()
+    if options.tests and options.measure:
+        parser.error("--measure writes the whole table, so it runs all tests: leave out --tests")
     names = options.tests or list_tests()
-    sys.exit(not (measure(names) if options.measure else check(names)))
+    wrong = measure(names) if options.measure else check(names)
+    for result in wrong:
+        print(f"\n{result.status}: {result.name}\n{result.detail}")
+    print(f"{len(wrong)} tests that must pass did not")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
