@@ -1,7 +1,8 @@
 """`lockstep.init()`: from whatever started this process to a world of ranks that can talk.
 
-[Note: rendezvous] Under our launcher the ranks meet through a file in its private folder, and one
-process alone needs nobody: neither opens a port. Under torchrun, or with `MASTER_ADDR` set by hand,
+[Note: rendezvous] Under our launcher the ranks of one host meet through a file in its private folder, and one
+process alone needs nobody: neither opens a port. Between hosts rank 0 listens on the one address that the launcher has
+given it. Under torchrun, or with `MASTER_ADDR` set by hand,
 they meet as torch does. The tasks of a Slurm step, and the ranks that mpirun starts, work out a place, which is again a
 file if they are on one host (`rendezvous/`). An explicit `store` or `init_method` always wins.
 
@@ -39,6 +40,7 @@ from lockstep.errors import (
     SetupError,
 )
 from lockstep.log import get_logger, warn_once
+from lockstep.rendezvous import tcp
 from lockstep.rendezvous.meeting import meet_in_slurm
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.topology import Topology, read_topology
@@ -396,6 +398,8 @@ def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None
     """Where to meet when nobody said: see [Note: rendezvous]."""
     folder = env.LOCKSTEP_RENDEZVOUS.get()
     if folder is not None and (topology.rank, topology.world_size) == (env.RANK.get(), env.WORLD_SIZE.get()):
+        if topology.num_nodes > 1:
+            return _meet_at_master(topology, timeout), None
         # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
         number = _meetings[folder]
         name = "store" if number == 0 else f"store-{number}"
@@ -415,6 +419,17 @@ def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None
             "store"
         )
     return None, "env://"
+
+
+def _meet_at_master(topology: Topology, timeout: timedelta) -> Store:
+    """A store on the address that our launcher gave to rank 0, and on no other."""
+    address, port = env.MASTER_ADDR.get(), env.MASTER_PORT.get()
+    if address is None or port is None:
+        raise RendezvousError(
+            f"rank {topology.rank} of {topology.world_size} does not know where to meet the ranks of the other hosts: "
+            "MASTER_ADDR and MASTER_PORT, which the launcher sets, are not set here"
+        )
+    return tcp.open_store(address, port, topology.rank, topology.world_size, timeout)
 
 
 def symmetric_empty(

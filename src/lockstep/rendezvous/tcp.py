@@ -63,6 +63,8 @@ def open_store(
                 world_size,
                 rank == 0,
                 timeout,
+                # A script that later asks torch for env:// at the same port shares what listens there.
+                multi_tenant=True,
                 # The store takes the descriptor over and closes it.
                 master_listen_fd=None if listener is None else listener.detach(),
             )

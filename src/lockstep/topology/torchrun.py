@@ -25,6 +25,7 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
         raise SetupError("RANK is set but WORLD_SIZE is not: a launcher sets both; unset both for one process")
     local_rank, local_world_size = env.LOCAL_RANK.get(variables), env.LOCAL_WORLD_SIZE.get(variables)
     node_rank = env.GROUP_RANK.get(variables)
+    num_nodes = env.GROUP_WORLD_SIZE.get(variables) if node_rank is not None else None
     if node_rank is None:
         node_rank = env.NODE_RANK.get(variables)
     if local_world_size is None:
@@ -34,9 +35,7 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
         local_rank = rank % ranks_per_host
     if node_rank is None:
         node_rank = rank // ranks_per_host
-    # Hosts may hold different numbers of ranks, so where nobody counts them this is a guess.
-    num_nodes = env.GROUP_WORLD_SIZE.get(variables)
-    if num_nodes is None:
+    if num_nodes is None:  # Hosts may hold different numbers of ranks, so this is a guess.
         num_nodes = max(node_rank + 1, -(-world_size // ranks_per_host))
     if env.LOCKSTEP_RENDEZVOUS.get(variables) is not None:
         launcher = "lockstep"
