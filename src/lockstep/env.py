@@ -95,6 +95,7 @@ GROUP_RANK = Variable("GROUP_RANK", int, "Number of this host (torchrun's name f
 NODE_RANK = Variable("NODE_RANK", int, "Number of this host.")
 MASTER_ADDR = Variable("MASTER_ADDR", str, "Address of rank 0's store for torch's env:// rendezvous.")
 MASTER_PORT = Variable("MASTER_PORT", int, "Port of rank 0's store for torch's env:// rendezvous.")
+TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "What torch's C++ parts log: INFO, WARNING (default), ERROR.")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", str, "Threads per process for torch's CPU operators.")
 TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "Set by torchrun; name of the job.")
 TORCHELASTIC_RESTART_COUNT = Variable(
@@ -114,6 +115,14 @@ ROLE_RANK = Variable("ROLE_RANK", int, "Rank within its role; there is one role,
 ROLE_WORLD_SIZE = Variable("ROLE_WORLD_SIZE", int, "Number of ranks of the role; there is one role, so all.")
 ROLE_NAME = Variable("ROLE_NAME", str, "Name of the role; torchrun's own default is `default`.")
 CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", str, "The GPUs a process may use; empty for none.")
+GLOO_SOCKET_IFNAME = Variable(
+    "GLOO_SOCKET_IFNAME", str, "Network interface for Gloo, and for Lockstep between hosts; set for Gloo if nobody has."
+)
+NCCL_SOCKET_IFNAME = Variable(
+    "NCCL_SOCKET_IFNAME",
+    str,
+    "Network interface for NCCL, and for Lockstep between hosts unless GLOO_SOCKET_IFNAME is set.",
+)
 PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 
@@ -168,6 +177,19 @@ MPI_LOCALNRANKS = Variable(
     "MPI_LOCALNRANKS", int, "Number of ranks on this host; set by the mpirun of MPICH and Intel MPI."
 )
 
+# What horovodrun tells its workers; `lockstep horovodrun` sets them, and so does `hvd.init()`.
+HOROVOD_RANK = Variable("HOROVOD_RANK", int, "Global rank of this process, in Horovod's words.")
+HOROVOD_SIZE = Variable("HOROVOD_SIZE", int, "Number of ranks.")
+HOROVOD_LOCAL_RANK = Variable("HOROVOD_LOCAL_RANK", int, "Rank among the processes of this host.")
+HOROVOD_LOCAL_SIZE = Variable("HOROVOD_LOCAL_SIZE", int, "Number of ranks on this host.")
+HOROVOD_CROSS_RANK = Variable("HOROVOD_CROSS_RANK", int, "Number of this host.")
+HOROVOD_CROSS_SIZE = Variable("HOROVOD_CROSS_SIZE", int, "Number of hosts.")
+HOROVOD_HOSTNAME = Variable("HOROVOD_HOSTNAME", str, "Name of this host.")
+HOROVOD_TIMELINE = Variable(
+    "HOROVOD_TIMELINE", str, "Where rank 0 writes a Chrome trace of Horovod's operations; DYNAMIC for none at first."
+)
+HOROVOD_TIMELINE_MARK_CYCLES = Variable("HOROVOD_TIMELINE_MARK_CYCLES", _flag, "1 notes each round in that trace.")
+
 # Lockstep's own.
 LOCKSTEP_RENDEZVOUS = Variable(
     "LOCKSTEP_RENDEZVOUS",
@@ -181,6 +203,19 @@ LOCKSTEP_JOB = Variable(
     "Id of the job, after those of the jobs it is nested in, joined by ':'. Every process of a job carries it, "
     "which is how the launcher finds those that left the session of their rank.",
 )
+LOCKSTEP_REHEARSAL = Variable(
+    "LOCKSTEP_REHEARSAL", str, "What `lockstep rehearse` tells the processes of its job, as JSON; set by it alone."
+)
+LOCKSTEP_COMPAT = Variable(
+    "LOCKSTEP_COMPAT",
+    _flag,
+    "0 keeps `import horovod` and `import apex` from finding Lockstep's doors in ranks; set by `lockstep run --no-compat`.",
+)
 LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's logger: DEBUG, INFO, WARNING (default).")
 LOCKSTEP_SHM_DIR = Variable("LOCKSTEP_SHM_DIR", str, "Folder for shared-memory segments; default /dev/shm.")
+LOCKSTEP_WIRE = Variable(
+    "LOCKSTEP_WIRE",
+    str,
+    "What float sums travel as between hosts: fp32 (exact, default), bf16, fp16 or int8. lockstep.init(wire=…) wins.",
+)
 LOCKSTEP_DEBUG = Variable("LOCKSTEP_DEBUG", _flag, "1 keeps Lockstep's own frames in the tracebacks it prints.")

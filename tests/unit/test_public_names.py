@@ -52,7 +52,7 @@ def test_all_is_what_the_module_defines(module: Module) -> None:
 
 @each_module
 def test_names_in_all_exist(module: Module) -> None:
-    if module.name == "lockstep.__main__":
+    if module.name in {"lockstep.__main__", "lockstep.compat.install"}:  # Those do something when imported.
         return
     loaded = importlib.import_module(module.name)
     missing = [name for name in module.exported() or [] if not hasattr(loaded, name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from lockstep import env
 from lockstep.commands.parsing import Parser, add_grace, add_nproc, split_at_script
 from lockstep.launch import slurm
 from lockstep.launch.config import LaunchConfig
@@ -15,7 +16,18 @@ __all__ = ["main"]
 
 # Options that stand alone; all others take a value.
 _FLAGS = frozenset(
-    {"-m", "--module", "--no-prefix", "-h", "--help", "--slurm", "--dry-run", "--requeue", "--stacks-on-timeout"}
+    {
+        "-m",
+        "--module",
+        "--no-prefix",
+        "-h",
+        "--help",
+        "--slurm",
+        "--dry-run",
+        "--requeue",
+        "--stacks-on-timeout",
+        "--no-compat",
+    }
 )
 
 _RUN_DESCRIPTION = """\
@@ -78,6 +90,12 @@ def _make_run_parser() -> Parser:
     )
     add_grace(parser)
     parser.add_argument(
+        "--no-compat",
+        dest="with_doors",
+        action="store_false",
+        help="do not let `import horovod` and `import apex` find Lockstep's own where they are not installed",
+    )
+    parser.add_argument(
         "--stacks-on-timeout",
         action="store_true",
         help="when a rank does not come in time, print the stacks of all ranks (needs py-spy)",
@@ -121,6 +139,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
     hosts = hosts_from(chosen)
     given = {name: value for name, value in vars(chosen).items() if value is not None}
+    if not given.pop("with_doors"):
+        given["environment"] = variables = env.snapshot()
+        env.LOCKSTEP_COMPAT.set(False, variables)
     if hosts is not None:
         return _run_on_hosts(LaunchConfig(target=script, args=script_arguments, **given), hosts)
     slurm.warn_of_other_tasks()
@@ -128,9 +149,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
-    # Not before: it imports torch, for which the ranks of one host need not wait.
+    # Not before: it imports torch, for which the ranks of one host need not wait. torch reads this variable now and never
+    # again; without it a connection that is lost is a C++ stack on the terminal, on top of what is said here.
+    is_set = env.TORCH_CPP_LOG_LEVEL.get() is not None
+    if not is_set:
+        env.TORCH_CPP_LOG_LEVEL.set("ERROR")
     from lockstep.launch.hosts.job import launch_on_hosts
 
+    if not is_set:
+        env.TORCH_CPP_LOG_LEVEL.unset()  # The ranks have torch's own default.
     return launch_on_hosts(config, hosts)
 
 

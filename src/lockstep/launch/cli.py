@@ -33,6 +33,11 @@ _COMMANDS = {
     "run": _Command(
         "lockstep.commands.run", "start N processes of any script", "lockstep run --nproc 2 train.py --lr 0.1"
     ),
+    "launch": _Command(
+        "lockstep.commands.launch",
+        "the command line of torch.distributed.launch",
+        "lockstep launch --nproc_per_node=2 main.py",
+    ),
     "train": _Command(
         "lockstep.commands.train", "train a recipe that comes with it", "lockstep train digits --nproc 2"
     ),

@@ -7,8 +7,9 @@ import importlib.util
 import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import visible_cores, visible_gpus
@@ -34,6 +35,9 @@ class LaunchConfig:
         master_addr: MASTER_ADDR for the ranks.
         master_port: MASTER_PORT for the ranks; None for a free one, a new one for every attempt.
         environment: for the ranks to start from; None for the launcher's own.
+        local_rank_option: spelling of an option, such as `--local_rank`; each rank gets it with its local rank before
+            `args`. None for no such option.
+        on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
     """
 
     target: str
@@ -49,6 +53,12 @@ class LaunchConfig:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     environment: Mapping[str, str] | None = None
+    local_rank_option: str | None = None
+    on_end: Callable[[Path], None] | None = None
+
+    def args_of(self, local_rank: int) -> tuple[str, ...]:
+        """What the target gets on one rank."""
+        return self.args if self.local_rank_option is None else (f"{self.local_rank_option}={local_rank}", *self.args)
 
     def check(self) -> None:
         """Find what cannot work before anything is started.

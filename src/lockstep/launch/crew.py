@@ -146,7 +146,7 @@ class Crew:
                 stdout = stderr = self._logs.fd(rank)
             else:
                 stdout, stderr = None, None
-            argv = (*worker_command_line(), *target, *config.args)
+            argv = (*worker_command_line(), *target, *config.args_of(rank - environment.first_rank))
             stdin = None if rank == 0 and _may_read_stdin() else subprocess.DEVNULL
             commands.append(RankCommand(rank, argv, environment.of_rank(rank), stdin, stdout, stderr))
         return commands

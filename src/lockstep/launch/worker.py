@@ -6,9 +6,10 @@ bootstrap has imported what it needs. It
 
 1. asks the kernel to be killed when the launcher dies, and checks that the launcher is still there;
 2. makes stdout write line by line, so the lines of several ranks stay whole wherever they go;
-3. runs the script in a real `__main__`, as plain `python` does: `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`,
+3. opens the doors for scripts written for Horovod, Apex and old releases of torch, unless LOCKSTEP_COMPAT=0;
+4. runs the script in a real `__main__`, as plain `python` does: `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`,
    pickling of classes defined there, and multiprocessing's spawn children that import it again;
-4. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
+5. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
    `python` does, and exits with 1. Frames of this file are left out, and those through which an error of Lockstep's own
    came to the user's line (LOCKSTEP_DEBUG=1 keeps both). An error in setting up, which all ranks tend to have at
    once, is left to the launcher to print.
@@ -28,6 +29,7 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import importlib.machinery
 import importlib.util
 import io
@@ -52,6 +54,8 @@ from lockstep.launch.report import capture, is_expected, is_own, without_leading
 
 __all__ = ["run_module", "run_rank", "run_script"]
 
+# By name, as it stands above this package.
+_DOORS = "lockstep.compat.install"
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 # Frames that stand between the interpreter and the user's code, and say nothing.
@@ -75,6 +79,12 @@ def _write_line_by_line() -> None:
     """Also into a pipe or file, where Python would hold text back."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
+
+
+def _open_doors() -> None:
+    """Not for functions (`lockstep.spawn`), whose caller has imported what they need before."""
+    if env.LOCKSTEP_COMPAT.get() is not False:
+        importlib.import_module(_DOORS)
 
 
 def _become_main(loader: object, spec: importlib.machinery.ModuleSpec | None, file: str | None) -> types.ModuleType:
@@ -214,7 +224,9 @@ def _main(argv: list[str]) -> None:
         from lockstep.launch.payload import run_call
 
         run_rank(lambda: run_call(int(rest[0]), int(rest[1])), is_quiet=True)
-    elif kind == "-m":
+        return
+    _open_doors()
+    if kind == "-m":
         run_rank(lambda: run_module(rest[0], rest[1:]))
     else:
         run_rank(lambda: run_script(kind, rest))

@@ -1,0 +1,139 @@
+"""`import horovod` and `import apex` where neither is installed: found among the doors, as the same module objects.
+
+[Note: the real package wins] The finder stands first on `sys.meta_path`, and asks all others before it answers for
+`horovod` or `apex` itself. It must stand first because of what is inside: once `horovod` is the module
+`lockstep.compat.horovod`, Python's own finder would look for `horovod.torch` in that package's folder and load the
+file once more under another name, with other classes. A folder of that name without an `__init__.py` is no package
+(data of a script, or a clone of a repository that holds the package deeper), unless it has a submodule that
+the door has too.
+
+[Note: the same modules] `horovod.torch` is `lockstep.compat.horovod.torch`, one object under two names in
+`sys.modules`. So `isinstance` works whichever name a script used, and what is pickled names the module that is
+installed.
+
+Nothing here imports torch, nor a door before a script does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, MappingProxyType, ModuleType
+from typing import Any
+
+from lockstep import env
+
+__all__ = ["DOORS", "DoorFinder"]
+
+DOORS: Mapping[str, str] = MappingProxyType({"apex": "lockstep.compat.apex", "horovod": "lockstep.compat.horovod"})
+
+
+class DoorFinder(MetaPathFinder):
+    """Finds the packages in `DOORS` that are not installed. Put first on `sys.meta_path`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module behind the name, the real package's own if that is installed, or None."""
+        package, _, rest = fullname.partition(".")
+        door = DOORS.get(package)
+        if door is None:
+            return None
+        if not rest:
+            real = self._ask_others(fullname, path, target)
+            if real is not None and not _is_stray(real, door):
+                return real
+        elif sys.modules.get(package) is not sys.modules.get(door, self):
+            return None
+        name = f"{door}.{rest}" if rest else door
+        behind = _find(name)
+        if behind is None:
+            return None
+        return ModuleSpec(fullname, _DoorLoader(name), origin=behind.origin)
+
+    def _ask_others(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                return spec
+        return None
+
+
+def _find(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # A module, and not a package, stands above it.
+        return None
+
+
+def _is_stray(spec: ModuleSpec, door: str) -> bool:
+    """Whether this is a folder that only has the package's name. See [Note: the real package wins]."""
+    if spec.origin is not None or spec.submodule_search_locations is None:
+        return False
+    behind = _find(door)
+    offered = {
+        os.path.splitext(entry)[0]
+        for folder in (behind.submodule_search_locations or () if behind is not None else ())
+        for entry in os.listdir(folder)
+        if not entry.startswith("_")
+    }
+    for folder in spec.submodule_search_locations:
+        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+            stem, suffix = os.path.splitext(entry)
+            if stem in offered and suffix in (".py", ".so", ""):
+                return False
+    return True
+
+
+class _DoorLoader(Loader):
+    """Gives a module another name.
+
+    Args:
+        name: its own.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._own_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name in DOORS:
+            _announce(spec.name, self._name)
+        module = importlib.import_module(self._name)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has put the other name's spec here; the module has been executed under its own.
+        module.__spec__ = self._own_spec
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For `python -m` with the other name."""
+        spec = importlib.util.find_spec(self._name)
+        get_code = getattr(spec.loader if spec is not None else None, "get_code", None)
+        code: CodeType | None = get_code(self._name) if get_code is not None else None
+        return code
+
+
+def _announce(package: str, door: str) -> None:
+    """Say once per job what stands behind the name."""
+    is_first = env.RANK.get() in (None, 0) and env.TORCHELASTIC_RESTART_COUNT.get() in (None, 0)
+    # Not imported for this: it would take whatever is the main module now for that of the script.
+    if is_first and not _is_spawned(sys.modules.get("multiprocessing.process")):
+        print(
+            f"lockstep: {package} is not installed here, so `import {package}` finds {door}; "
+            "`lockstep run --no-compat` leaves it out",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _is_spawned(processes: Any) -> bool:
+    """Whether multiprocessing has made this process, whose main module may still be on its way in."""
+    if processes is None:
+        return False
+    return processes.parent_process() is not None or getattr(processes.current_process(), "_inheriting", False)

@@ -1,0 +1,280 @@
+"""The `*_multigpu` functions of `torch.distributed`: several tensors of one process, each as if of a rank of its own.
+
+torch had them until 2.0, for nccl. A process that drives n devices hands in n tensors, one per device, and a group of w
+processes counts w·n ranks: device j of process k is number k·n + j. Here they work on any backend and device,
+by a local step over the process's own tensors and one ordinary collective of one tensor per process.
+
+Reductions add up within the process first and then over processes, in the order of torch's ring no more and no less
+fixed than before; on a lockstep group the order is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import InputError, InputTypeError
+from lockstep.shm.kernels import find_kernel
+
+__all__ = [
+    "all_gather_multigpu",
+    "all_reduce_multigpu",
+    "broadcast_multigpu",
+    "reduce_multigpu",
+    "reduce_scatter_multigpu",
+]
+
+_Tensors = Sequence[torch.Tensor]
+
+
+class _Handle:
+    """The work of an asynchronous call, and what is left to do when it is over.
+
+    Args:
+        work: torch's handle, or None for a process outside the group.
+        finish: called by the first `wait`.
+    """
+
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the other processes and put the result into all tensors."""
+        if self._work is not None:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+
+def _run(work: Any, finish: Callable[[], None], async_op: bool) -> _Handle | None:
+    # A process outside the group has no work, and leaves its tensors alone.
+    handle = _Handle(work, finish if work is not None else lambda: None)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def _check(tensors: object, name: str) -> _Tensors:
+    if not isinstance(tensors, Sequence) or not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
+        raise InputTypeError(f"{name} must be a list of tensors, one per device of this process, got {tensors!r}")
+    if len({(each.shape, each.dtype) for each in tensors}) > 1:
+        kinds = [f"{tuple(each.shape)} {each.dtype}" for each in tensors]
+        raise InputError(f"{name}: all tensors need one shape and dtype, got {', '.join(kinds)}")
+    return tensors
+
+
+def _check_index(index: int, tensors: _Tensors, name: str) -> None:
+    if not 0 <= index < len(tensors):
+        raise InputError(f"{name}={index}, but there are {len(tensors)} tensors, counted from 0")
+
+
+def _check_lists(lists: object, num_lists: int, length: int, name: str) -> Sequence[_Tensors]:
+    if not isinstance(lists, Sequence) or len(lists) != num_lists:
+        raise InputError(f"{name} needs {num_lists} lists, one per device of this process, got {lists!r}")
+    for each in lists:
+        if len(_check(each, name)) != length:
+            raise InputError(
+                f"each list in {name} needs {length} tensors, one per device of every process, got {len(each)}"
+            )
+    return lists
+
+
+def _reduce_here(tensors: _Tensors, op: Any) -> torch.Tensor:
+    """The process's own tensors in one, on the first one's device, before the other processes add theirs."""
+    first = tensors[0]
+    parts = [each.detach().to(first.device).contiguous().view(-1) for each in tensors]
+    total = torch.empty_like(first, memory_format=torch.contiguous_format)
+    # AVG divides once, by all ranks there are; `_finish_average` does.
+    find_kernel(dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, first.dtype).reduce(parts, total.view(-1))
+    return total
+
+
+def _across(op: Any) -> Any:
+    """What the processes do with the sums of each, as AVG's count is that of devices."""
+    return dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
+
+
+def _finish_average(total: torch.Tensor, op: Any, num_devices: int) -> None:
+    if op == dist.ReduceOp.AVG:
+        total.div_(num_devices)
+
+
+def _is_member(group: Any) -> bool:
+    return dist.get_rank(group) >= 0
+
+
+def _world(group: Any, tensors: _Tensors) -> int:
+    return dist.get_world_size(group) * len(tensors)
+
+
+def all_reduce_multigpu(
+    tensor_list: _Tensors, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> _Handle | None:
+    """Reduce the tensors of all devices of all processes in place. Collective.
+
+    Args:
+        tensor_list: one per device of this process, as many in each process; all of one shape and dtype.
+        op: any `ReduceOp`.
+        group: default all processes.
+        async_op: return a handle instead of waiting.
+
+    Raises:
+        InputError: tensors that differ.
+        InputTypeError: no list of tensors, or an operation that the dtype does not have.
+    """
+    _check(tensor_list, "tensor_list")
+    if not _is_member(group):
+        return _run(None, lambda: None, async_op)
+    total = _reduce_here(tensor_list, op)
+
+    def finish() -> None:
+        _finish_average(total, op, _world(group, tensor_list))
+        for each in tensor_list:
+            each.detach().copy_(total)
+
+    return _run(dist.all_reduce(total, _across(op), group, async_op=True), finish, async_op)
+
+
+def reduce_multigpu(
+    tensor_list: _Tensors,
+    dst: int,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    dst_tensor: int = 0,
+) -> _Handle | None:
+    """Reduce the tensors of all devices into one of them. Collective.
+
+    Args:
+        tensor_list: see `all_reduce_multigpu`. Only that of the destination is written.
+        dst: rank of the process that gets the result.
+        op: any `ReduceOp`.
+        group: default all processes.
+        async_op: return a handle instead of waiting.
+        dst_tensor: number of the tensor there.
+
+    Raises:
+        InputError: tensors that differ, or no such tensor.
+        InputTypeError: see `all_reduce_multigpu`.
+    """
+    _check(tensor_list, "tensor_list")
+    _check_index(dst_tensor, tensor_list, "dst_tensor")
+    if not _is_member(group):
+        return _run(None, lambda: None, async_op)
+    total = _reduce_here(tensor_list, op)
+
+    def finish() -> None:
+        if dist.get_rank() == dst:
+            _finish_average(total, op, _world(group, tensor_list))
+            tensor_list[dst_tensor].detach().copy_(total)
+
+    return _run(dist.reduce(total, dst, _across(op), group, async_op=True), finish, async_op)
+
+
+def broadcast_multigpu(
+    tensor_list: _Tensors, src: int, group: Any = None, async_op: bool = False, src_tensor: int = 0
+) -> _Handle | None:
+    """Give all devices of all processes the tensor of one. Collective.
+
+    Args:
+        tensor_list: one per device of this process; all are overwritten, except for the source.
+        src: rank of the process that has it.
+        group: default all processes.
+        async_op: return a handle instead of waiting.
+        src_tensor: number of the tensor there.
+
+    Raises:
+        InputError: tensors that differ, or no such tensor.
+        InputTypeError: no list of tensors.
+    """
+    _check(tensor_list, "tensor_list")
+    _check_index(src_tensor, tensor_list, "src_tensor")
+    value = tensor_list[src_tensor].detach().contiguous()
+
+    def finish() -> None:
+        for each in tensor_list:
+            each.detach().copy_(value)
+
+    return _run(dist.broadcast(value, src, group, async_op=True), finish, async_op)
+
+
+def all_gather_multigpu(
+    output_tensor_lists: Sequence[_Tensors], input_tensor_list: _Tensors, group: Any = None, async_op: bool = False
+) -> _Handle | None:
+    """Give every device the tensors of all devices. Collective.
+
+    Args:
+        output_tensor_lists: for each device of this process a list of all results; tensor k·n + j is that of device j
+            of process k, where each process has n devices.
+        input_tensor_list: one per device of this process.
+        group: default all processes.
+        async_op: return a handle instead of waiting.
+
+    Raises:
+        InputError: tensors that differ, or lists of wrong lengths.
+        InputTypeError: no lists of tensors.
+    """
+    own = _check(input_tensor_list, "input_tensor_list")
+    if not _is_member(group):
+        return _run(None, lambda: None, async_op)
+    world_size = dist.get_world_size(group)
+    lists = _check_lists(output_tensor_lists, len(own), world_size * len(own), "output_tensor_lists")
+    packed = torch.stack([each.detach().to(own[0].device) for each in own])
+    gathered = [torch.empty_like(packed) for _ in range(world_size)]
+
+    def finish() -> None:
+        everything = [each for part in gathered for each in part]
+        for outputs in lists:
+            for output, each in zip(outputs, everything, strict=True):
+                output.detach().copy_(each)
+
+    return _run(dist.all_gather(gathered, packed, group, async_op=True), finish, async_op)
+
+
+def reduce_scatter_multigpu(
+    output_tensor_list: _Tensors,
+    input_tensor_lists: Sequence[_Tensors],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> _Handle | None:
+    """Reduce a list of tensors from every device, and give each device the result at its own number. Collective.
+
+    Args:
+        output_tensor_list: one per device of this process; device j of process k gets the sum at k·n + j, where each
+            process has n devices.
+        input_tensor_lists: for each device of this process its w·n tensors.
+        op: any `ReduceOp`.
+        group: default all processes.
+        async_op: return a handle instead of waiting.
+
+    Raises:
+        InputError: tensors that differ, or lists of wrong lengths.
+        InputTypeError: no lists of tensors.
+    """
+    own = _check(output_tensor_list, "output_tensor_list")
+    if not _is_member(group):
+        return _run(None, lambda: None, async_op)
+    world_size = dist.get_world_size(group)
+    lists = _check_lists(input_tensor_lists, len(own), world_size * len(own), "input_tensor_lists")
+    sums = [_reduce_here([each[number] for each in lists], op) for number in range(world_size * len(own))]
+    shares = [torch.stack(sums[first : first + len(own)]) for first in range(0, len(sums), len(own))]
+    result = torch.empty_like(shares[0])
+
+    def finish() -> None:
+        _finish_average(result, op, _world(group, own))
+        for output, each in zip(own, result, strict=True):
+            output.detach().copy_(each)
+
+    return _run(dist.reduce_scatter(result, shares, _across(op), group, async_op=True), finish, async_op)

@@ -1,0 +1,23 @@
+"""Programs are started as their users would start them, by the same means as in tests/launch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
+
+from launching import Launches, wait_until
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    runner = Launches(tmp_path)
+    try:
+        yield runner
+    finally:
+        runner.close()
+    wait_until(lambda: not runner.leftovers(), "private folders are removed", 5)

@@ -1,0 +1,181 @@
+"""The finder that lets doors stand in for packages, on a package and a door of the test's own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import Launches
+from lockstep.compat import finder
+from lockstep.compat.after_import import call_after_import
+
+DOOR = {
+    "__init__": "import doorway_log; doorway_log.seen.append(__name__)",
+    "amp": "import doorway_log; doorway_log.seen.append(__name__)\nclass Scaler: pass\nvalue = 3",
+    "deep/__init__": "",
+    "deep/inner": "from doorway.amp import Scaler",
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """On the module path: the door `doorway` for `oldpack`, which is not there."""
+    write(tmp_path / "doorway", DOOR)
+    write(tmp_path, {"doorway_log": "seen = []"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(finder, "DOORS", {"oldpack": "doorway"})
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [finder.DoorFinder(), *sys.meta_path])
+    yield tmp_path
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("oldpack", "doorway", "doorway_log"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("folder")
+def test_one_module_under_two_names(capsys: pytest.CaptureFixture[str]) -> None:
+    import oldpack.amp as amp
+    import oldpack.deep.inner as inner
+
+    door = importlib.import_module("doorway.amp")
+    assert amp is door is sys.modules["oldpack.amp"]
+    assert inner is importlib.import_module("doorway.deep.inner")
+    assert isinstance(inner.Scaler(), amp.Scaler)
+    assert type(pickle.loads(pickle.dumps(amp.Scaler()))) is amp.Scaler
+    assert importlib.import_module("doorway_log").seen == ["doorway", "doorway.amp"], "each is executed once"
+    assert (amp.__name__, amp.__spec__.name) == ("doorway.amp", "doorway.amp")
+    assert sys.modules["oldpack"].amp is amp
+    words = capsys.readouterr().err
+    assert words.count("\n") == 1
+    assert words.startswith("lockstep: oldpack is not installed here, so `import oldpack` finds doorway;")
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_the_door_does_not_have_cannot_be_imported() -> None:
+    for name in ("oldpack.contrib", "oldpack.amp.more", "oldpack.deep.inner.more"):
+        with pytest.raises(ModuleNotFoundError, match=name.replace(".", r"\.")):
+            importlib.import_module(name)
+    assert importlib.util.find_spec("oldpack.contrib") is None
+    assert importlib.util.find_spec("oldpack.amp").origin.endswith("doorway/amp.py")
+
+
+def test_looking_for_it_opens_no_door(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.util.find_spec("oldpack") is not None
+    assert capsys.readouterr().err == ""
+    assert "oldpack" not in sys.modules
+
+
+def test_the_real_package_wins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "oldpack", {"__init__": "", "amp": "value = 'real'"})
+    assert importlib.import_module("oldpack.amp").value == "real"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("oldpack.deep")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("content", ["data.txt", "setup.py", "oldpack/__init__.py"])
+def test_a_folder_of_that_name_is_no_package(folder: Path, content: str) -> None:
+    path = folder / "oldpack" / content
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert importlib.import_module("oldpack.amp").value == 3
+
+
+@pytest.mark.parametrize("content", ["amp.py", "amp/x.py"])
+def test_a_package_without_init_wins_if_it_has_the_same_modules(folder: Path, content: str) -> None:
+    path = folder / "oldpack" / content
+    path.parent.mkdir(parents=True)
+    path.write_text("value = 'real'")
+    assert getattr(importlib.import_module("oldpack.amp"), "value", "real") == "real"
+
+
+@pytest.mark.parametrize(("variable", "value"), [("RANK", "1"), ("TORCHELASTIC_RESTART_COUNT", "1")])
+def test_one_rank_says_it_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    importlib.import_module("oldpack")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_door_that_fails_to_open_says_why(folder: Path) -> None:
+    write(folder / "doorway", {"broken": "import no_such_thing"})
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+        importlib.import_module("oldpack.broken")
+    assert "oldpack.broken" not in sys.modules
+
+
+def test_callback_after_import(folder: Path) -> None:
+    write(folder, {"doorway_log": "assert __spec__.loader is __loader__\nkind = type(__loader__).__name__"})
+    seen = []
+    before = list(sys.meta_path)
+    call_after_import("doorway_log", lambda: seen.append(hasattr(sys.modules["doorway_log"], "kind")))
+    assert seen == []
+    assert importlib.import_module("doorway_log").kind == "SourceFileLoader"
+    assert seen == [True]
+    assert sys.meta_path == before
+    call_after_import("doorway_log", lambda: seen.append(True))
+    assert seen == [True, True]
+
+
+def test_opening_the_doors_imports_neither_torch_nor_a_door() -> None:
+    program = """
+import sys
+import lockstep.compat.install
+found = [name for name in ("torch", "lockstep.compat.horovod", "lockstep.compat.apex") if name in sys.modules]
+before = list(sys.meta_path)
+lockstep.compat.install.install()
+sys.exit(str(found) if found or sys.meta_path != before else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_program_for_horovod_and_apex_finds_the_doors(launches: Launches) -> None:
+    """In the ranks and in processes that they spawn; said once; and turned off by an option."""
+    script = launches.script(
+        """
+        import multiprocessing
+        import horovod.torch as hvd
+        import horovod
+        from apex import amp
+
+        def child(queue):
+            import lockstep.compat.horovod.torch as door
+            queue.put(door is hvd and hvd.Average.__module__.startswith('lockstep'))
+
+        if __name__ == '__main__':
+            import lockstep.compat.apex.amp as door
+            assert amp is door and sys.modules['horovod.torch'] is hvd is horovod.torch
+            context = multiprocessing.get_context('spawn')
+            queue = context.Queue()
+            process = context.Process(target=child, args=(queue,))
+            process.start()
+            print(hvd.__name__, queue.get(timeout=60))
+            process.join()
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert (done.returncode, done.stdout) == (0, "[0] lockstep.compat.horovod.torch True\n"), done.stderr
+    said = sorted(done.stderr.splitlines())
+    assert [line.split(",")[0] for line in said] == [
+        "[0] lockstep: apex is not installed here",
+        "[0] lockstep: horovod is not installed here",
+    ]
+    refused = launches.run("--nproc", "1", "--no-compat", script)
+    assert refused.returncode == 1
+    assert "No module named 'horovod'" in refused.stderr
