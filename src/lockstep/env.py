@@ -95,7 +95,7 @@ GROUP_RANK = Variable("GROUP_RANK", int, "Number of this host (torchrun's name f
 NODE_RANK = Variable("NODE_RANK", int, "Number of this host.")
 MASTER_ADDR = Variable("MASTER_ADDR", str, "Address of rank 0's store for torch's env:// rendezvous.")
 MASTER_PORT = Variable("MASTER_PORT", int, "Port of rank 0's store for torch's env:// rendezvous.")
-TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "What torch's C++ parts log: INFO, WARNING (default), ERROR.")
+TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "How much torch's C++ parts say; WARNING by default.")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", str, "Threads per process for torch's CPU operators.")
 TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "Set by torchrun; name of the job.")
 TORCHELASTIC_RESTART_COUNT = Variable(
@@ -212,6 +212,11 @@ LOCKSTEP_COMPAT = Variable(
     "0 keeps `import horovod` and `import apex` from finding Lockstep's doors in ranks; set by `lockstep run --no-compat`.",
 )
 LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's logger: DEBUG, INFO, WARNING (default).")
+LOCKSTEP_ELASTIC_FOLDER = Variable(
+    "LOCKSTEP_ELASTIC_FOLDER",
+    str,
+    "Where elastic states are kept from one attempt of a job to the next; made by `lockstep horovodrun`, removed by it.",
+)
 LOCKSTEP_SHM_DIR = Variable("LOCKSTEP_SHM_DIR", str, "Folder for shared-memory segments; default /dev/shm.")
 LOCKSTEP_WIRE = Variable(
     "LOCKSTEP_WIRE",

@@ -149,8 +149,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
-    # Not before: it imports torch, for which the ranks of one host need not wait. torch reads this variable now and never
-    # again; without it a connection that is lost is a C++ stack on the terminal, on top of what is said here.
+    # Not before: it imports torch, for which the ranks of one host need not wait. torch reads this variable now and
+    # never again; without it a lost connection is a C++ stack on the terminal, on top of what is said here.
     is_set = env.TORCH_CPP_LOG_LEVEL.get() is not None
     if not is_set:
         env.TORCH_CPP_LOG_LEVEL.set("ERROR")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -21,6 +22,8 @@ __all__ = ["Place", "PlaceLost"]
 
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 3.0
+_CONNECT_TIMEOUT_S = 30.0
+_CONNECT_POLL_S = 0.05
 # For a name that nobody knows: names of pods and virtual machines appear when these are ready.
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
@@ -69,11 +72,11 @@ class Place:
                         "uses the port, or give all launchers another --master-port"
                     ) from None
         own_address = _reach(config, check)
-        return cls(_connect(config), config, config.local_addr or own_address, False)
+        return cls(_connect(config, check), config, config.local_addr or own_address, False)
 
     def again(self) -> Place:
         """Another connection to the same store."""
-        return Place(_connect(self._config), self._config, self.address, False)
+        return Place(_connect(self._config, time.sleep), self._config, self.address, False)
 
     def store(self, prefix: str) -> Store:
         """The store, with keys of its own."""
@@ -124,14 +127,32 @@ def _hold(config: HostsConfig) -> Store:
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 
-def _connect(config: HostsConfig) -> Store:
-    try:
-        store = TCPStore(config.address, config.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as error:
+def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
+    """A connection, made in a thread: torch waits without a deadline for a server that says nothing.
+
+    Raises:
+        LaunchError: what listens there is something else.
+    """
+    found: list[Store | str] = []
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(config.address, config.port, None, False, _STORE_TIMEOUT, wait_for_workers=False))
+        except (dist.DistError, RuntimeError) as error:
+            found.append(str(error).splitlines()[0])
+
+    deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
+    thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
+    thread.start()
+    while thread.is_alive() and time.monotonic() < deadline_s:
+        thread.join(_CONNECT_POLL_S)
+        check(0.0)
+    store = found[0] if found else f"it did not answer within {_CONNECT_TIMEOUT_S:g} s"
+    if isinstance(store, str):
         raise LaunchError(
-            f"what listens at {config.place} is no launcher of a job on several hosts ({str(error).splitlines()[0]}); "
-            "choose another port, the same for all launchers"
-        ) from None
+            f"what listens at {config.place} is no launcher of a job on several hosts ({store}); choose another port, "
+            "the same for all launchers"
+        )
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 

@@ -112,12 +112,13 @@ class Roll:
     @property
     def is_full(self) -> bool:
         """Whether a round that gathers need not wait for anybody else."""
-        return len(self.members) >= self.terms.max_nodes
+        return self.is_enough and len(self.members) >= self.terms.max_nodes
 
     @property
     def is_enough(self) -> bool:
-        """Whether a round that gathers could begin."""
-        return len(self.members) >= self.terms.min_nodes
+        """Whether a round that gathers could begin: with hosts enough, no two of which have the same number."""
+        numbers = [host.node_rank for host in self.members if host.node_rank is not None]
+        return len(self.members) >= self.terms.min_nodes and len(set(numbers)) == len(numbers)
 
     def without(self, keys: Collection[str]) -> Roll:
         """After these hosts have gone."""
@@ -161,12 +162,13 @@ class Roll:
         return self if self.closed is not None else replace(self, closed=reason, exit_code=exit_code)
 
     def namesake(self, host: Host) -> Host | None:
-        """Another host with the same number."""
-        if host.node_rank is None:
-            return None
-        return next(
-            (other for other in self.hosts if other.node_rank == host.node_rank and other.key != host.key), None
-        )
+        """A host with the same number that came before this one."""
+        for other in self.hosts:
+            if other.key == host.key:
+                break
+            if other.node_rank == host.node_rank is not None:
+                return other
+        return None
 
     def _settled(self) -> Roll:
         """Go on to the next round if the last member has left; take in those who wait."""

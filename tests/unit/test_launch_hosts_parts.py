@@ -1,0 +1,325 @@
+"""The parts of a launch on several hosts that need no ranks: options, the roll, rounds between launchers in threads."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.commands.run import main
+from lockstep.errors import LaunchError
+from lockstep.launch.hosts import place as place_module
+from lockstep.launch.hosts.agent import Interrupted
+from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from, parse_conf, parse_endpoint
+from lockstep.launch.hosts.place import Place
+from lockstep.launch.hosts.pulse import Observer
+from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
+from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
+from lockstep.launch.hosts.roll import Host, Roll, Terms
+from lockstep.launch.process import RankExit
+from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.report import ErrorReport
+
+# ---- options ---------------------------------------------------------------------------------------
+
+
+def parsed(*words: str) -> HostsConfig | None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--master-addr")
+    parser.add_argument("--master-port", type=int)
+    parser.add_argument("--max-restarts", type=int)
+    add_arguments(parser)
+    return hosts_from(parser.parse_args(words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--nnodes", "1", "--node-rank", "0", "--master-addr", "here", "--master-port", "5"),
+        ("--nnodes=1:1", "--rdzv-endpoint", "localhost:0", "--rdzv-backend=c10d", "--rdzv-id=9"),
+    ],
+)
+def test_one_host_needs_nobody(words: tuple[str, ...]) -> None:
+    assert parsed(*words) is None
+
+
+def test_options() -> None:
+    fixed = parsed("--nnodes=2", "--node_rank", "1", "--master-addr", "a", "--rdzv_conf", "join_timeout=7")
+    assert fixed == HostsConfig(2, 2, "a", 29500, 1, is_holder=False, join_s=7.0)
+    holder = parsed("--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=9", "--rdzv-backend=static")
+    assert holder == HostsConfig(2, 2, "a", 9, 0, is_holder=True)
+    elastic = parsed("--nnodes=1:3", "--rdzv_endpoint=a:7", "--rdzv_id=x", "--local-addr=b", "--rdzv-conf=is_host=1")
+    assert elastic == HostsConfig(1, 3, "a", 7, is_holder=True, run_id="x", local_addr="b")
+    assert parsed("--nnodes=1:3", "--rdzv-endpoint=[fe80::1]") == HostsConfig(1, 3, "fe80::1", 29400)
+    assert parse_conf("keep_alive_max_attempt=4,close_timeout=3") == {"lost_after_s": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nnodes 2:1", "--nnodes is '2:1'; expected a number of hosts, or MIN:MAX with 1 <= MIN <= MAX"),
+        ("--nnodes 0", "--nnodes is '0'; expected a number of hosts"),
+        ("--nnodes two", "--nnodes is 'two'; expected a number of hosts"),
+        ("--nnodes 2 --node-rank 2", "--node-rank is 2, but --nnodes is 2: hosts are counted from 0 to 1"),
+        ("--nnodes 2 --node-rank -1", "--node-rank is -1, but --nnodes is 2: hosts are counted from 0 to 1"),
+        ("--node-rank 1", "--node-rank is 1, but --nnodes is 1: hosts are counted from 0 to 0"),
+        ("--nnodes 2", "--nnodes 2 needs a place where the launchers meet: --master-addr ADDR with --node-rank R, or"),
+        ("--nnodes 2 --master-addr h", "--master-addr needs --node-rank, the number of this host from 0 to 1"),
+        ("--nnodes 2 --master-addr h --node-rank 0 --master-port 0", "--master-port is 0; expected 1 to 65535"),
+        ("--nnodes 2 --master-addr h --rdzv-endpoint k", "are two places for the launchers to meet; give one of them"),
+        ("--nnodes 2 --rdzv-endpoint h:x", "--rdzv-endpoint is 'h:x'; expected HOST:PORT"),
+        ("--nnodes 2 --rdzv-endpoint :9", "--rdzv-endpoint is ':9'; expected HOST:PORT"),
+        ("--nnodes 2 --rdzv-backend etcd", "--rdzv-backend is 'etcd'; expected c10d or static"),
+        ("--nnodes 2 --rdzv-conf join=3", "--rdzv-conf has no key 'join'; there are: join_timeout"),
+        ("--nnodes 2 --rdzv-conf join_timeout=0", "--rdzv-conf has join_timeout=0; expected a number above 0"),
+        ("--nnodes 2 --rdzv-conf join_timeout", "--rdzv-conf has 'join_timeout'; expected KEY=VALUE"),
+        ("--nnodes 2 --rdzv-conf is_host=perhaps", "--rdzv-conf has is_host=perhaps; expected 0 or 1"),
+    ],
+)
+def test_options_that_make_no_sense(words: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        main([*words.split(), __file__])
+
+
+def test_endpoints() -> None:
+    assert parse_endpoint("h") == ("h", 29400)
+    assert parse_endpoint("[::1]:5") == ("::1", 5)
+    assert parse_endpoint("fe80::1") == ("fe80::1", 29400)
+
+
+# ---- the roll --------------------------------------------------------------------------------------
+
+A, B, C = (Host(key, key, number, key, 1) for number, key in enumerate("abc"))
+
+
+def keys(hosts: tuple[Host, ...]) -> str:
+    return "".join(host.key for host in hosts)
+
+
+def test_roll_of_an_elastic_job() -> None:
+    roll = Roll(Terms(1, 2, 0)).joined(A)
+    assert (keys(roll.members), roll.is_enough, roll.is_full) == ("a", True, False)
+    roll = roll.begun().joined(B).joined(C)
+    assert (keys(roll.members), keys(roll.waiting), roll.has_room) == ("a", "bc", True)
+    roll = roll.joined(A)
+    assert (roll.number, roll.is_running, keys(roll.members), keys(roll.waiting)) == (1, False, "bc", "a")
+    roll = roll.begun()
+    assert not roll.has_room, "a is a spare now"
+    roll = roll.without("b")
+    assert (roll.number, roll.is_running, keys(roll.members)) == (1, True, "c"), "c still runs"
+    roll = roll.joined(C)
+    assert (roll.number, keys(roll.members)) == (2, "ac")
+    assert keys(roll.begun().members) == "ca", "who ran before comes first"
+    assert Roll.decode(roll.encode()) == roll
+
+
+def test_hosts_with_numbers_are_in_their_order() -> None:
+    hosts = [replace(host, node_rank=number) for host, number in ((A, 2), (B, 0), (C, None))]
+    roll = Roll(Terms(3, 3, 0))
+    for host in hosts:
+        roll = roll.joined(host)
+    assert keys(roll.begun().members) == "bac"
+    late = Host("d", "d", 1, "d", 1, 2)
+    roll = roll.begun().joined(late)
+    assert (roll.namesake(late), roll.namesake(hosts[0]), roll.namesake(hosts[2])) == (hosts[0], None, None)
+    two = Roll(Terms(2, 2, 0)).joined(hosts[0]).joined(late)
+    assert not two.is_enough, "one of them must go"
+    assert not two.is_full
+
+
+def test_a_round_fails_once() -> None:
+    roll = Roll(Terms(1, 1, 3)).failed(0).failed(0)
+    assert (roll.failures, roll.failed(1).failures) == (1, 2)
+    assert roll.ended("first", 3).ended("second", 4).exit_code == 3
+
+
+class Counts:
+    """A place where counts lie."""
+
+    def __init__(self, **counts: str) -> None:
+        self.counts = counts
+
+    def get(self, key: str) -> str | None:
+        return self.counts.get(key.removeprefix("pulse/"))
+
+
+def test_who_stops_counting_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the observer's own clock; looking rarely makes nobody lost."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    place: Any = Counts(a="1", b="7")
+    observer = Observer(place, 5.0)
+    assert observer.lost("ab") == []
+    now_s += 4
+    place.counts["a"] = "2"
+    assert observer.lost("ab") == []
+    now_s += 2
+    assert observer.lost("ab") == ["b"]
+    now_s += 60
+    place.counts["a"] = "3"
+    assert observer.lost("abc") == ["b"]
+
+
+# ---- reports ---------------------------------------------------------------------------------------
+
+
+def test_failures_of_all_hosts_are_compared() -> None:
+    """Times decide between causes; an echo is none, however early its host's clock is."""
+    echo = ErrorReport(1, 11, "b", "lockstep.errors.RankLost", "rank 0 died", "…", "x.py", 1, 50.0, True, (0,))
+    one = HostReport({0: RankExit(0, 10, 137, 9, 100.0, False)}, {}, [0])
+    two = HostReport(
+        {1: RankExit(1, 11, 1, None, 50.1, False), 2: RankExit(2, 12, 0, None, 1.0, False)}, {1: echo}, [1]
+    )
+    received = [HostReport.decode(report.encode()) for report in (two, one)]
+    failures = find_first_failure_of_all(received)
+    assert [failure.rank for failure in failures] == [0, 1]
+    assert failures[1].report == echo
+    assert failures[0].ended.host == socket.gethostname()
+    assert [report.has_failed for report in received] == [True, True]
+    assert not HostReport({2: RankExit(2, 12, 0, None, 1.0, False)}).has_failed
+
+
+# ---- rounds ----------------------------------------------------------------------------------------
+
+Nap = Callable[[float], None]
+
+
+def quick(port: int, nnodes: tuple[int, int] = (2, 2), **options: Any) -> HostsConfig:
+    options = {"pulse_s": 0.1, "lost_after_s": 1.0, "last_call_s": 0.2, "join_s": 20.0} | options
+    return HostsConfig(*nnodes, "127.0.0.1", port, **options)
+
+
+def rendezvous_of(
+    config: HostsConfig, max_restarts: int = 0, num_ranks: int = 1, nap: Nap = time.sleep
+) -> HostRendezvous:
+    return HostRendezvous(config, Place.open(config, nap), num_ranks, max_restarts, nap)
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Start the call; each in a thread of its own."""
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(call)
+    executor.shutdown(wait=False)
+    return future
+
+
+def test_rounds_of_two_launchers() -> None:
+    """They get the same numbers in every round, with a place for rank 0 that is another one in each."""
+    port = find_free_port()
+    zero = rendezvous_of(quick(port, node_rank=0))
+    one = rendezvous_of(quick(port, node_rank=1, is_holder=False))
+    masters = set()
+    for number in range(3):
+        pending = in_thread(one.next_rendezvous)
+        mine, other = zero.next_rendezvous(), pending.result(20)
+        assert [(info.rank, info.world_size) for info in (mine, other)] == [(0, 2), (1, 2)]
+        assert zero.number == one.number == number
+        assert mine.bootstrap_store_info == other.bootstrap_store_info
+        masters.add(zero.master)
+        one.put("word", f"in round {number}")
+        assert zero.get("word") == f"in round {number}"
+        assert zero.num_nodes_waiting() == 0
+        zero.regroup()
+        assert zero.num_nodes_waiting() == 1
+    assert len(masters) == 3
+    one.shutdown()
+    deadline = time.monotonic() + 10
+    while not zero.missing() and time.monotonic() < deadline:
+        zero.look()
+        time.sleep(0.02)
+    assert zero.missing() == [one.host]
+    pending = in_thread(zero.next_rendezvous)
+    zero.close("that is enough", 3)
+    with pytest.raises(JobClosed, match="that is enough") as caught:
+        pending.result(20)
+    assert caught.value.roll.exit_code == 3
+    zero.shutdown()
+
+
+def test_launchers_that_were_told_different_things() -> None:
+    port = find_free_port()
+    zero = rendezvous_of(quick(port, node_rank=0, join_s=3.0))
+    pending = in_thread(zero.next_rendezvous)
+    deadline = time.monotonic() + 10
+    while not zero.roll.hosts and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for config, max_restarts, words in (
+        (quick(port, (3, 3), node_rank=2, is_holder=False), 0, "--nnodes 3 here and 2 there; give all launchers"),
+        (quick(port, (1, 2), node_rank=1, is_holder=False), 0, "--nnodes 1:2 here and 2 there; give all launchers"),
+        (quick(port, node_rank=1, is_holder=False), 4, "--max-restarts 4 here and 0 there; give all launchers"),
+    ):
+        other = rendezvous_of(config, max_restarts)
+        said = re.escape(f"{other.host} and {zero.host} were told different things: {words}")
+        with pytest.raises(LaunchError, match=said):
+            other.next_rendezvous()
+        other.shutdown()
+    same = rendezvous_of(quick(port, node_rank=0, is_holder=False))
+    with pytest.raises(LaunchError, match=r"two launchers came with --node-rank 0: this one .*; give each host"):
+        same.next_rendezvous()
+    same.shutdown()
+    with pytest.raises(
+        LaunchError, match=r"1 of 2 came .*; they did not come within 3 s. Start `lockstep run` on every"
+    ):
+        pending.result(20)
+    zero.shutdown()
+
+
+def test_places_that_cannot_be_had() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            LaunchError, match=f"must listen at 127.0.0.1, port {port}, .*in use.* another --master-port"
+        ):
+            Place.open(quick(port, is_holder=True), time.sleep)
+    port = find_free_port()
+    with pytest.raises(LaunchError, match=rf"found nobody at 127.0.0.1, port {port}, .* within 0.3 s: nobody listens"):
+        Place.open(quick(port, is_holder=False, join_s=0.3), time.sleep)
+    nowhere = replace(quick(port, join_s=0.3), address="no-such-host.invalid")
+    with pytest.raises(LaunchError, match=r"the name service does not know no-such-host.invalid .*; give an address"):
+        Place.open(nowhere, time.sleep)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_listens_is_no_launcher(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that hangs up, and one that takes connections and never says anything."""
+    monkeypatch.setattr(place_module, "_CONNECT_TIMEOUT_S", 1.0 if answers else 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        if answers:
+            hang_up = threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(2)], daemon=True)
+            hang_up.start()
+        config = quick(other.getsockname()[1], is_holder=False)
+        with pytest.raises(LaunchError, match=r"is no launcher of a job on several hosts \(.*\); choose another port"):
+            Place.open(config, time.sleep)
+
+
+def test_waiting_ends_when_the_launcher_is_told_to_end() -> None:
+    def interrupted(_: float) -> None:
+        raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        Place.open(quick(find_free_port(), is_holder=False), interrupted)
+
+
+def test_second_launcher_of_a_machine_connects_to_the_first() -> None:
+    port = find_free_port()
+    first = Place.open(quick(port), time.sleep)
+    second = Place.open(quick(port), time.sleep)
+    assert (first.is_holder, second.is_holder) == (True, False)
+    second.set("key", "value")
+    assert first.get("key") == "value"
+    assert first.get("other") is None
+    third = Place.open(quick(port, run_id="another job"), time.sleep)
+    assert third.get("key") is None
