@@ -148,7 +148,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     """Replace every BatchNorm layer by a `SyncBatchNorm` with the same parameters and buffers.
 
     The parameters stay the same objects, so that an optimizer made before goes on working. A layer that stands at
-    several places is converted once. Mirrors `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Local.
+    several places is converted once; one that is a `SyncBatchNorm` gets the group. Mirrors `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Local.
 
     Args:
         module: a model, changed in place, or one BatchNorm layer.
@@ -164,8 +164,11 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     done: dict[nn.Module, nn.Module] = {}
     # All before any: a model that cannot be converted stays as it was.
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
             done[layer] = _convert_layer(name, layer, process_group)
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.process_group = process_group
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in done:
@@ -200,7 +203,7 @@ def _convert_layer(name: str, layer: _BatchNorm, process_group: dist.ProcessGrou
     return converted
 
 
-_KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+_KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @dataclass(frozen=True)

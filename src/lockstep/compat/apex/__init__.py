@@ -1,0 +1,108 @@
+"""NVIDIA Apex as it was before `amp`, `parallel` and `fp16_utils` left it (May 2025), on today's PyTorch, CPU included.
+
+Mixed precision is torch's autocast and the loss scaler and master weights in `amp`; gradients are averaged by the one
+engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names that scripts import::
+
+  name                                        here       note
+  ------------------------------------------  ---------  -----------------------------------------------------------
+  amp.initialize                              supported  models on the CPU too; tuples too; patch_torch_functions
+                                                         may be torch.bfloat16, the dtype that O1 casts to
+  amp.scale_loss                              supported  a loss_id that does not exist is named
+  amp.master_params                           supported
+  amp.state_dict                              supported  empty where Amp is not enabled
+  amp.load_state_dict                         supported
+  amp.disable_casts                           supported
+  amp.half_function                           supported  float64 stays, as in torch's autocast; so in the next five
+  amp.float_function                          supported
+  amp.promote_function                        supported
+  amp.register_half_function                  supported
+  amp.register_float_function                 supported
+  amp.register_promote_function               supported
+  amp.init                                    different  the handle's scale_loss works again; enable_caching: no effect
+  amp.AmpError                                different  Lockstep's own: what Amp raises; a RuntimeError
+  amp._amp_state                              different  opt_properties, loss_scalers, handle, hard_override,
+                                                         allow_incoming_model_not_fp32, verbosity
+  opt_level O0, O2, O3                        supported
+  opt_level O1                                different  which functions cast is torch's autocast's choice, other ones
+                                                         on CPU and CUDA; in-place functions are not refused
+  parallel.DistributedDataParallel            different  allreduce_trigger_params, num_allreduce_streams, prof: no
+                                                         effect; shared_param, retain_allreduce_buffers and
+                                                         allreduce_communicators are refused; parameters may go
+                                                         unused; device_ids, which Apex did not take, is as in torch
+  parallel.Reducer                            supported
+  parallel.SyncBatchNorm                      supported  any device and any split of the batch
+  parallel.convert_syncbn_model               different  refuses a layer whose own forward pass would be lost
+  parallel.create_syncbn_process_group        supported
+  parallel.LARC                               supported
+  parallel.multiproc                          different  one process per core where there is no GPU; output of all
+                                                         ranks with the rank before it, and no GPU_<rank>.log
+  fp16_utils.FP16_Optimizer                   different  state_dict holds the loss scale as plain values; reads both
+  fp16_utils.FP16_Module                      supported
+  fp16_utils.FP16Model                        supported
+  fp16_utils.network_to_half                  supported
+  fp16_utils.BN_convert_float                 supported
+  fp16_utils.convert_module                   supported
+  fp16_utils.convert_network                  supported
+  fp16_utils.prep_param_lists                 supported
+  fp16_utils.model_grads_to_master_grads      supported
+  fp16_utils.master_params_to_model_params    supported
+  fp16_utils.clip_grad_norm                   supported
+  fp16_utils.LossScaler                       supported
+  fp16_utils.DynamicLossScaler                supported
+  fp16_utils.to_python_float                  supported
+  fp16_utils.tofp16                           supported
+  fp16_utils.fp16_to_fp32                     supported
+  fp16_utils.fp32_to_fp16                     supported
+  optimizers.FusedAdam                        different  torch.optim.Adam; no bias_correction=False, master_weights
+  optimizers.FusedSGD                         different  torch.optim.SGD; no wd_after_momentum
+  optimizers.FusedAdagrad                     different  torch.optim.Adagrad; no adagrad_w_mode
+  optimizers.FusedLAMB                        supported
+  optimizers.FusedNovoGrad                    refused    use FusedLAMB or torch.optim.AdamW
+  optimizers.FusedMixedPrecisionLamb          refused    use FusedLAMB with amp.initialize(opt_level="O2")
+  optimizers.FP16_Optimizer                   refused    use amp.initialize(opt_level="O2")
+  normalization.FusedLayerNorm                different  torch.nn.LayerNorm; no memory_efficient
+  normalization.FusedRMSNorm                  different  torch.nn.RMSNorm; no memory_efficient
+  normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
+  normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
+  multi_tensor_apply                          refused    use torch._foreach_mul_ and its like
+  RNN                                         refused    use torch.nn.LSTM and GRU
+  reparameterization                          refused    use torch.nn.utils.parametrizations.weight_norm
+  mlp                                         refused    use torch.nn.Sequential
+  fused_dense                                 refused    use torch.nn.Linear
+  pyprof                                      refused    use torch.profiler
+  contrib                                     refused    use torch.nn.functional.scaled_dot_product_attention, and
+                                                         torch's own layers
+  transformer                                 refused    use torch.distributed.tensor.parallel
+
+What is refused raises an ImportError that names the alternative. As in Apex, gradients that accumulate over several
+backward passes, only the last of which averages over ranks, need `scale_loss(..., delay_unscale=True)` in all others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# What `import apex` brings along, as in Apex.
+_SUBPACKAGES = ("amp", "fp16_utils", "normalization", "optimizers", "parallel")
+
+_REFUSED = {
+    "RNN": "use torch.nn.LSTM and torch.nn.GRU",
+    "contrib": "use torch.nn.functional.scaled_dot_product_attention, and torch's own layers",
+    "fused_dense": "use torch.nn.Linear",
+    "mlp": "use torch.nn.Sequential",
+    "multi_tensor_apply": "use torch._foreach_mul_ and its like",
+    "pyprof": "use torch.profiler",
+    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+    "transformer": "use torch.distributed.tensor.parallel",
+}
+
+__all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _REFUSED:
+        raise ImportError(f"apex.{name} is not supported by lockstep.compat.apex; {_REFUSED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

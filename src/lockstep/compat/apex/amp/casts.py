@@ -1,0 +1,244 @@
+"""What opt level O1 does to torch functions, and the casts that users give to functions of their own.
+
+[Note: autocast] Apex replaced some two hundred functions of torch by wrappers; torch has had the same since 1.6, as
+autocast. It is switched on for the whole process here, not for a `with` block, since scripts compute losses outside
+of their models. Two things follow. Its cache of casted parameters stays off: it is only ever emptied at the end of a
+`with` block, so it would serve parameters of earlier steps. And it is off during backward passes (`scale_loss`),
+where functions must run in the dtype that their forward pass had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.compat.apex.amp._amp_state import AmpValueError, _amp_state
+
+__all__ = [
+    "AmpHandle",
+    "casts_off",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "usual_device_types",
+]
+
+_Function = Callable[..., Any]
+# Given the tensors among a function's arguments, the dtype that all of them should have.
+_Choice = Callable[["AmpHandle", list[Tensor]], torch.dtype]
+
+
+class AmpHandle:
+    """The casts of opt level O1, in place from construction until `_deactivate`.
+
+    Args:
+        dtype: the 16-bit dtype that functions cast to.
+        device_types: types of device whose functions cast.
+        verbose: print the casts of decorated and registered functions.
+        allow_banned: let `binary_cross_entropy` take 16-bit inputs.
+    """
+
+    has_cache = False
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float16,
+        device_types: Iterable[str] = (),
+        verbose: bool = False,
+        allow_banned: bool = False,
+    ) -> None:
+        self.dtype = dtype
+        self.verbose = verbose
+        self.allow_banned = allow_banned
+        self._device_types = tuple(device_types) or usual_device_types()
+        self._is_installed = self._is_active = True
+        self._replaced: list[tuple[Any, str, _Function]] = []
+        if _amp_state.handle is not None:
+            _amp_state.handle._deactivate()
+        self._before = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._device_types
+        ]
+        self._cached_before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        for kind in self._device_types:
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, True)
+        self._replace(nn.functional, "binary_cross_entropy", _guard_binary_cross_entropy)
+        for module, name, choice in _registered:
+            self._replace(module, name, functools.partial(_casting, choice))
+        _amp_state.handle = self
+
+    def is_active(self) -> bool:
+        """Whether casts are in force, here and now."""
+        return self._is_active
+
+    def _replace(self, module: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
+        original = getattr(module, name)
+        self._replaced.append((module, name, original))
+        setattr(module, name, wrap(original))
+
+    def _deactivate(self) -> None:
+        """Put everything back as it was."""
+        if not self._is_installed:
+            return
+        self._is_installed = self._is_active = False
+        for module, name, original in reversed(self._replaced):
+            setattr(module, name, original)
+        self._replaced.clear()
+        for kind, enabled, dtype in self._before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._cached_before)
+        if _amp_state.handle is self:
+            _amp_state.handle = None
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        was_active = self._is_active
+        enabled = [(kind, torch.is_autocast_enabled(kind)) for kind in self._device_types]
+        self._is_active = False
+        for kind, _ in enabled:
+            torch.set_autocast_enabled(kind, False)
+        try:
+            yield
+        finally:
+            if self._is_installed:
+                self._is_active = was_active
+                for kind, was_enabled in enabled:
+                    torch.set_autocast_enabled(kind, was_enabled)
+
+
+def usual_device_types() -> tuple[str, ...]:
+    """Where casts apply if no model says where it is: CUDA, or the CPU on machines without."""
+    return ("cuda",) if torch.cuda.is_available() else ("cpu",)
+
+
+@contextmanager
+def casts_off() -> Iterator[None]:
+    """No casts inside, whether or not O1 is in force."""
+    if _amp_state.handle is None:
+        yield
+        return
+    with _amp_state.handle._disable_casts():
+        yield
+
+
+def disable_casts() -> Any:
+    """A context in which torch functions run in the dtype of their inputs. Local."""
+    return casts_off()
+
+
+# ---- functions of users -------------------------------------------------------------------------
+
+
+def _is_castable(value: object) -> bool:
+    # As autocast: float64 was asked for by somebody, and stays.
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _casting(choice: _Choice, function: _Function) -> _Function:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        handle = _amp_state.handle
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _is_castable(leaf)]
+        if handle is None or not handle.is_active() or not tensors:
+            return function(*args, **kwargs)
+        dtype = choice(handle, tensors)
+        if handle.verbose:
+            for tensor in tensors:
+                if tensor.dtype != dtype:
+                    print(f"{tensor.dtype} -> {dtype} ({getattr(function, '__name__', function)})")
+        args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_castable(leaf) else leaf, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _half(handle: AmpHandle, tensors: list[Tensor]) -> torch.dtype:
+    return handle.dtype
+
+
+def _float(handle: AmpHandle, tensors: list[Tensor]) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(handle: AmpHandle, tensors: list[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def half_function(fn: _Function) -> _Function:
+    """Decorator: under O1, floating tensors among the arguments come in 16 bits."""
+    return _casting(_half, fn)
+
+
+def float_function(fn: _Function) -> _Function:
+    """Decorator: under O1, floating tensors among the arguments come in float32."""
+    return _casting(_float, fn)
+
+
+def promote_function(fn: _Function) -> _Function:
+    """Decorator: under O1, floating tensors among the arguments come in the widest of their dtypes."""
+    return _casting(_widest, fn)
+
+
+_registered: list[tuple[Any, str, _Choice]] = []
+
+
+def _register(module: Any, name: str, choice: _Choice) -> None:
+    if not hasattr(module, name):
+        raise AmpValueError(f"No function named {name} in module {module}.")
+    _registered[:] = [entry for entry in _registered if entry[:2] != (module, name)]
+    _registered.append((module, name, choice))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """From the next `initialize` at O1 on, `module.name` gets its tensors in 16 bits."""
+    _register(module, name, _half)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """From the next `initialize` at O1 on, `module.name` gets its tensors in float32."""
+    _register(module, name, _float)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """From the next `initialize` at O1 on, `module.name` gets its tensors in the widest of their dtypes."""
+    _register(module, name, _widest)
+
+
+# ---- what must not run in 16 bits ----------------------------------------------------------------
+
+_BANNED = (
+    "binary_cross_entropy (and torch.nn.BCELoss) does not work on 16-bit inputs: the logarithm of a probability that "
+    "16 bits round to 0 or 1 is infinite. Leave out the sigmoid before it and use "
+    "binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), which is safe. Or have the sigmoid computed in "
+    "float32, with amp.register_float_function(torch, 'sigmoid') before amp.initialize. If you are sure of "
+    "your inputs, use amp.init(allow_banned=True)"
+)
+
+
+def _guard_binary_cross_entropy(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+        handle = _amp_state.handle
+        if handle is None or not handle.is_active():
+            return original(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _is_castable(leaf)]
+        if any(tensor.element_size() < 4 for tensor in tensors) and not handle.allow_banned:
+            raise NotImplementedError(_BANNED)
+        # Autocast refuses this function on CUDA whatever its inputs are.
+        with handle._disable_casts():
+            args, kwargs = tree_map(lambda leaf: leaf.float() if _is_castable(leaf) else leaf, (args, kwargs))
+            return original(*args, **kwargs)
+
+    return binary_cross_entropy

@@ -1,0 +1,59 @@
+"""A model that is cast: what goes in, what comes out, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.parallel.graph import map_tensors
+
+__all__ = ["CastForward", "keep_state_dict_wide"]
+
+
+class CastForward:
+    """Stands in for `module.forward`, and casts floating tensors on the way in and out.
+
+    An object and no closure, so that a copy of the module gets one that runs the copy, and that modules
+    can be pickled.
+
+    Args:
+        module: whose forward pass runs.
+        inputs: dtype of floating inputs; None leaves them alone.
+        outputs: dtype of floating outputs; None leaves them alone.
+    """
+
+    def __init__(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        self._module = module
+        # What a script has put in the place of forward before.
+        self._replaced = vars(module).get("forward")
+        self._inputs = inputs
+        self._outputs = outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass."""
+        if self._inputs is not None:
+            args, kwargs = _cast((args, kwargs), self._inputs)
+        if self._replaced is not None:
+            output = self._replaced(*args, **kwargs)
+        else:
+            output = type(self._module).forward(self._module, *args, **kwargs)
+        return output if self._outputs is None else _cast(output, self._outputs)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def keep_state_dict_wide(model: nn.Module) -> None:
+    """Let `state_dict` give 16-bit parameters and buffers as float32, so that a checkpoint fits every opt level."""
+    for module in model.modules():
+        module.register_state_dict_post_hook(_widen)  # type: ignore[no-untyped-call]
+
+
+def _widen(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    for name in (*module._parameters, *module._buffers):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.element_size() < 4:
+            state_dict[prefix + name] = value.float()

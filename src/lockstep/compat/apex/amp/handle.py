@@ -1,0 +1,115 @@
+"""`scale_loss`: one backward pass with a scaled loss and unscaled gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.compat.apex.amp._amp_state import AmpError, AmpValueError, _amp_state
+from lockstep.compat.apex.amp.casts import casts_off
+from lockstep.compat.apex.amp.scaler import LossScaler
+
+__all__ = ["scale_loss", "scaled"]
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Scale a loss for its backward pass, and unscale the gradients when the block ends.
+
+    ::
+
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    If a gradient is not finite the scale is halved and the next `optimizer.step()` is skipped. With master weights,
+    unscaled gradients are those of the masters (`amp.master_params`); those of the model stay scaled.
+    Local; with an engine, its backward pass is collective, and an overflow on one rank is averaged into all.
+
+    Args:
+        loss: a tensor; 16-bit ones are made float32 first.
+        optimizers: the optimizer, or a list of those, whose parameters the loss reaches.
+        loss_id: which of the `num_losses` scalers.
+        model: ignored, as in Apex.
+        delay_unscale: leave gradients scaled; a later block without a delay unscales all. For gradients that
+            accumulate over several passes, in particular if only the last of them averages over ranks.
+        delay_overflow_check: do not look whether gradients are finite.
+
+    Raises:
+        AmpError: `initialize` was not called, or an optimizer did not go through it.
+        AmpValueError: there is no such `loss_id`.
+    """
+    del model
+    properties = _amp_state.opt_properties
+    if properties is None:
+        raise AmpError(
+            "amp.scale_loss before amp.initialize: call model, optimizer = amp.initialize(model, optimizer, "
+            "opt_level=...) first"
+        )
+    if not properties.enabled:
+        yield loss
+        return
+    if not 0 <= loss_id < len(_amp_state.loss_scalers):
+        raise AmpValueError(
+            f"loss_id={loss_id}: amp.initialize was told num_losses={len(_amp_state.loss_scalers)}, so that loss_id "
+            f"is at most {len(_amp_state.loss_scalers) - 1}"
+        )
+    scaler = _amp_state.loss_scalers[loss_id]
+    if not properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+        with casts_off():
+            yield _widened(loss)
+        return
+    chosen = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    with scaled(loss, chosen, scaler, loss_id, delay_unscale, delay_overflow_check) as scaled_loss:
+        yield scaled_loss
+
+
+@contextmanager
+def scaled(
+    loss: Tensor,
+    optimizers: Sequence[Any],
+    scaler: LossScaler,
+    loss_id: int = 0,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """`scale_loss` with a given scaler."""
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_amp_stash"):
+            raise AmpError(
+                f"amp.scale_loss: this {type(optimizer).__name__} did not go through amp.initialize. Give it there, "
+                "and use what comes back"
+            )
+    stashes = [optimizer._amp_stash for optimizer in optimizers]
+    if not delay_unscale:
+        for stash in stashes:
+            if not stash.params_have_scaled_gradients:
+                stash.prepare()
+    with casts_off():
+        yield _widened(loss) * scaler.loss_scale()
+    if delay_unscale:
+        for stash in stashes:
+            stash.params_have_scaled_gradients = True
+        return
+    scaler.clear_overflow_state()
+    with torch.no_grad():
+        for stash in stashes:
+            stash.finish(scaler)
+            stash.params_have_scaled_gradients = False
+    if not delay_overflow_check and scaler.update_scale():
+        for stash in stashes:
+            stash.skipped_by = stash.skipped_by or (loss_id, scaler)
+
+
+def _widened(loss: Tensor) -> Tensor:
+    return loss.float() if loss.element_size() < 4 else loss

@@ -1,0 +1,258 @@
+"""What Amp adds to an optimizer: float32 master weights, gradients that are unscaled, steps that are skipped.
+
+[Note: one backward pass] Gradients of one loss are unscaled with that loss's scale, so they must not mix with what is
+in `.grad` already. `prepare` takes the latter away before a backward pass, `finish` divides what came and adds the
+rest again. What was taken away is copied: an engine may keep gradients in buffers that it writes anew in every pass.
+
+[Note: masters] With master weights the optimizer's groups hold float32 copies of the 16-bit parameters. They are made
+before the first backward pass, not in `initialize`, so that a checkpoint loaded into the model in between counts. The
+state of the optimizer moves over to them; what `load_state_dict` brought before is kept until then, since loading it
+onto 16-bit parameters has rounded it to 16 bits.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.compat.apex.amp._amp_state import AmpError, say
+from lockstep.compat.apex.amp.casts import casts_off
+from lockstep.compat.apex.amp.properties import HALF_DTYPES
+from lockstep.compat.apex.amp.scaler import LossScaler
+from lockstep.errors import InputTypeError
+
+__all__ = ["OptimizerState", "process_optimizer"]
+
+_NO_CLOSURE = (
+    "Amp cannot run an optimizer with a closure here: call backward inside `with amp.scale_loss(...)`, then step() "
+    "without arguments"
+)
+
+
+class OptimizerState:
+    """Amp's part of one optimizer, as its attribute `_amp_stash`.
+
+    Args:
+        optimizer: anything with `param_groups`, `state` and torch's methods.
+        has_masters: whether to keep master weights; see [Note: masters].
+
+    Attributes:
+        params_have_scaled_gradients: the last backward pass asked for a delay of unscaling.
+        skipped_by: loss number and scaler whose overflow makes the next step be skipped.
+        all_fp16_params: the model's 16-bit parameters; empty without masters.
+        all_fp32_from_fp16_params: their masters, in the same order.
+    """
+
+    def __init__(self, optimizer: Any, has_masters: bool) -> None:
+        self._optimizer = optimizer
+        self.has_masters = has_masters
+        self.lazy_init_called = False
+        self.params_have_scaled_gradients = False
+        self.skipped_by: tuple[int, LossScaler] | None = None
+        self.all_fp16_params: list[Tensor] = []
+        self.all_fp32_from_fp16_params: list[Tensor] = []
+        self.loaded_state: dict[Any, Any] | None = None
+        self._held: dict[Tensor, Tensor] = {}
+
+    # ---- masters -------------------------------------------------------------------------------
+
+    def init_masters(self) -> None:
+        """Put masters in the place of 16-bit parameters, once; does nothing without master weights."""
+        if self.lazy_init_called or not self.has_masters:
+            return
+        self.lazy_init_called = True
+        for group in self._optimizer.param_groups:
+            group["params"] = self.with_masters(group["params"])
+        saved = self._optimizer.state_dict()
+        if self.loaded_state is not None:
+            saved["state"] = self.loaded_state
+            self.loaded_state = None
+        # Loading casts state to the dtype of the parameter that it belongs to.
+        type(self._optimizer).load_state_dict(self._optimizer, saved)
+
+    def with_masters(self, parameters: list[Tensor]) -> list[Tensor]:
+        """The parameters, with new masters for 16-bit ones that are trained."""
+        return [self._master_of(each) if each.requires_grad and _is_half(each) else each for each in parameters]
+
+    def _master_of(self, parameter: Tensor) -> Tensor:
+        master = parameter.detach().clone().float().requires_grad_()
+        self.all_fp16_params.append(parameter)
+        self.all_fp32_from_fp16_params.append(master)
+        state = self._optimizer.state
+        if parameter in state:
+            state[master] = state.pop(parameter)
+        return master
+
+    def _own_params(self) -> Iterator[Tensor]:
+        """Parameters whose `.grad` backward passes write and the optimizer reads."""
+        masters = {id(master) for master in self.all_fp32_from_fp16_params}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in masters:
+                    yield parameter
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """With masters, the parameters that need none."""
+        return list(self._own_params()) if self.has_masters else []
+
+    # ---- one backward pass ---------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Clear the way for the gradients of one loss; see [Note: one backward pass]."""
+        self.init_masters()
+        for parameter in self.all_fp16_params:
+            parameter.grad = None  # its master has what there was
+        for parameter in self._own_params():
+            if parameter.grad is not None:
+                self._held[parameter] = parameter.grad.clone()
+                parameter.grad = None
+
+    def finish(self, scaler: LossScaler) -> None:
+        """Unscale the gradients that a backward pass has brought, and add those there were before."""
+        self.init_masters()
+        pairs = [
+            (master, model.grad)
+            for model, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+            if model.grad is not None
+        ]
+        for (master, _), wide in zip(pairs, scaler.unscale([grad for _, grad in pairs]), strict=True):
+            master.grad = wide if master.grad is None else master.grad.add_(wide)
+        own = [parameter for parameter in self._own_params() if parameter.grad is not None]
+        for parameter, wide in zip(own, scaler.unscale([_dense(each) for each in own]), strict=True):
+            self._put_gradient(parameter, wide)
+        for parameter, held in self._held.items():  # those that this loss did not reach
+            parameter.grad = held
+        self._held.clear()
+
+    def _put_gradient(self, parameter: Tensor, wide: Tensor) -> None:
+        held = self._held.pop(parameter, None)
+        assert parameter.grad is not None
+        if not parameter.grad.is_sparse:
+            if held is not None:
+                wide = wide.add_(held)
+            if wide is not parameter.grad:
+                parameter.grad.copy_(wide)
+            return
+        parameter.grad._values().copy_(wide)
+        if held is not None:
+            parameter.grad = parameter.grad + held
+
+    def skip(self) -> None:
+        """Instead of a step: say so, and forget the gradients that nothing else would clear."""
+        assert self.skipped_by is not None
+        loss_id, scaler = self.skipped_by
+        say(
+            f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}",
+        )
+        self.skipped_by = None
+        self.clear_master_gradients()
+
+    def clear_master_gradients(self) -> None:
+        """`model.zero_grad()` does not know of masters."""
+        for master in self.all_fp32_from_fp16_params:
+            master.grad = None
+
+    @torch.no_grad()
+    def publish_masters(self) -> None:
+        """Round the masters into the model."""
+        for model, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            model.copy_(master)
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in HALF_DTYPES
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    """The gradient, or what there is in a sparse one."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad._values()
+
+
+def process_optimizer(optimizer: Any, has_masters: bool) -> None:
+    """Give an optimizer its `_amp_stash`, and methods that know of it. The optimizer stays the same object.
+
+    Raises:
+        AmpError: it has been here before.
+    """
+    if hasattr(optimizer, "_amp_stash"):
+        raise AmpError(
+            "this optimizer has been given to amp.initialize before; give each one once, all models and optimizers in "
+            "the same call"
+        )
+    stash = OptimizerState(optimizer, has_masters)
+    optimizer._amp_stash = stash
+    optimizer._amp_lazy_init = stash.init_masters
+    optimizer._prepare_amp_backward = stash.prepare
+    optimizer._post_amp_backward = stash.finish
+    # Bound methods, since learning rate schedulers take them apart.
+    optimizer.step = types.MethodType(_make_step(optimizer.step), optimizer)
+    if has_masters:
+        optimizer.zero_grad = types.MethodType(_zero_grad, optimizer)
+        optimizer.add_param_group = types.MethodType(_make_add_param_group(optimizer.add_param_group), optimizer)
+        optimizer.load_state_dict = types.MethodType(_make_load_state_dict(optimizer.load_state_dict), optimizer)
+
+
+def _make_step(plain_step: Any) -> Any:
+    def step(self: Any, closure: Any = None, **kwargs: Any) -> Any:
+        stash = self._amp_stash
+        if closure is not None and (stash.has_masters or stash.skipped_by is not None):
+            raise AmpError(_NO_CLOSURE)
+        if stash.skipped_by is not None:
+            stash.skip()
+            # So that schedulers do not take this for a step that was forgotten.
+            getattr(self, "optim", self)._opt_called = True
+            return None
+        stash.init_masters()
+        with casts_off():
+            result = plain_step(**kwargs) if closure is None else plain_step(closure, **kwargs)
+        if stash.has_masters:
+            stash.publish_masters()
+            stash.clear_master_gradients()
+        return result
+
+    return step
+
+
+def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    stash = self._amp_stash
+    stash.init_masters()
+    for parameter in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params):
+        if parameter.grad is None:
+            continue
+        if set_to_none:
+            parameter.grad = None
+        else:
+            parameter.grad = torch.zeros_like(parameter.grad)
+    stash.clear_master_gradients()
+
+
+def _make_add_param_group(plain: Any) -> Any:
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        stash = self._amp_stash
+        stash.init_masters()
+        parameters = param_group["params"]
+        if isinstance(parameters, set):
+            raise InputTypeError("the parameters of a group must be ordered, got a set; give a list")
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        param_group["params"] = stash.with_masters(listed)
+        plain(param_group)
+
+    return add_param_group
+
+
+def _make_load_state_dict(plain: Any) -> Any:
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        plain(state_dict)
+        if not self._amp_stash.lazy_init_called:
+            self._amp_stash.loaded_state = dict(state_dict["state"])
+
+    return load_state_dict

@@ -1,0 +1,87 @@
+"""Loss scales, with Apex's schedule: 2**16 at first, halved at an overflow, doubled after 2000 steps without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    """The scale of one loss, and whether its last gradients overflowed.
+
+    Args:
+        loss_scale: a fixed scale, or "dynamic". With a fixed one no step is ever skipped.
+        init_scale: first scale, if dynamic.
+        scale_factor: by which it shrinks at an overflow and grows after a window without.
+        scale_window: steps without an overflow before it grows.
+        min_loss_scale: it does not shrink below; None for no limit.
+        max_loss_scale: it does not grow beyond.
+
+    Attributes:
+        dynamic: whether the scale changes.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self._loss_scale = min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
+        self._scale_factor = scale_factor
+        self._scale_seq_len = scale_window
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        self._unskipped = 0
+        # One flag per device, so that devices are waited for once, in `update_scale`.
+        self._overflow_flags: dict[torch.device, Tensor] = {}
+
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by."""
+        return self._loss_scale
+
+    def clear_overflow_state(self) -> None:
+        """Forget what earlier gradients were like."""
+        self._overflow_flags.clear()
+
+    def unscale(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Divide gradients by the scale and note whether one of them is not finite.
+
+        Args:
+            gradients: any shapes and devices, dense.
+
+        Returns:
+            The same tensors, divided in place, where they have 32 bits or more; new float32 ones for 16-bit ones.
+        """
+        wide = [each.float() if each.element_size() < 4 else each for each in gradients]
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in wide:
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, _), tensors in by_kind.items():
+            flag = self._overflow_flags.setdefault(device, torch.zeros(1, device=device))
+            inverse = torch.full((1,), 1.0 / self._loss_scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, inverse)
+        return wide
+
+    def update_scale(self) -> bool:
+        """Move the scale on, after the gradients of one loss. Returns whether to skip the step."""
+        overflowed = self.dynamic and any(bool(flag.item()) for flag in self._overflow_flags.values())
+        if overflowed:
+            self._loss_scale /= self._scale_factor
+            if self._min_loss_scale:
+                self._loss_scale = max(self._min_loss_scale, self._loss_scale)
+            self._unskipped = 0
+        else:
+            self._unskipped += 1
+        if self._unskipped == self._scale_seq_len and self.dynamic:
+            self._loss_scale = min(self._max_loss_scale, self._loss_scale * self._scale_factor)
+            self._unskipped = 0
+        return overflowed

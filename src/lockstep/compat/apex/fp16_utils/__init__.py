@@ -1,0 +1,39 @@
+"""`apex.fp16_utils`: 16-bit models and float32 masters by hand. See the table in `lockstep.compat.apex`."""
+
+from __future__ import annotations
+
+from lockstep.compat.apex.fp16_utils.fp16_optimizer import FP16_Module, FP16_Optimizer, fp16_to_fp32, fp32_to_fp16
+from lockstep.compat.apex.fp16_utils.fp16util import (
+    BN_convert_float,
+    FP16Model,
+    clip_grad_norm,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
+from lockstep.compat.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+
+__all__ = [
+    "BN_convert_float",
+    "DynamicLossScaler",
+    "FP16Model",
+    "FP16_Module",
+    "FP16_Optimizer",
+    "LossScaler",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "fp16_to_fp32",
+    "fp32_to_fp16",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]

@@ -1,0 +1,75 @@
+"""Loss scales of `FP16_Optimizer`. Those of `amp` are in `amp/scaler.py`, and have another schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DynamicLossScaler", "LossScaler"]
+
+
+class LossScaler:
+    """A loss scale that stays.
+
+    Args:
+        scale: the scale.
+
+    Attributes:
+        cur_scale: the scale, for reading and writing.
+    """
+
+    def __init__(self, scale: float = 1) -> None:
+        self.cur_scale = scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Never: with a fixed scale every step is taken."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Nothing changes."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next loss."""
+        return self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
+        """A backward hook that scales gradients."""
+        return tuple(self.loss_scale * gradient for gradient in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """The backward pass of the scaled loss."""
+        (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that shrinks at each overflow, to 1 at least, and grows after a window without any.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: by which it shrinks and grows.
+        scale_window: steps without an overflow before it grows.
+    """
+
+    def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        super().__init__(init_scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether a gradient is not finite."""
+        return any(not bool(torch.isfinite(each.grad).all()) for each in params if each.grad is not None)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Move the scale on by one step."""
+        if overflow:
+            self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale *= self.scale_factor
+        self.cur_iter += 1

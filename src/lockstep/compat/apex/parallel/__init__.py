@@ -1,0 +1,20 @@
+"""`apex.parallel`: engine, batch normalization over ranks, LARC. See the table in `lockstep.compat.apex`."""
+
+from __future__ import annotations
+
+from lockstep.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
+from lockstep.compat.apex.parallel.LARC import LARC
+from lockstep.compat.apex.parallel.sync_batchnorm import (
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]

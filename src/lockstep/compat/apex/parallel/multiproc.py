@@ -1,0 +1,68 @@
+"""`python -m apex.parallel.multiproc main.py …`: one process for each GPU of this host, or core if there is none.
+
+Each gets `--rank R` and `--world-size N` as Apex's did, in the place of those that are given; and the variables
+of `lockstep run`, whose guarantees hold: output of all ranks with the rank before each line, no process left behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lockstep import env
+from lockstep.errors import LaunchError, SetupError
+from lockstep.launch.config import LaunchConfig, resolve_nproc
+from lockstep.launch.output import say
+from lockstep.launch.supervisor import launch_job
+
+__all__ = ["main"]
+
+_USAGE_CODE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the ranks and wait for them.
+
+    Args:
+        arguments: a script and its arguments; None for those of this process.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        LaunchError: no script is named, or it does not exist.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        raise LaunchError("name a script: python -m apex.parallel.multiproc main.py [args ...]")
+    script, rest = words[0], _without(_without(words[1:], "--rank"), "--world-size")
+    nproc = resolve_nproc("auto", env.snapshot())
+    return launch_job(
+        LaunchConfig(target=script, args=("--world-size", str(nproc), *rest), nproc=nproc, local_rank_option="--rank")
+    )
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    kept, skips = [], False
+    for word in words:
+        if skips or word.startswith(f"{option}="):
+            skips = False
+        elif word == option:
+            skips = True
+        else:
+            kept.append(word)
+    return kept
+
+
+def _main() -> int:
+    try:
+        return main()
+    except SetupError as error:
+        say(f"lockstep: error: {error}\n")
+        return _USAGE_CODE
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
