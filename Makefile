@@ -15,7 +15,7 @@ RUN := MPLCONFIGDIR=$(VAR)/matplotlib XDG_CACHE_HOME=$(VAR)/cache PYTEST_DEBUG_T
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check lint types doctests layers torch-suite nightly bench clean
+.PHONY: help venv train test check lint types doctests layers torch-suite nightly bench failures clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
@@ -60,10 +60,13 @@ torch-suite: venv ## run PyTorch's own tests of process groups on this backend
 
 nightly: venv ## what is too long for every commit: PyTorch's own suite, and an hour of random programs
 	$(RUN) $(BIN)/python tests/torch_suite/run.py
-	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest tests/soak --timeout=0 $(ARGS)
+	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest tests/soak $(ARGS)
 
 bench: venv ## measure against gloo and torch; writes JSON, tables and plots
 	$(RUN) $(BIN)/python -m benchmarks $(ARGS)
+
+failures: venv ## run every failure on gloo and lockstep side by side; writes docs/failures.md
+	$(RUN) $(BIN)/python -m docs.failures.measure
 
 clean: ## remove the virtual environment, caches and runs
 	rm -rf $(VENV) build dist runs src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -119,7 +119,13 @@ class FlatTensor:
         if plain.dtype in _BYTES_ONLY:
             plain = plain.view(torch.uint8)
         plain = plain.contiguous()
-        self.flat = plain if plain.dim() == 1 else plain.view(-1)
+        if plain.dim() == 1 and plain.stride(0) == 1:
+            self.flat = plain
+        elif plain.numel() > 1:
+            self.flat = plain.view(-1)
+        else:
+            # One element or none is contiguous whatever its strides, and keeps them in a view.
+            self.flat = plain.as_strided((plain.numel(),), (1,))
 
     def write_back(self) -> None:
         """Copy the flat memory into the tensor if it is not the tensor's own."""
