@@ -46,6 +46,8 @@ def test_blocks_do_not_overlap(boards: list[Board]) -> None:
     board = boards[1]
     board.introduce(PeerIdentity(1, 2, "h" * 1000))
     board.announce("a" * 10_000)
+    board.say_blocked("b" * 10_000)
+    board.beat(77)
     calls = [board.add_call(f"{number:02d}" + "c" * 1000) for number in range(RING - 1)]
     sites = [board.add_site(f"{number:02d}" + "s" * 1000) for number in range(RING - 1)]
     board.fail(Failure("K", (0, 2), "f" * 10_000))
@@ -54,7 +56,8 @@ def test_blocks_do_not_overlap(boards: list[Board]) -> None:
     assert not any(memory[64:start])
     assert not any(memory[start + BLOCK_BYTES :])
     assert boards[0].identity(1) == PeerIdentity(1, 2, "h" * 254)
-    assert boards[0].announcement(1) == "a" * 1534
+    assert boards[0].announcement(1) == "a" * 1022
+    assert boards[0].blocked(1) == (1, 77, "b" * 510)
     assert boards[0].failure(1) == Failure("K", (0, 2), "f" * (2046 - len("K|0,2|")))
     for number, (call, site) in enumerate(zip(calls, sites, strict=True)):
         enter(board, number + 1, call, site)
@@ -65,9 +68,9 @@ def test_blocks_do_not_overlap(boards: list[Board]) -> None:
 
 def test_text_cut_inside_a_character_stays_readable(boards: list[Board]) -> None:
     boards[0].announce("é" * 2000)
-    assert boards[1].announcement(0) == "é" * 767
+    assert boards[1].announcement(0) == "é" * 511
     boards[0].announce("x" + "é" * 2000)
-    assert boards[1].announcement(0) == "x" + "é" * 766
+    assert boards[1].announcement(0) == "x" + "é" * 510
     boards[0].announce("\udcff")  # what Python makes of a file name that is no UTF-8
     assert boards[1].announcement(0) == "?"
 
@@ -128,3 +131,13 @@ def test_leaving_in_good_order(boards: list[Board]) -> None:
 def test_failure_without_culprits(boards: list[Board]) -> None:
     boards[0].fail(Failure("", (), "raised ValueError"))
     assert boards[1].failure(0) == Failure("", (), "raised ValueError")
+
+
+def test_each_wait_has_a_number_of_its_own(boards: list[Board]) -> None:
+    assert boards[1].blocked(0) is None
+    for number in (1, 2):
+        boards[0].say_blocked("1|the default group|barrier()")
+        boards[0].beat(number)
+        assert boards[1].blocked(0) == (number, number, "1|the default group|barrier()")
+    boards[0].end_blocked()
+    assert boards[1].blocked(0) is None

@@ -28,6 +28,7 @@ from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.errors import InputError
+from lockstep.shm.board import Board
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
 
@@ -307,6 +308,13 @@ class EngineProcessGroup(ProcessGroup):
         return f"{type(self).__name__}(rank={self.rank()}, world_size={self.size()}, name={self._name!r})"
 
 
+def _board_of_default_group() -> Board | None:
+    """What all ranks write down and read, if the default group is one of shared memory."""
+    group = dist.group.WORLD
+    team = group.engine.team if isinstance(group, LockstepProcessGroup) else None
+    return team.board if isinstance(team, Team) else None
+
+
 class LockstepProcessGroup(EngineProcessGroup):
     """A process group over the shared memory of one host.
 
@@ -338,6 +346,9 @@ class LockstepProcessGroup(EngineProcessGroup):
         flight = Flight(team, name, ranks)
         flight.waiting_in = team.mail_area.waiting
         engine = Engine(team, flight, timeout_s)
+        board = team.board if len(global_ranks) == 0 else _board_of_default_group()
+        if board is not None:
+            engine.watch_others(board)
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

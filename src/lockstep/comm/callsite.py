@@ -11,9 +11,14 @@ from lockstep.frames import is_internal_file
 
 __all__ = ["CallSite", "call_site", "describe_exception", "is_users", "site_text"]
 
-CallSite = tuple[CodeType | None, int]
+CallSite = tuple[str, int, str]
+"""File, line and name of the function. No code object: hashing one reads all of its bytecode."""
 
+_UNKNOWN: CallSite = ("", 0, "")
 _SITE_BYTES = 250
+# By name of file, once each: a name is compared by identity, mostly.
+_users_files: set[str] = set()
+_internal_files: set[str] = set()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -24,21 +29,26 @@ def is_users(code: CodeType) -> bool:
 
 def call_site() -> CallSite:
     """The innermost frame of the user's code that led here."""
-    frame: FrameType | None = sys._getframe(1)
+    # Who calls this is ours.
+    frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         code = frame.f_code
-        if is_users(code):
-            return code, frame.f_lineno
+        file = code.co_filename
+        if file not in _internal_files:
+            if file in _users_files:
+                return file, frame.f_lineno, code.co_name
+            (_internal_files if is_internal_file(file) else _users_files).add(file)
+            continue
         frame = frame.f_back
-    return None, 0
+    return _UNKNOWN
 
 
 def site_text(site: CallSite) -> str:
     """`train.py:81 in main`, cut at the front of the path to at most 250 bytes of UTF-8."""
-    code, line = site
-    if code is None:
+    path, line, name = site
+    if site == _UNKNOWN:
         return "an unknown line"
-    path, tail = code.co_filename, f":{line} in {code.co_name}"
+    tail = f":{line} in {name}"
     room = _SITE_BYTES - len(tail.encode(errors="replace"))
     data = path.encode(errors="replace")
     if len(data) <= room:

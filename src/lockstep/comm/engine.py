@@ -21,6 +21,7 @@ from lockstep.comm.callsite import CallSite, call_site
 from lockstep.comm.flight import Flight, describe_tensor, fingerprint
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
+from lockstep.comm.standstill import Standstill, note_caller
 from lockstep.comm.tensors import FlatTensor, check_output, check_pairs, check_row, check_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
@@ -31,6 +32,7 @@ from lockstep.errors import (
     SharedMemoryError,
 )
 from lockstep.shm import algorithms
+from lockstep.shm.board import Board
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
 from lockstep.shm.sync import PeerTrouble
 from lockstep.shm.team import Region, Team
@@ -50,12 +52,16 @@ class Engine:
         flight: its flight record.
         timeout_s: default seconds until a rank that does not come is an error.
         algorithms: how the team moves data: a module with the functions of `lockstep.shm.algorithms`.
+
+    Attributes:
+        locate: finds the user's line that made a call; benchmarks put something in its place.
     """
 
     def __init__(self, team: Team, flight: Flight, timeout_s: float, algorithms: ModuleType = algorithms) -> None:
         self.team = team
         self.flight = flight
         self.timeout_s = timeout_s
+        self.locate = call_site
         self._algorithms = algorithms
         self._runner = Runner("lockstep-collectives")
         self._p2p: PointToPoint | None = None  # from the first send or receive on
@@ -65,6 +71,23 @@ class Engine:
         # Symmetric regions by address, to recognise tensors that lie in one.
         self._region_starts: list[int] = []
         self._regions: list[tuple[int, Region]] = []
+
+    def watch_others(self, board: Board) -> None:
+        """Notice ranks that wait for this one in another group. Local.
+
+        Args:
+            board: of the default group, indexed by global rank.
+        """
+        flight = self.flight
+        flight.standstill = self.team.waiter.overseer = Standstill(
+            board,
+            flight.global_ranks,
+            self.team.rank,
+            flight.group_name,
+            flight.describe_activity,
+            lambda rank: f"rank {rank} ({board.identity(rank).host}, pid {board.identity(rank).pid})",
+            self._runner,
+        )
 
     # ---- running -----------------------------------------------------------------------------
 
@@ -89,7 +112,8 @@ class Engine:
         """
         if self._closed:
             raise NotInitialized(f"{describe()} on {self.flight.group_name}: {self._closed}")
-        site = call_site()
+        site = self.locate()
+        note_caller()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not is_async and not self._runner.unfinished:
             self._run(key, describe, body, site, limit_s)

@@ -20,6 +20,8 @@ import torch
 from lockstep import blackbox
 from lockstep.blackbox import CALL, FINISHED, NUMBER, SITE, START
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
+from lockstep.comm.standstill import Standstill
+from lockstep.comm.swaps import Swaps, Verdict
 from lockstep.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -27,11 +29,20 @@ from lockstep.errors import (
     CollectiveTimeout,
     RankLost,
 )
+from lockstep.log import get_logger, warn_once
 from lockstep.shm.board import RING, Board, Failure, Record
 from lockstep.shm.sync import PeerTrouble, TroubleKind
 from lockstep.shm.team import Team
 
+_logger = get_logger(__name__)
+
 __all__ = ["Flight", "describe_tensor", "fingerprint"]
+
+
+# What a rank may have given up with that is no failure of its own: those who waited for it raise the same.
+_GIVEN_UP: dict[str, type[CollectiveError]] = {
+    error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch)
+}
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
@@ -42,6 +53,11 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 def fingerprint(text: str) -> int:
     """A positive 63-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+# A record's first word: the fingerprint of the call, and below it a short one of the line it came from.
+_LINE_BITS = 20
+_LINE_MASK = (1 << _LINE_BITS) - 1
 
 
 class Flight:
@@ -57,6 +73,7 @@ class Flight:
         number: collectives entered so far.
         broken: the error that every further call repeats, or None.
         waiting_in: tells which send or receive a rank waits in; empty for none. Set where there is point to point.
+        standstill: sees ranks that wait for each other in different groups; None where nothing does.
     """
 
     def __init__(self, team: Team, group_name: str, global_ranks: Sequence[int]) -> None:
@@ -68,14 +85,16 @@ class Flight:
         self._rank = team.rank
         self._calls: dict[object, tuple[int, int]] = {}
         self._call_keys: list[object | None] = [None] * RING
-        self._sites: dict[CallSite, int] = {}
+        self._sites: dict[CallSite, tuple[int, int]] = {}
         self._site_keys: list[CallSite | None] = [None] * RING
         self._record_words = team.board.record_words
         self._box = blackbox.open_section(group_name)
         self._box_words, self._box_times = self._box.words, self._box.times
+        self._swaps = Swaps()
         self.number = 0
         self.broken: CollectiveError | None = None
         self.waiting_in: Callable[[int], str] = lambda rank: ""
+        self.standstill: Standstill | None = None
         self._verify = self.verify  # bound once, not per collective
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:
@@ -94,13 +113,11 @@ class Flight:
         if self.broken is not None:
             raise self.repeat()
         fingerprint_, call = self._calls.get(key) or self._add_call(key, describe())
-        site_index = self._sites.get(site)
-        if site_index is None:
-            site_index = self._add_site(site)
+        line, site_index = self._sites.get(site) or self._add_site(site)
         self.number = number = self.number + 1
         words = self._words
         word = self._record_words[self._rank] + (number & 1) * 8
-        words[word] = fingerprint_
+        words[word] = fingerprint_ | line
         words[word + 1] = number
         words[word + 2] = call
         words[word + 3] = site_index
@@ -130,10 +147,10 @@ class Flight:
         if old is not None:
             del self._calls[old]
         self._call_keys[index] = key
-        self._calls[key] = entry = (fingerprint(text), index)
+        self._calls[key] = entry = (fingerprint(text) & ~_LINE_MASK, index)
         return entry
 
-    def _add_site(self, site: CallSite) -> int:
+    def _add_site(self, site: CallSite) -> tuple[int, int]:
         text = site_text(site)
         index = self._board.add_site(text)
         self._box.write_site(index, text)
@@ -141,8 +158,9 @@ class Flight:
         if old is not None:
             del self._sites[old]
         self._site_keys[index] = site
-        self._sites[site] = index
-        return index
+        self._sites[site] = entry = (fingerprint(text) & _LINE_MASK, index)
+        self._swaps.note_line(entry[0], self.number + 1)
+        return entry
 
     def verify(self) -> None:
         """Compare what all ranks came for. Local; after the first step of a collective.
@@ -155,20 +173,51 @@ class Flight:
         mine = words[self._record_words[self._rank] + parity]
         for word in self._record_words:
             if words[word + parity] != mine:
-                raise self._mismatch()
+                self._compare()
+                return
+
+    def _compare(self) -> None:
+        """Not all came for the same from the same line."""
+        parity = (self.number & 1) * 8
+        firsts = [self._words[word + parity] for word in self._record_words]
+        calls, lines = {first & ~_LINE_MASK for first in firsts}, [first & _LINE_MASK for first in firsts]
+        if len(calls) > 1:
+            raise self._mismatch()
+        verdict = self._swaps.judge(self.number, calls.pop(), lines)
+        if verdict is Verdict.SWAPPED:
+            raise self._swap(lines)
+        if verdict is Verdict.SUSPICIOUS:
+            own = self._board.record(self._rank, self.number)
+            warn_once(
+                _logger,
+                f"{own.call} of {self.group_name} at {own.site}: another rank calls this and its last collective in "
+                "the other order. If that is not on purpose, the results are made of unrelated tensors",
+            )
+
+    def _swap(self, lines: Sequence[int]) -> CollectiveMismatch:
+        """Some ranks made the last two calls in the other order."""
+        now = [self._board.record(rank, self.number) for rank in range(self._team.world_size)]
+        self._team.realign()
+        parties: dict[int, list[int]] = {}
+        for rank, line in enumerate(lines):
+            parties.setdefault(line, []).append(rank)
+        texts = {line: now[ranks[0]].site for line, ranks in parties.items()}
+        stories = [f"  {self.names(ranks)}: last from {texts[line]}" for line, ranks in parties.items()]
+        return CollectiveMismatch(
+            f"the ranks of {self.group_name} made two calls in different order, {now[self._rank].call} in collectives "
+            f"#{self.number - 1} and #{self.number}:\n"
+            + "\n".join(stories)
+            + f"\nThe other call of each was made from the other line. What #{self.number - 1} returned is made of "
+            "unrelated tensors. Every rank must make the same calls in the same order.",
+            self._globals(_minority(parties.values())),
+        )
 
     def _mismatch(self) -> CollectiveMismatch:
         records = [self._board.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()
         groups: dict[int, list[int]] = {}
         for rank, record in enumerate(records):
-            groups.setdefault(record.fingerprint, []).append(rank)
-        # The smaller party is the culprit; with no majority nobody is singled out.
-        largest = max(len(ranks) for ranks in groups.values())
-        majorities = [ranks for ranks in groups.values() if len(ranks) == largest]
-        culprits: list[int] = []
-        if len(majorities) == 1:
-            culprits = sorted(rank for ranks in groups.values() if ranks is not majorities[0] for rank in ranks)
+            groups.setdefault(record.fingerprint & ~_LINE_MASK, []).append(rank)
         lines = [
             f"  {self.names(ranks)}: {records[ranks[0]].call} at {_sites_of(records, ranks)}"
             for ranks in groups.values()
@@ -178,7 +227,7 @@ class Flight:
             + "\n".join(lines)
             + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
             "and root. Look for a branch that only some ranks take.",
-            self._globals(culprits),
+            self._globals(_minority(groups.values())),
         )
 
     # ---- waits that cannot end -------------------------------------------------------------------
@@ -192,7 +241,9 @@ class Flight:
             hint: what else to say should a rank be late.
         """
         if activity is None:
-            activity = f"collective #{self.number} of {self.group_name}, {self._own_call()}"
+            activity = self.describe_activity()
+        if trouble.ranks(TroubleKind.CROSSED):
+            return self._explain_crossed()
         if trouble.ranks(TroubleKind.CLOSED):
             return CollectiveAborted(f"{self.group_name} was shut down on {self.name(self._rank)} during {activity}")
         if trouble.ranks(TroubleKind.LATE):
@@ -203,6 +254,17 @@ class Flight:
             error, reason = given_up
             return self.break_with(error, reason)
         return self.break_with(self._explain_loss(trouble, failures, activity))
+
+    def _explain_crossed(self) -> CollectiveMismatch:
+        assert self.standstill is not None
+        text, culprits = self.standstill.explain()
+        error = CollectiveMismatch(text, culprits)
+        self.break_with(error, text.replace(":\n  ", ": ").replace("\n  ", "; ").replace("\n", ". "))
+        return error
+
+    def describe_activity(self) -> str:
+        """`collective #5 of the default group, barrier() at train.py:81 in main`: what this rank is in."""
+        return f"collective #{self.number} of {self.group_name}, {self._own_call()}"
 
     def _explain_late(self, trouble: PeerTrouble, activity: str, hint: str) -> CollectiveTimeout:
         late = trouble.ranks(TroubleKind.LATE)
@@ -216,16 +278,18 @@ class Flight:
 
     def _explain_given_up(
         self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str
-    ) -> tuple[CollectiveTimeout, str] | None:
-        """The error where all that is wrong is that others gave up at their deadline, and why they did, or None."""
-        gave_up = [rank for rank, failure in failures.items() if failure.kind == CollectiveTimeout.__name__]
-        if len(gave_up) < len(trouble.kinds):
+    ) -> tuple[CollectiveError, str] | None:
+        """The error where all that is wrong is that others gave up, and why they did, or None."""
+        kinds = {failure.kind for failure in failures.values()}
+        error = _GIVEN_UP.get(next(iter(kinds), ""))
+        gave_up = list(failures)
+        if error is None or len(kinds) > 1 or len(gave_up) < len(trouble.kinds):
             return None
         first = failures[gave_up[0]]
         blamed = sorted({culprit for rank in gave_up for culprit in failures[rank].culprits})
         verb = "came to" if self._global_ranks[self._rank] in blamed else "waited in"
         text = f"{self.name(self._rank)} {verb} {activity}, but {self.names(gave_up)} had given up. {first.message}"
-        return CollectiveTimeout(text, tuple(blamed)), first.message
+        return error(text, tuple(blamed)), first.message
 
     def _explain_loss(self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str) -> RankLost:
         """Name whoever caused it: the ranks missing here may only follow another's trouble."""
@@ -311,6 +375,11 @@ class Flight:
     def _globals(self, ranks: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._global_ranks[rank] for rank in ranks)
 
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The global rank of each rank of this group."""
+        return self._global_ranks
+
     def global_rank(self, rank: int) -> int:
         """The global rank of a rank of this group."""
         return self._global_ranks[rank]
@@ -323,6 +392,14 @@ class Flight:
     def names(self, ranks: Sequence[int]) -> str:
         """Several ranks, by name."""
         return ", ".join(self.name(rank) for rank in ranks)
+
+
+def _minority(parties: Iterable[list[int]]) -> list[int]:
+    """The ranks that are not of the largest party: the culprits. With no majority nobody is singled out."""
+    ordered = sorted(parties, key=len, reverse=True)
+    if len(ordered) > 1 and len(ordered[0]) == len(ordered[1]):
+        return []
+    return sorted(rank for ranks in ordered[1:] for rank in ranks)
 
 
 def _sites_of(records: list[Record], ranks: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -78,6 +79,7 @@ class PendingWork(_TorchWork):
         self._trigger: Future[None] | None = None
         self._future: Future[Result] | None = None
         self._lock = threading.Lock()
+        self.runner: Runner | None = None
 
     def run(self) -> None:
         """Run the call and keep its outcome. By the group's thread, once."""
@@ -113,7 +115,7 @@ class PendingWork(_TorchWork):
             CollectiveError: whatever the call raised.
         """
         limit_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
-        if not self._finished.wait(limit_s):
+        if not self._await(limit_s):
             raise CollectiveTimeout(
                 f"{self._describe()} had not finished when wait(timeout={limit_s:g} s) ran out; it goes on, and the "
                 "group's own deadline will say which rank is missing"
@@ -121,6 +123,17 @@ class PendingWork(_TorchWork):
         if self._error is not None:
             raise self._error
         return True
+
+    def _await(self, limit_s: float | None) -> bool:
+        """Whether it has finished by then. Without a limit, the runner knows that the main thread waits for it."""
+        runner = self.runner
+        if runner is None or limit_s is not None or threading.current_thread() is not threading.main_thread():
+            return self._finished.wait(limit_s)
+        runner.is_awaited_by_main = True
+        try:
+            return self._finished.wait()
+        finally:
+            runner.is_awaited_by_main = False
 
     def is_completed(self) -> bool:
         """Whether the call has finished, well or not."""
@@ -161,6 +174,9 @@ class PendingWork(_TorchWork):
         self.wait()
 
 
+_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
 class Runner:
     """Runs calls in the order they were submitted, in a thread that exists from the first call on.
 
@@ -169,6 +185,7 @@ class Runner:
 
     Attributes:
         unfinished: calls that are queued or running.
+        is_awaited_by_main: the main thread waits for one of them, without a limit.
     """
 
     def __init__(self, name: str) -> None:
@@ -176,7 +193,13 @@ class Runner:
         self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.unfinished = 0
+        self.is_awaited_by_main = False
         self._lock = threading.Lock()
+        _runners.add(self)
+
+    def has_unfinished_elsewhere(self) -> bool:
+        """Whether other groups of this process have calls that are queued or running."""
+        return any(runner.unfinished > 0 for runner in list(_runners) if runner is not self)
 
     @property
     def is_current_thread(self) -> bool:
@@ -185,6 +208,7 @@ class Runner:
 
     def submit(self, work: PendingWork) -> None:
         """Queue `work`."""
+        work.runner = self
         with self._lock:
             self.unfinished += 1
             if self._thread is None:

@@ -10,9 +10,10 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     0        step count                                                    64
     64       record of the even collective: fingerprint, number, call, site 64
     128      record of the odd collective                                  64
-    192      state, pid, start time                                        64
+    192      state, pid, start time, beat, number of the blocked wait      64
     256      text: host name                                               256
-    512      text: announcement (handle of a new segment, or an error)     1536
+    512      text: announcement (handle of a new segment, or an error)     1024
+    1536     text: what the rank is blocked in, and by whom                512
     2048     text: failure (why the rank is in state FAILED)               2048
     4096     texts: ring of calls, RING entries of TEXT_BYTES
     …        texts: ring of call sites, RING entries of TEXT_BYTES
@@ -44,7 +45,9 @@ _CALL_WORD = 2
 _SITE_WORD = 3
 _STATE_WORD = 24
 _HOST = (256, 256)
-_ANNOUNCEMENT = (512, 1536)
+_BEAT_WORD, _BLOCKED_WORD = _STATE_WORD + 3, _STATE_WORD + 4
+_ANNOUNCEMENT = (512, 1024)
+_BLOCKED = (1536, 512)
 _FAILURE = (2048, 2048)
 _CALLS_START = 4096
 _SITES_START = 4096 + RING * TEXT_BYTES
@@ -94,6 +97,7 @@ class Board:
         self.state_words = [start // 8 + _STATE_WORD for start in self._starts]
         self.record_words = [start // 8 + 8 for start in self._starts]
         self._ring_counts = {_CALLS_START: 0, _SITES_START: 0}
+        self._num_blocked = 0
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
@@ -157,6 +161,34 @@ class Board:
     def announcement(self, rank: int) -> str:
         """What that rank announced last."""
         return self._read_text(rank, _ANNOUNCEMENT[0])
+
+    def say_blocked(self, text: str) -> None:
+        """Say what this rank waits in, and for whom; a new wait, also where the text is the same as before."""
+        self.end_blocked()
+        self._write_text(*_BLOCKED, text)
+        self._num_blocked += 1
+        fence()
+        self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = self._num_blocked
+
+    def beat(self, time_ns: int) -> None:
+        """What `say_blocked` said was still so at that time of the monotonic clock."""
+        self.words[self._starts[self.rank] // 8 + _BEAT_WORD] = time_ns
+
+    def end_blocked(self) -> None:
+        """This rank does not wait any more."""
+        self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = 0
+        fence()
+
+    def blocked(self, rank: int) -> tuple[int, int, str] | None:
+        """Number of that rank's wait, its beat, and what it said; None if it said nothing."""
+        start = self._starts[rank] // 8
+        number, beat_ns = self.words[start + _BLOCKED_WORD], self.words[start + _BEAT_WORD]
+        fence()
+        text = self._read_text(rank, _BLOCKED[0])
+        fence()
+        if number == 0 or number != self.words[start + _BLOCKED_WORD]:
+            return None
+        return number, beat_ns, text
 
     def add_call(self, text: str) -> int:
         """Put a description of a call into this rank's ring; returns its index in the ring."""

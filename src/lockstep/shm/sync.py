@@ -31,10 +31,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Protocol
 
 from lockstep.shm.liveness import Watch
 
-__all__ = ["Channel", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence", "nap"]
+__all__ = ["Channel", "Overseer", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence", "nap"]
 
 _NAP_AFTER_S = 0.002
 _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
@@ -62,6 +63,7 @@ class TroubleKind(IntEnum):
     LEFT = 2  # it left the group
     LATE = 3  # the deadline passed
     CLOSED = 4  # this rank's own group was shut down meanwhile
+    CROSSED = 5  # it waits for this rank, in another group
 
 
 class PeerTrouble(Exception):  # never leaves the package: flight.explain makes a LockstepError of it
@@ -110,6 +112,16 @@ def nap(seconds: float) -> None:
     _libc.prctl(_PR_SET_TIMERSLACK, max(slack_ns, 0), 0, 0, 0)
 
 
+class Overseer(Protocol):
+    """Looks at a wait from further away than the waiter does: at what the ranks do in other groups."""
+
+    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        """The ranks `missing` have not come yet, of `timeout_s` seconds. Raises PeerTrouble if they never will."""
+
+    def end(self) -> None:
+        """The wait is over."""
+
+
 class Waiter:
     """Waits for words of shared memory to reach a value, and notices when they never will.
 
@@ -118,6 +130,9 @@ class Waiter:
         state_words: index of each rank's state word.
         rank: this rank.
         watch: liveness of the peers' processes.
+
+    Attributes:
+        overseer: asked in every look that finds no trouble, if there is one.
     """
 
     def __init__(self, words: memoryview, state_words: Sequence[int], rank: int, watch: Watch) -> None:
@@ -126,6 +141,7 @@ class Waiter:
         self._rank = rank
         self._watch = watch
         self.closed = False
+        self.overseer: Overseer | None = None
         cores = len(os.sched_getaffinity(0))
         self._has_own_core = len(state_words) <= cores
         # Spinning holds the GIL and a core: a few microseconds where each rank has a core of its
@@ -152,7 +168,11 @@ class Waiter:
                 if words[index] >= target:
                     break
             else:
-                self._wait_slowly(words, pending, target, timeout_s)
+                try:
+                    self._wait_slowly(words, pending, target, timeout_s)
+                finally:
+                    if self.overseer is not None:
+                        self.overseer.end()
                 return
 
     def _wait_slowly(
@@ -212,6 +232,8 @@ class Waiter:
             kinds = dict.fromkeys(late, TroubleKind.LATE)
         if kinds:
             raise PeerTrouble(kinds, waited_s)
+        if missing and self.overseer is not None:
+            self.overseer.look(missing, waited_s, timeout_s)
 
     def give_up(self) -> None:
         """Let the peers know that a reason for not coming will follow. See [Note: steps taken back]."""
@@ -228,13 +250,17 @@ class Channel:
         step_words: index of each rank's step word.
         rank: this rank.
         waiter: how to wait.
+
+    Attributes:
+        count: steps taken so far.
+        waiter: how to wait.
     """
 
     def __init__(self, words: memoryview, step_words: Sequence[int], rank: int, waiter: Waiter) -> None:
         self._words = words
         self._mine = step_words[rank]
         self._peers = [(peer, word) for peer, word in enumerate(step_words) if peer != rank]
-        self._waiter = waiter
+        self.waiter = waiter
         self.count = 0
 
     def step(self, timeout_s: float) -> None:
@@ -250,9 +276,9 @@ class Channel:
         for peer in self._peers:
             if words[peer[1]] < count:
                 try:
-                    self._waiter.wait(words, self._peers, count, timeout_s)
+                    self.waiter.wait(words, self._peers, count, timeout_s)
                 except BaseException:
-                    self._waiter.give_up()
+                    self.waiter.give_up()
                     fence()
                     words[self._mine] = count - 1
                     raise

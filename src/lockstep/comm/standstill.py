@@ -1,0 +1,214 @@
+"""Ranks that wait for each other in different groups: an error within half a second instead of at the deadline.
+
+Fingerprints find ranks that come for different things in one group. If one rank calls group A and then B, and another B
+and then A, each waits in a group of its own, and nobody ever comes for the wrong thing. What shows is a circle: rank 0
+waits in A for rank 1, which waits in B for rank 0.
+
+A rank that has waited for a moment says so on the board of the default group, which all ranks map: in which collective,
+and for whom. While it goes on waiting it looks whether following those awaited leads back to itself.
+
+[Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
+cannot come to any other collective meanwhile: its main thread is the one that waits, no other thread of it has ever
+called a collective, no other group has asynchronous calls left to run, and its wait is no short try. And a circle counts only when it has been
+seen twice, `_CONFIRM_S` apart, with every rank of it in the very same wait, and having looked again in between whether
+those it waits for have come (its *beat*). Then none of them could have come in between: whoever came first would
+have had to stop waiting first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lockstep.comm.work import Runner
+from lockstep.shm.board import Board
+from lockstep.shm.sync import PeerTrouble, TroubleKind
+
+__all__ = ["Standstill", "note_caller"]
+
+# From the beginning of a wait until a rank says that it waits; ordinary waits are shorter.
+_SAY_AFTER_S = 0.05
+_SEARCH_EVERY_S = 0.02
+# Who waits for a shorter time only tries, and will come to the next collective.
+_SHORTEST_TIMEOUT_S = 2.0
+_CONFIRM_S = 0.2
+# After the error, for this long the others may still count on this rank's having waited.
+_LAST_WORD_S = 2.0
+_MAX_AWAITED = 16
+
+_has_other_callers = False
+_main_thread = threading.main_thread().ident
+
+
+def note_caller() -> None:
+    """A collective was called in the current thread. Local; see [Note: no false alarm]."""
+    global _has_other_callers
+    if threading.get_ident() != _main_thread:
+        _has_other_callers = True
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """What one rank says of its wait."""
+
+    serial: int
+    beat_ns: int
+    awaited: tuple[int, ...]
+    group: str
+    where: str
+
+
+class Standstill:
+    """Watches the waits of one group on one rank; called by its waiter every few milliseconds of a wait.
+
+    Args:
+        board: of the default group, which all ranks read; indexed by global rank.
+        global_ranks: global rank of each rank of this group.
+        rank: this rank in this group.
+        group_name: how errors call this group.
+        where: tells in which collective this rank is, and from which line.
+        name: how errors call a global rank.
+        runner: runs the asynchronous calls of this group.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        global_ranks: Sequence[int],
+        rank: int,
+        group_name: str,
+        where: Callable[[], str],
+        name: Callable[[int], str],
+        runner: Runner,
+    ) -> None:
+        self._board = board
+        self._global_ranks = tuple(global_ranks)
+        self._rank = self._global_ranks[rank]
+        self._group_name = group_name
+        self._where = where
+        self._name = name
+        self._runner = runner
+        self._said = ""
+        self._search_at_s = 0.0
+        self._suspects: dict[int, int] = {}  # rank -> serial of its wait
+        self._suspected_at_ns = 0
+
+    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        """This rank has waited for a while, and these ranks of the group have not come.
+
+        Args:
+            missing: ranks of the group.
+            waited_s: since the wait began.
+            timeout_s: until it gives up by itself.
+
+        Raises:
+            PeerTrouble: of kind CROSSED; they never will, because they wait for this one.
+        """
+        if waited_s < _SAY_AFTER_S or timeout_s < _SHORTEST_TIMEOUT_S:
+            return
+        if not self._is_blocked():
+            self.end()
+            return
+        awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
+        text = f"{','.join(map(str, awaited))}|{self._group_name}|{self._where()}"
+        if text != self._said:
+            self._board.say_blocked(text)
+            self._said = text
+            self._suspects = {}
+        now_s = time.monotonic()
+        self._board.beat(time.monotonic_ns())
+        if now_s >= self._search_at_s:
+            self._search_at_s = now_s + _SEARCH_EVERY_S
+            if self._is_certain():
+                self._board.beat(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
+                self._said = ""  # not to be taken back by `end`
+                raise PeerTrouble(dict.fromkeys(missing, TroubleKind.CROSSED), waited_s)
+
+    def end(self) -> None:
+        """The wait is over."""
+        if self._said:
+            self._said = ""
+            self._board.end_blocked()
+        self._suspects = {}
+
+    def _is_blocked(self) -> bool:
+        """Whether this rank cannot come to any other collective before this wait ends."""
+        if _has_other_callers or self._runner.has_unfinished_elsewhere():
+            return False
+        return threading.get_ident() == _main_thread or self._runner.is_awaited_by_main
+
+    def _wait_of(self, rank: int) -> _Wait | None:
+        said = self._board.blocked(rank)
+        if said is None:
+            return None
+        serial, beat_ns, text = said
+        awaited, _, rest = text.partition("|")
+        group, _, where = rest.partition("|")
+        return _Wait(serial, beat_ns, tuple(int(peer) for peer in awaited.split(",") if peer), group, where)
+
+    def _is_certain(self) -> bool:
+        """Whether a circle has stood long enough. See [Note: no false alarm]."""
+        if self._suspects:
+            waits = {rank: self._wait_of(rank) for rank in self._suspects}
+            if all(wait is not None and wait.serial == self._suspects[rank] for rank, wait in waits.items()):
+                enough_ns = self._suspected_at_ns + int(_CONFIRM_S * 1e9)
+                have_looked = all(wait is not None and wait.beat_ns > self._suspected_at_ns for wait in waits.values())
+                return have_looked and time.monotonic_ns() >= enough_ns
+        self._suspects = self._find_circle()
+        self._suspected_at_ns = time.monotonic_ns()
+        return False
+
+    def _find_circle(self) -> dict[int, int]:
+        """Ranks of which each waits for the next, and the last for this one: rank -> serial of its wait; else empty."""
+        came_from: dict[int, int] = {}
+        serials: dict[int, int] = {}
+        frontier = [self._rank]
+        while frontier:
+            rank = frontier.pop()
+            wait = self._wait_of(rank)
+            if wait is None:
+                continue
+            serials[rank] = wait.serial
+            if self._rank in wait.awaited:
+                circle = [rank]
+                while circle[-1] != self._rank:
+                    circle.append(came_from[circle[-1]])
+                return {member: serials[member] for member in circle}
+            for peer in wait.awaited:
+                if peer not in came_from:
+                    came_from[peer] = rank
+                    frontier.append(peer)
+        return {}
+
+    # ---- what to say of it -----------------------------------------------------------------------
+
+    def explain(self) -> tuple[str, tuple[int, ...]]:
+        """What everybody waits in, and the global ranks that are not where most are; none without a majority."""
+        waits = dict(self._waits())
+        parties: dict[str, list[int]] = {}
+        for rank, wait in waits.items():
+            parties.setdefault(wait.group, []).append(rank)
+        largest = max(len(ranks) for ranks in parties.values())
+        majorities = [ranks for ranks in parties.values() if len(ranks) == largest]
+        culprits: list[int] = []
+        if len(majorities) == 1:
+            culprits = sorted(rank for ranks in parties.values() if ranks is not majorities[0] for rank in ranks)
+        lines = [
+            f"  {self._name(rank)} waits in {wait.where} for {'rank' if len(wait.awaited) == 1 else 'ranks'} "
+            f"{', '.join(map(str, wait.awaited))}"
+            for rank, wait in waits.items()
+        ]
+        text = (
+            "the ranks came to their groups in different orders, and wait for each other:\n"
+            + "\n".join(lines)
+            + "\nRanks that share several groups must call them in the same order."
+        )
+        return text, tuple(culprits)
+
+    def _waits(self) -> Iterator[tuple[int, _Wait]]:
+        for rank in range(self._board.world_size):
+            wait = self._wait_of(rank)
+            if wait is not None:
+                yield rank, wait

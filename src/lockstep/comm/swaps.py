@@ -1,0 +1,78 @@
+"""Two calls of one shape that some ranks make in the other order.
+
+`all_reduce(loss)` and then `all_reduce(count)`, and on another rank the other way round: every call agrees with its
+counterpart in all that can be compared, and every result is the sum of two unrelated tensors. What tells is the lines:
+rank 0 came from A and then from B, rank 1 from B and then from A.
+
+[Note: lines may differ] Ranks may come to one collective from different lines, each in its branch, so that alone
+means nothing. Nor does it where a loop gives each rank a turn in a branch of its own; there the lines change places
+too. So a swap is an error only between two lines that both had been common to all ranks until then. Otherwise it is a
+warning, once.
+
+All ranks see the same lines of every collective in which lines differ, and come to the same judgement.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+__all__ = ["Swaps", "Verdict"]
+
+_MAX_LINES = 4096
+
+
+class Verdict(enum.Enum):
+    """What to make of a collective to which the ranks came from different lines."""
+
+    ORDINARY = enum.auto()
+    SUSPICIOUS = enum.auto()  # swapped, and maybe on purpose
+    SWAPPED = enum.auto()
+
+
+class Swaps:
+    """Remembers from which lines the ranks of one group came."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}  # line -> number of the first collective that this rank made from it
+        self._disagreed: set[int] = set()  # lines that were not common to all ranks
+        self._last_number = 0
+        self._last_fingerprint = 0
+        self._last_lines: tuple[int, ...] = ()
+        self._common_before: set[int] = set()  # of the last such lines, those that had not disagreed until then
+
+    def note_line(self, line: int, number: int) -> None:
+        """This rank comes from a line for the first time, in that collective."""
+        if len(self._first) < _MAX_LINES:
+            self._first.setdefault(line, number)
+
+    def judge(self, number: int, fingerprint: int, lines: Sequence[int]) -> Verdict:
+        """The ranks came for the same, but from different lines.
+
+        Args:
+            number: of the collective.
+            fingerprint: of what they came for.
+            lines: one for each rank.
+        """
+        verdict = Verdict.ORDINARY
+        if (number, fingerprint) == (self._last_number + 1, self._last_fingerprint):
+            swapped = self._swapped(lines)
+            if swapped:
+                verdict = Verdict.SWAPPED if self._were_common(swapped) else Verdict.SUSPICIOUS
+        self._last_number, self._last_fingerprint, self._last_lines = number, fingerprint, tuple(lines)
+        self._common_before = set(lines) - self._disagreed
+        if len(self._disagreed) < _MAX_LINES:
+            self._disagreed.update(lines)
+        return verdict
+
+    def _swapped(self, lines: Sequence[int]) -> set[int]:
+        """The lines that two ranks went through in opposite order, in the last collective and this one."""
+        ways = set(zip(self._last_lines, lines, strict=True))
+        return {line for way in ways if way[0] != way[1] and way[::-1] in ways for line in way}
+
+    def _were_common(self, lines: set[int]) -> bool:
+        """Whether all ranks had come from each of these lines, and always together, before the last collective."""
+        return all(
+            line in self._common_before and self._first.get(line, self._last_number) < self._last_number
+            for line in lines
+        )

@@ -1,0 +1,97 @@
+"""Ranks that wait for each other in different groups: an error at once, and none where one of them can still come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from failing import Caught, attempt, expect, group_works, ranks_named
+from lockstep.errors import CollectiveMismatch
+from lockstep.testing import run_ranks
+
+# Longer than it takes to be sure of a standstill.
+LONG_S = 0.7
+
+
+def wait_in(group: Any, is_async: bool) -> Callable[[], object]:
+    def call() -> None:
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=is_async)
+        if is_async:
+            work.wait()
+
+    return call
+
+
+def go_round(is_async: bool) -> Caught:
+    """Rank 0 waits for rank 1, that for rank 2, that for rank 0; rank 3 is not concerned."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+    dist.barrier()
+    if dist.get_rank() == 3:
+        return Caught(None, 0.0, 0)
+    return attempt(wait_in(pairs[dist.get_rank()], is_async))
+
+
+def check_round(outcomes: list[Caught]) -> None:
+    for rank, outcome in enumerate(outcomes[:3]):
+        expect(outcome, CollectiveMismatch, (), "wait for each other", "of ranks [0, 1]", "of ranks [0, 2]", "in call")
+        assert ranks_named(outcome.error) == {peer: outcomes[peer].pid for peer in range(3)}, rank
+    assert outcomes[3].error is None
+
+
+def test_three_ranks_in_a_circle() -> None:
+    check_round(run_ranks(go_round, 4, False))
+
+
+def test_circle_of_asynchronous_calls() -> None:
+    check_round(run_ranks(go_round, 4, True))
+
+
+def call_from_a_thread() -> tuple[bool, bool]:
+    """Each waits in another group for the other; but rank 0 has a thread that comes, if late."""
+    first, second = dist.new_group(), dist.new_group()
+    dist.barrier()
+    is_there = threading.Event()
+    if dist.get_rank() == 0:
+
+        def come_late() -> None:
+            dist.barrier()  # the others know from here on that there are two
+            is_there.set()
+            threading.Event().wait(LONG_S)
+            dist.all_reduce(torch.ones(2), group=second)
+
+        thread = threading.Thread(target=come_late)
+        thread.start()
+        is_there.wait()
+        dist.all_reduce(torch.ones(2), group=first)
+        thread.join()
+    else:
+        dist.barrier()
+        dist.all_reduce(torch.ones(2), group=second)
+        dist.all_reduce(torch.ones(2), group=first)
+    return True, group_works()
+
+
+def test_rank_with_two_threads_can_still_come() -> None:
+    assert run_ranks(call_from_a_thread, 2) == [(True, True)] * 2
+
+
+def queue_and_wait() -> tuple[bool, bool]:
+    """Asynchronous calls in one order, waits in another: no standstill, because each call is on its way."""
+    first, second = dist.new_group(), dist.new_group()
+    dist.barrier()
+    groups = [first, second] if dist.get_rank() == 0 else [second, first]
+    works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for group in groups]
+    for work in works:
+        work.wait()
+    if dist.get_rank() == 1:
+        threading.Event().wait(LONG_S)  # rank 0 waits for a rank that computes
+    dist.all_reduce(torch.ones(2), group=first)
+    return True, group_works()
+
+
+def test_rank_that_computes_is_no_standstill() -> None:
+    assert run_ranks(queue_and_wait, 2) == [(True, True)] * 2
