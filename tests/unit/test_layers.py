@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.topology",),
     ("lockstep.batch",),
     ("lockstep.shm",),
+    ("lockstep.rendezvous.interfaces",),
     ("lockstep.comm",),
     ("lockstep.rendezvous",),
     ("lockstep.world",),

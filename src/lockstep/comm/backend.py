@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,11 @@ from lockstep.comm.registration import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.errors import InputError
 from lockstep.shm.board import Board
-from lockstep.shm.meeting import Meeting
+from lockstep.shm.meeting import Meeting, SeveralHosts
 from lockstep.shm.team import Team
+
+if TYPE_CHECKING:
+    from lockstep.comm.hosts.team import HostsTeam
 
 __all__ = ["EngineProcessGroup", "LockstepProcessGroup", "create"]
 
@@ -315,8 +318,43 @@ def _board_of_default_group() -> Board | None:
     return team.board if isinstance(team, Team) else None
 
 
+def _connect(store: MeetingStore, rank: int, ranks: Sequence[int], timeout_s: float) -> Team | HostsTeam:
+    """The ranks of a new group, on one host or several. Collective."""
+    # What is needed only between hosts is loaded only there.
+    default_group = dist.group.WORLD
+    with Lookout(default_group, ranks) as look_out:
+        meeting = Meeting(store, rank, ranks, timeout_s, look_out)
+        known = None
+        engine: Any = getattr(default_group, "engine", None)
+        if engine is not None and not isinstance(engine.team, Team):
+            from lockstep.comm.hosts.group import known_members
+
+            known = known_members(default_group, ranks)
+        if known is None or len({member.host for member in known}) == 1:
+            try:
+                return Team.connect(meeting)
+            except SeveralHosts:
+                pass
+        from lockstep.comm.hosts.group import announce, connect
+
+        team = connect(store, rank, ranks, timeout_s, look_out, known)
+        if known is None and rank == 0:
+            meeting.forget_several_hosts()
+            if default_group is None and not isinstance(team, Team):
+                announce(team)
+        return team
+
+
+def _engine(team: Team | HostsTeam, flight: Flight, timeout_s: float) -> Engine:
+    if isinstance(team, Team):
+        return Engine(team, flight, timeout_s)
+    from lockstep.comm.hosts.group import HostsEngine
+
+    return HostsEngine(team, flight, timeout_s)
+
+
 class LockstepProcessGroup(EngineProcessGroup):
-    """A process group over the shared memory of one host.
+    """A process group over shared memory inside a host, and over Gloo between hosts.
 
     Made by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
 
@@ -340,14 +378,13 @@ class LockstepProcessGroup(EngineProcessGroup):
     ) -> None:
         ranks = tuple(global_ranks) or tuple(range(world_size))
         timeout_s = timeout.total_seconds()
-        with Lookout(dist.group.WORLD, ranks) as look_out:
-            team = Team.connect(Meeting(MeetingStore(store), rank, ranks, timeout_s, look_out))
+        team = _connect(MeetingStore(store), rank, ranks, timeout_s)
         name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
-        flight = Flight(team, name, ranks)
+        flight = Flight(cast(Team, team), name, ranks)
         flight.waiting_in = team.mail_area.waiting
-        engine = Engine(team, flight, timeout_s)
-        board = team.board if len(global_ranks) == 0 else _board_of_default_group()
-        if board is not None:
+        engine = _engine(team, flight, timeout_s)
+        board = team.board if len(global_ranks) == 0 and isinstance(team, Team) else _board_of_default_group()
+        if board is not None and isinstance(team, Team):
             engine.watch_others(board)
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 

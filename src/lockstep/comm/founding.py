@@ -10,6 +10,8 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep import env
+from lockstep.comm.message_team import MessageTeam
+from lockstep.comm.mpi.board import MpiBoard
 from lockstep.errors import RankLost
 from lockstep.shm.board import Board
 from lockstep.shm.liveness import Watch
@@ -31,6 +33,15 @@ class MeetingStore:
     def __init__(self, store: Store) -> None:
         attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
         self._store = PrefixStore(f"attempt{attempt}", store)
+
+    @property
+    def torch_store(self) -> Store:
+        """The same keys, for torch itself."""
+        return self._store
+
+    def below(self, prefix: str) -> MeetingStore:
+        """A store for keys of its own."""
+        return MeetingStore(PrefixStore(prefix, self._store))
 
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
@@ -57,18 +68,18 @@ class Lookout:
     nothing to be watched by. Called while waiting; a context manager.
 
     Args:
-        default_group: the default group; watched only if it is one of shared memory.
+        default_group: the default group; watched only if it is one of ours.
         global_ranks: of the new group.
     """
 
     def __init__(self, default_group: Any, global_ranks: Sequence[int]) -> None:
         team = getattr(getattr(default_group, "engine", None), "team", None)
-        self._board: Board | None = team.board if isinstance(team, Team) else None
-        self._ranks = [rank for rank in global_ranks if isinstance(team, Team) and rank != team.rank]
+        self._team: Team | MessageTeam | None = team if isinstance(team, (Team, MessageTeam)) else None
+        self._ranks = [] if self._team is None else [rank for rank in global_ranks if rank != self._team.rank]
         self._watch = Watch({})
-        for rank in self._ranks:
-            assert self._board is not None
-            self._watch.add(rank, self._board.identity(rank))
+        if isinstance(self._team, Team):
+            for rank in self._ranks:
+                self._watch.add(rank, self._team.board.identity(rank))
 
     def __enter__(self) -> Lookout:
         return self
@@ -80,19 +91,24 @@ class Lookout:
 
     def __call__(self) -> None:
         """Raise RankLost if one of the ranks cannot come."""
-        if self._board is None:
+        team = self._team
+        if team is None:
             return
-        dead = self._watch.dead()
+        if isinstance(team, MessageTeam):
+            team.listen()
+            dead = team.watch.dead()
+        else:
+            dead = self._watch.dead()
         for rank in self._ranks:
-            story = self._story(self._board, rank, rank in dead)
+            story = self._story(team.board, rank, rank in dead)
             if story is not None:
-                identity = self._board.identity(rank)
+                identity = team.board.identity(rank)
                 raise RankLost(
                     f"rank {rank} ({identity.host}, pid {identity.pid}) {story} while a group of it was being made",
                     (rank,),
                 )
 
-    def _story(self, board: Board, rank: int, is_dead: bool) -> str | None:
+    def _story(self, board: Board | MpiBoard, rank: int, is_dead: bool) -> str | None:
         state = board.state(rank)
         if state == PeerState.LEFT:
             return "left the default group"

@@ -23,7 +23,7 @@ ranks that are gone is the business of `lockstep.comm.p2p`. Not thread-safe.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -84,18 +84,28 @@ class Mailbox:
         area: where the rings lie.
         rank: this rank.
         world_size: number of ranks.
+        places: of those ranks that share the area, this one included; default each in its own place.
+        matcher: what knows messages and receives, where this is not the only mailbox of its rank.
 
     Attributes:
         pending: the operations that are not done, in the order they were asked for.
         num_records: read and written so far; who waits can tell by it that something moves.
     """
 
-    def __init__(self, area: MailArea, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        area: MailArea,
+        rank: int,
+        world_size: int,
+        places: Mapping[int, int] | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
         self._area = area
         self._rank = rank
-        self._others = [peer for peer in range(world_size) if peer != rank]
+        self._places = dict(zip(range(world_size), range(world_size), strict=True)) if places is None else places
+        self._others = [peer for peer in self._places if peer != rank]
         self._peers: dict[int, _Peer] = {}
-        self._matcher = Matcher()
+        self._matcher = Matcher() if matcher is None else matcher
         self._streams: deque[Send] = deque()  # granted, and not all of it written yet
         self._finished: list[Send | Receive] = []
         self.pending: dict[Send | Receive, None] = {}
@@ -148,12 +158,16 @@ class Mailbox:
             flat: where its bytes go: uint8 of shape (n,).
         """
         receive = Receive(tag, label, flat, source=source)
-        self.pending[receive] = None
-        self._pending_with[source] += 1
+        self.expect(receive)
         arrival = self._matcher.arrival_for(receive)
         if arrival is not None:
-            self._deliver(receive, arrival)
+            self.deliver(receive, arrival)
         return receive
+
+    def expect(self, receive: Receive) -> None:
+        """From now on look out for messages for that receive. Local."""
+        self.pending[receive] = None
+        self._pending_with[receive.source] += 1
 
     def progress(self) -> None:
         """Do what can be done now: read, match, copy, write. Local; waits for nothing.
@@ -198,8 +212,9 @@ class Mailbox:
         peer = self._peers.get(rank)
         if peer is None:
             area = self._area
-            writer = RingWriter(area.segment, area.ring_start(self._rank, rank), area.capacity)
-            reader = RingReader(area.segment, area.ring_start(rank, self._rank), area.capacity)
+            own, its = self._places[self._rank], self._places[rank]
+            writer = RingWriter(area.segment, area.ring_start(own, its), area.capacity)
+            reader = RingReader(area.segment, area.ring_start(its, own), area.capacity)
             peer = self._peers[rank] = _Peer(rank, writer, reader)
         return peer
 
@@ -209,6 +224,11 @@ class Mailbox:
             operation.conflict = conflict
             self._forget(operation)
             self._finished.append(operation)
+
+    def forget(self, operation: Send | Receive) -> None:
+        """Stop looking out for an operation, if this mailbox does. Local."""
+        if operation in self.pending:
+            self._forget(operation)
 
     def _forget(self, operation: Send | Receive) -> None:
         del self.pending[operation]
@@ -235,13 +255,13 @@ class Mailbox:
         """Hand a message to the receive that waits for it, or keep it."""
         receive = self._matcher.receive_for(arrival)
         if receive is not None:
-            self._deliver(receive, arrival)
+            self.deliver(receive, arrival)
             return
         if arrival.data is not None and not arrival.announced:
             arrival.data = arrival.data.clone()  # It lies in the ring, which must go on.
         self._matcher.keep(arrival)
 
-    def _deliver(self, receive: Receive, arrival: Arrival) -> None:
+    def deliver(self, receive: Receive, arrival: Arrival) -> None:
         """Copy what has come of a message, and see to the rest."""
         receive.peer = arrival.peer
         fits = arrival.label.fits(receive.label)

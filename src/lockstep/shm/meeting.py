@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from lockstep.errors import LockstepError, RankLost, RendezvousError, SetupError, SharedMemoryError
 from lockstep.shm.board import Board
@@ -31,17 +31,22 @@ from lockstep.shm.liveness import (
     seconds_since_boot,
     started_at_s,
 )
-from lockstep.shm.segment import Segment
+from lockstep.shm.segment import Segment, boot_id
 from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
 
-__all__ = ["Meeting", "Store"]
+__all__ = ["Meeting", "SeveralHosts", "Store"]
 
 _SEGMENT = "segment"
+_SEVERAL_HOSTS = "several hosts"
 _STALE = (errno.ENOENT, errno.ESRCH, errno.ESTALE)
 _EARLIER_LIFE_PATIENCE_S = 10.0
 _SAME_LIFE_PATIENCE_S = 0.5
 _LONGEST_NAP_S = 0.02
 _ASK_STORE_EVERY_S = 0.1
+
+
+class SeveralHosts(Exception):  # never leaves the package: the group is then made in another way
+    """The ranks that are about to form a group do not share memory: they are on several hosts."""
 
 
 class Store(Protocol):
@@ -126,6 +131,7 @@ class Meeting:
             RankLost: a rank came and died.
             SetupError: ranks were given different world sizes.
             SharedMemoryError: the memory cannot be had; on every rank.
+            SeveralHosts: not all of them are on one host; on every rank.
         """
         if self.rank != 0:
             return self._introduce(*self._find())
@@ -155,6 +161,11 @@ class Meeting:
         """Delete the handle. By rank 0, once all have come. See [Note: stale handles]."""
         self._store.delete(_SEGMENT)
 
+    def forget_several_hosts(self) -> None:
+        """Delete what told the ranks that they are on several hosts. By rank 0, once all know."""
+        self.forget_segment()
+        self._store.delete(_SEVERAL_HOSTS)
+
     def _publish(self, size_bytes: int) -> tuple[Segment, str]:
         segment = Segment.create(size_bytes)
         published = json.dumps(
@@ -176,9 +187,14 @@ class Meeting:
             if "error" in found:
                 kind = SharedMemoryError if found["error"] == SharedMemoryError.__name__ else RendezvousError
                 raise kind(f"{self.name(0)} gave up: {found['message']}")
+            if json.loads(found["handle"])["boot_id"] != boot_id():
+                self._tell_several_hosts()
             try:
                 segment = Segment.attach(found["handle"])
             except SharedMemoryError as error:
+                if found["pid_namespace"] != pid_namespace() and error.errno != errno.ENOMEM:
+                    # Two containers of one machine that share neither processes nor a folder are two hosts.
+                    self._tell_several_hosts()
                 if error.errno not in _STALE or not self._may_be_replaced(found):
                     text = f"{self.name(self.rank)}: {error}"
                     self._store.set(_failure_key(published), text)
@@ -193,10 +209,12 @@ class Meeting:
                 )
             return segment, published
 
+    def _tell_several_hosts(self) -> NoReturn:
+        self._store.set(_SEVERAL_HOSTS, self.name(self.rank))
+        raise SeveralHosts
+
     def _may_be_replaced(self, found: dict[str, Any]) -> bool:
         """Whether a handle that leads nowhere may give way to another soon. See [Note: stale handles]."""
-        if found["pid_namespace"] != pid_namespace():
-            return False
         waited_s = self._waited_s()
         if found["published_at_s"] < started_at_s():
             return waited_s < min(self.timeout_s, _EARLIER_LIFE_PATIENCE_S)
@@ -235,6 +253,8 @@ class Meeting:
                     ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
                     if self._store.has(failure_key):
                         raise SharedMemoryError(self._store.get(failure_key))
+                    if self._store.has(_SEVERAL_HOSTS):
+                        raise SeveralHosts
                 self._nap([rank for rank in range(board.world_size) if rank not in known])
         finally:
             watch.close()

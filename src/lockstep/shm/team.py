@@ -132,6 +132,11 @@ class Team:
             raise error from None
         return team
 
+    def wait_by(self, waiter: Waiter) -> None:
+        """From now on wait by another waiter. Local; nobody waits yet."""
+        self.waiter = waiter
+        self._channel.waiter = waiter
+
     def step(self, timeout_s: float) -> None:
         """Wait until every rank has taken this step. Collective.
 

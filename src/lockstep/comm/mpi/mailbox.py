@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.comm.mpi.team import MESSAGE_BYTES, MpiTeam
+from lockstep.comm.message_team import MESSAGE_BYTES
+from lockstep.comm.mpi.team import MpiTeam
 from lockstep.shm.messages import Arrival, Label, Matcher, Receive, Send
 
 if TYPE_CHECKING:
@@ -81,15 +82,16 @@ class MpiMailbox:
 
     Args:
         team: the ranks of the group.
+        matcher: what knows messages and receives, where this is not the only mailbox of its rank.
 
     Attributes:
         num_records: heard, said and moved so far; who waits can tell by it that something goes on.
     """
 
-    def __init__(self, team: MpiTeam) -> None:
+    def __init__(self, team: MpiTeam, matcher: Matcher | None = None) -> None:
         self._team = team
         self._peers = [_Peer() for _ in range(team.world_size)]
-        self._matcher = Matcher()
+        self._matcher = Matcher() if matcher is None else matcher
         self._finished: list[Send | Receive] = []
         self._moving: list[_Movement] = []
         self.num_records = 0
@@ -132,7 +134,7 @@ class MpiMailbox:
         receive = Receive(tag, label, flat, source=source)
         arrival = self._matcher.arrival_for(receive)
         if arrival is not None:
-            self._deliver(receive, arrival)
+            self.deliver(receive, arrival)
         return receive
 
     def progress(self) -> None:
@@ -201,11 +203,11 @@ class MpiMailbox:
         """Hand a message to the receive that waits for it, or keep it."""
         receive = self._matcher.receive_for(arrival)
         if receive is not None:
-            self._deliver(receive, arrival)
+            self.deliver(receive, arrival)
         else:
             self._matcher.keep(arrival)
 
-    def _deliver(self, receive: Receive, arrival: Arrival) -> None:
+    def deliver(self, receive: Receive, arrival: Arrival) -> None:
         """Copy a message that is here; grant or refuse one that is not."""
         receive.peer = arrival.peer
         conflict = None if arrival.label.fits(receive.label) else arrival.label

@@ -1,0 +1,17 @@
+"""The `lockstep` group over several hosts: shared memory inside a host, Gloo between hosts.
+
+General layout:
+
+* `layout`: who shares a host with whom. Pure data.
+* `places`: how that, and the address of each host, is found out.
+* `links`: a connection for each pair of ranks, for short messages and news of deaths.
+* `bulk`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.
+* `team`: the ranks of one group, connected; with the team of shared memory of this host.
+* `hops`: large reductions in chunks, each of which is in another stage.
+* `algorithms`: the collectives.
+* `mailbox`: point to point.
+* `group`: how a group comes to be, and its engine.
+
+The op table, the flight record and what moves messages along are those of a group on one host; notices, boards and
+arrival are those of a group over MPI (`comm/message_team.py`). `wire.py` says what numbers travel as.
+"""

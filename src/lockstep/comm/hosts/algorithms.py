@@ -1,0 +1,391 @@
+"""The collectives of a group on several hosts: through shared memory on each, by messages between them.
+
+The same functions, with the same arguments, as in `lockstep.shm.algorithms`: flat contiguous CPU tensors, called by
+every rank with the same sizes, in one thread at a time. Each begins with `team.arrive`, which in a call of several
+tensors does something only once. All may raise `PeerTrouble`.
+
+[Note: deputies] What a rank has to say to another host, or hears from one, goes through one rank there: the one with
+its own place on its host, modulo the number of ranks there. So every byte crosses between two hosts once, and all
+ranks take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lockstep.comm.hosts.hops import Adding, reduce_in_lanes
+from lockstep.comm.hosts.team import HostsTeam
+from lockstep.shm import algorithms as shm
+from lockstep.shm.kernels import Kernel
+from lockstep.shm.team import Region
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_symmetric",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_symmetric",
+    "scatter",
+]
+
+# Up to this size every rank adds up everything: one message to each host instead of a pipeline.
+_REDUNDANT_BYTES = 16 << 10
+# A chunk should be long enough for its overhead and short enough for several to be under way.
+_SMALLEST_CHUNK_BYTES = 256 << 10
+_CHUNKS_AIMED_AT = 8
+_BROADCAST_PIECE_BYTES = 8 << 20
+
+
+def barrier(team: HostsTeam, timeout_s: float) -> None:
+    """Every rank waits for every other."""
+    team.arrive(timeout_s)
+
+
+# ---- reductions --------------------------------------------------------------------------------------
+
+
+def all_reduce(team: HostsTeam, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+    """Reduce `tensor` in place over all ranks."""
+    team.arrive(timeout_s)
+    if kernel.factor is not None:
+        tensor.mul_(kernel.factor)
+    adding = Adding.by(kernel, tensor.dtype, team)
+    if tensor.numel() * tensor.element_size() <= _REDUNDANT_BYTES:
+        _all_reduce_redundant(team, tensor, adding, timeout_s)
+    elif len(team.layout.local_ranks(team.rank)) == 1:
+        _all_reduce_alone(team, tensor, adding, timeout_s)
+    else:
+        _all_reduce_shared(team, tensor, adding, timeout_s)
+
+
+def _all_reduce_redundant(team: HostsTeam, tensor: torch.Tensor, adding: Adding, timeout_s: float) -> None:
+    """Every rank adds up its host's parts and then all hosts' sums."""
+    numel = tensor.numel()
+    local = team.local
+    parts = [tensor]
+    if local.world_size > 1:
+        parts = local.views(local.begin_transfer(), numel * tensor.element_size(), tensor.dtype, numel)
+        parts[local.rank].copy_(tensor)
+        local.step(timeout_s)
+    own = torch.empty(numel, dtype=adding.dtype)
+    adding.within_host(parts, own)
+    wanted = dict.fromkeys((team.rank, *_represented(team)), own)
+    result = torch.empty(numel, dtype=adding.dtype)
+    adding.over_hosts(_swap_sums(team, adding, wanted, timeout_s), result)
+    tensor.copy_(result)
+
+
+def _swap_sums(
+    team: HostsTeam, adding: Adding, sums: Mapping[int, torch.Tensor], timeout_s: float
+) -> list[torch.Tensor]:
+    """Give sums of this host to the ranks of others that this one is deputy for, and get what is for this one.
+
+    Args:
+        team: the ranks of the group.
+        adding: how sums travel.
+        sums: by the rank that wants them; this rank and those that it represents.
+        timeout_s: of the wait.
+
+    Returns:
+        The sum of each host, in order, as every rank sees it.
+    """
+    layout, wire = team.layout, adding.wire
+    here, numel = layout.host_of[team.rank], sums[team.rank].numel()
+    encoded: dict[int, torch.Tensor] = {}  # by the identity of the sum
+    for values in sums.values():
+        if id(values) not in encoded:
+            encoded[id(values)] = values.view(torch.uint8)
+            if not wire.is_exact:
+                encoded[id(values)] = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
+                wire.encode(values, encoded[id(values)])
+    arrived = {
+        host: torch.empty(adding.num_bytes(numel), dtype=torch.uint8)
+        for host in range(len(layout.hosts))
+        if host != here
+    }
+    team.exchange(
+        [(rank, encoded[id(values)]) for rank, values in sums.items() if rank != team.rank],
+        [(_deputy(team, host), data) for host, data in arrived.items()],
+        timeout_s,
+    )
+    arrived[here] = encoded[id(sums[team.rank])]
+    decoded = []
+    for host in range(len(layout.hosts)):
+        values = arrived[host].view(adding.dtype) if wire.is_exact else torch.empty(numel, dtype=adding.dtype)
+        if not wire.is_exact:
+            wire.decode(arrived[host], values)
+        decoded.append(values)
+    return decoded
+
+
+def _represented(team: HostsTeam) -> list[int]:
+    """The ranks of other hosts whose deputy this rank is."""
+    layout = team.layout
+    own = layout.local_ranks(team.rank)
+    return [
+        rank
+        for rank, host in enumerate(layout.host_of)
+        if host != layout.host_of[team.rank] and own[layout.local_rank_of[rank] % len(own)] == team.rank
+    ]
+
+
+def _deputy(team: HostsTeam, host: int) -> int:
+    """This rank's deputy on another host."""
+    ranks = team.layout.hosts[host]
+    return ranks[team.layout.local_rank_of[team.rank] % len(ranks)]
+
+
+def _rounds(team: HostsTeam) -> list[list[int | None]]:
+    """Whom the ranks of this host stand for, themselves first: one each in a round, None where nobody is left."""
+    layout = team.layout
+    own = layout.local_ranks(team.rank)
+    stands_for: list[list[int]] = [[rank] for rank in own]
+    for rank, host in enumerate(layout.host_of):
+        if host != layout.host_of[team.rank]:
+            stands_for[layout.local_rank_of[rank] % len(own)].append(rank)
+    longest = max(map(len, stands_for))
+    return [[ranks[turn] if turn < len(ranks) else None for ranks in stands_for] for turn in range(longest)]
+
+
+def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, adding: Adding, timeout_s: float) -> None:
+    """This rank is the only one of its host, and serves all lanes."""
+    team.prepare(timeout_s)
+    starts, numels = _chunks(team, tensor)
+
+    def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        part = tensor[starts[chunk] :]
+        return {lane: [part[bounds[lane] : bounds[lane + 1]]] for lane in range(team.layout.num_lanes)}
+
+    def store(chunk: int, bounds: Sequence[int], results: Mapping[int, torch.Tensor]) -> None:
+        part = tensor[starts[chunk] :]
+        for lane, result in results.items():
+            part[bounds[lane] : bounds[lane + 1]].copy_(result)
+
+    reduce_in_lanes(team, adding, numels, load, store, timeout_s)
+
+
+def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, adding: Adding, timeout_s: float) -> None:
+    """The ranks of this host meet in its slots. See [Note: two slots] in `shm/team.py`."""
+    local = team.local
+    num_bytes = tensor.numel() * tensor.element_size()
+    team.prepare(timeout_s)
+    starts, numels = _chunks(team, tensor)
+    own_lanes = team.layout.lanes_of(team.rank)
+    servers = _places_of_servers(team)
+
+    def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        part = tensor[starts[chunk] : starts[chunk] + numels[chunk]]
+        views = local.views(local.begin_transfer(), num_bytes, tensor.dtype, numels[chunk])
+        for lane, server in enumerate(servers):
+            if server != local.rank:
+                low, high = bounds[lane], bounds[lane + 1]
+                views[local.rank][low:high].copy_(part[low:high])
+        local.step(timeout_s)
+        sources = [part if place == local.rank else view for place, view in enumerate(views)]
+        return {lane: [source[bounds[lane] : bounds[lane + 1]] for source in sources] for lane in own_lanes}
+
+    def store(chunk: int, bounds: Sequence[int], results: Mapping[int, torch.Tensor]) -> None:
+        part = tensor[starts[chunk] : starts[chunk] + numels[chunk]]
+        views = local.views(local.begin_transfer(), num_bytes, tensor.dtype, numels[chunk])
+        for lane, result in results.items():
+            low, high = bounds[lane], bounds[lane + 1]
+            views[local.rank][low:high].copy_(result)
+        local.step(timeout_s)
+        for lane, server in enumerate(servers):
+            low, high = bounds[lane], bounds[lane + 1]
+            part[low:high].copy_(views[server][low:high])
+
+    reduce_in_lanes(team, adding, numels, load, store, timeout_s)
+
+
+def all_reduce_symmetric(
+    team: HostsTeam, region: Region, offset_bytes: int, tensor: torch.Tensor, kernel: Kernel, timeout_s: float
+) -> None:
+    """Reduce a tensor that lies at the same offset of a region on every rank of a host: no copy in or out."""
+    team.arrive(timeout_s)
+    local = team.local
+    num_bytes = tensor.numel() * tensor.element_size()
+    if kernel.factor is not None:
+        tensor.mul_(kernel.factor)
+    adding = Adding.by(kernel, tensor.dtype, team)
+    parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
+    reduce_symmetric(team, parts, adding, timeout_s)
+    local.begin_transfer()
+    local.step(timeout_s)
+
+
+def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], adding: Adding, timeout_s: float) -> None:
+    """Reduce the parts of this host's ranks and of all others, and write the result to each of them. Collective.
+
+    After `arrive`; a rank may read its part once all ranks of its host have returned.
+
+    Args:
+        team: the ranks of the group.
+        parts: one flat tensor for each rank of this host, the same numel and dtype.
+        adding: how.
+        timeout_s: of each wait.
+    """
+    team.prepare(timeout_s)
+    starts, numels = _chunks(team, parts[0])
+    own_lanes = team.layout.lanes_of(team.rank)
+
+    def places(chunk: int, bounds: Sequence[int], lane: int) -> list[torch.Tensor]:
+        low, high = starts[chunk] + bounds[lane], starts[chunk] + bounds[lane + 1]
+        return [part[low:high] for part in parts]
+
+    def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        return {lane: places(chunk, bounds, lane) for lane in own_lanes}
+
+    def store(chunk: int, bounds: Sequence[int], results: Mapping[int, torch.Tensor]) -> None:
+        for lane, result in results.items():
+            for place in places(chunk, bounds, lane):
+                place.copy_(result)
+
+    reduce_in_lanes(team, adding, numels, load, store, timeout_s)
+
+
+def _chunks(team: HostsTeam, tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Where the chunks of a flat tensor start, and how many elements each has; the same on all hosts."""
+    aimed_at = -(-tensor.numel() * tensor.element_size() // _CHUNKS_AIMED_AT)
+    chunk_bytes = max(min(aimed_at, team.chunk_bytes), _SMALLEST_CHUNK_BYTES)
+    length = min(chunk_bytes, team.chunk_bytes) // tensor.element_size()
+    starts = list(range(0, tensor.numel(), length))
+    return starts, [min(length, tensor.numel() - start) for start in starts]
+
+
+def _places_of_servers(team: HostsTeam) -> list[int]:
+    """For each lane the place on this host of its server."""
+    layout = team.layout
+    here = layout.host_of[team.rank]
+    return [layout.local_rank_of[layout.server(here, lane)] for lane in range(layout.num_lanes)]
+
+
+def reduce(team: HostsTeam, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
+    """Reduce over all ranks into `tensor` of the root; other ranks keep theirs.
+
+    Both directions of a network are there anyway, so it takes no longer than handing the result to one.
+    """
+    all_reduce(team, tensor if team.rank == root else tensor.clone(), kernel, timeout_s)
+
+
+def reduce_scatter(
+    team: HostsTeam, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
+) -> None:
+    """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
+    team.arrive(timeout_s)
+    adding = Adding.by(kernel, tensor.dtype, team)
+    wide = [source.to(adding.dtype) for source in inputs]
+    if kernel.factor is not None:
+        wide = [source * kernel.factor for source in wide]
+    local = team.local
+    nothing = torch.empty(0, dtype=adding.dtype)
+    sums: dict[int, torch.Tensor] = {}
+    for ranks in _rounds(team):
+        sources = [nothing if rank is None else wide[rank] for rank in ranks]
+        out = torch.empty_like(sources[local.rank])
+        shm.reduce_scatter(local, out, sources, adding.kernel, timeout_s)
+        wanted_by = ranks[local.rank]
+        if wanted_by is not None:
+            sums[wanted_by] = out
+    result = torch.empty(tensor.numel(), dtype=adding.dtype)
+    adding.over_hosts(_swap_sums(team, adding, sums, timeout_s), result)
+    tensor.copy_(result)
+
+
+# ---- copies ------------------------------------------------------------------------------------------
+
+
+def broadcast(team: HostsTeam, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+    """Copy `tensor` of the root to all ranks."""
+    team.arrive(timeout_s)
+    layout, local = team.layout, team.local
+    here = layout.host_of[team.rank]
+    # Per host, the rank that gets it from the root and has it for the others there.
+    sources = [root if layout.host_of[root] == host else ranks[0] for host, ranks in enumerate(layout.hosts)]
+    length = max(_BROADCAST_PIECE_BYTES // tensor.element_size(), 1)
+    for start in range(0, max(tensor.numel(), 1), length):
+        piece = tensor[start : start + length]
+        if team.rank == root:
+            team.exchange([(rank, piece) for rank in sources if rank != root], [], timeout_s)
+        elif team.rank == sources[here]:
+            team.exchange([], [(root, piece)], timeout_s)
+        if local.world_size > 1:
+            shm.broadcast(local, piece, layout.local_rank_of[sources[here]], timeout_s)
+
+
+def all_gather(team: HostsTeam, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
+    """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
+    team.arrive(timeout_s)
+    layout, local = team.layout, team.local
+    here = layout.host_of[team.rank]
+    deputies = [_deputy(team, host) for host in range(len(layout.hosts)) if host != here]
+    team.exchange(
+        [(rank, tensor) for rank in deputies], [(rank, outputs[rank]) for rank in _represented(team)], timeout_s
+    )
+    nothing = tensor[:0]
+    for ranks in _rounds(team):
+        own = ranks[local.rank]
+        source = nothing if own is None else tensor if own == team.rank else outputs[own]
+        shm.all_gather(local, [nothing if rank is None else outputs[rank] for rank in ranks], source, timeout_s)
+
+
+def gather(
+    team: HostsTeam, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float
+) -> None:
+    """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
+    team.arrive(timeout_s)
+    layout, local = team.layout, team.local
+    here = layout.local_ranks(root)
+    if team.rank not in here:
+        team.exchange([(root, tensor)], [], timeout_s)
+        return
+    if outputs is None:
+        shm.gather(local, None, tensor, layout.local_rank_of[root], timeout_s)
+        return
+    team.exchange([], [(rank, output) for rank, output in enumerate(outputs) if rank not in here], timeout_s)
+    shm.gather(local, [outputs[rank] for rank in here], tensor, layout.local_rank_of[root], timeout_s)
+
+
+def scatter(
+    team: HostsTeam, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float
+) -> None:
+    """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
+    team.arrive(timeout_s)
+    layout = team.layout
+    here = layout.local_ranks(root)
+    if team.rank not in here:
+        team.exchange([], [(root, tensor)], timeout_s)
+        return
+    if inputs is not None:
+        team.exchange([(rank, source) for rank, source in enumerate(inputs) if rank not in here], [], timeout_s)
+    chosen = None if inputs is None else [inputs[rank] for rank in here]
+    shm.scatter(team.local, tensor, chosen, layout.local_rank_of[root], timeout_s)
+
+
+def all_to_all(
+    team: HostsTeam, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
+) -> None:
+    """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer.
+
+    Args:
+        team: the ranks of the group.
+        outputs: one for each rank.
+        inputs: one for each rank.
+        largest: numel of the largest tensor that any rank sends, the same on all ranks.
+        timeout_s: of each wait.
+    """
+    team.arrive(timeout_s)
+    here = team.layout.local_ranks(team.rank)
+    # Beginning with the next rank, so that not all turn to one first.
+    others = [(team.rank + distance) % team.world_size for distance in range(1, team.world_size)]
+    far = [rank for rank in others if rank not in here]
+    team.exchange([(rank, inputs[rank]) for rank in far], [(rank, outputs[rank]) for rank in far], timeout_s)
+    near_outputs, near_inputs = [outputs[rank] for rank in here], [inputs[rank] for rank in here]
+    shm.all_to_all(team.local, near_outputs, near_inputs, largest, timeout_s)

@@ -1,0 +1,221 @@
+"""Gloo, as the carrier of everything large between the ranks of a group over several hosts.
+
+Only its sends and receives are used: they go straight from one memory to another without the GIL, and
+what is added to what, and in which order, stays Lockstep's business (`wire.py`, `hops.py`).
+
+[Note: waits] A send or receive of Gloo can be waited for, not asked; and a wait that reaches a deadline closes the
+connection for good. So whoever needs data waits without a deadline, which costs nothing while all is well, and a
+second thread, the `Guard`, looks after the peers meanwhile. Should one of them not come any more, it closes
+the connections, which ends the wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from lockstep.errors import RendezvousError
+from lockstep.shm.sync import PeerTrouble
+
+__all__ = ["Bulk", "Guard", "Parcel"]
+
+_FOREVER = timedelta(days=30)
+_AT_ONCE = timedelta(milliseconds=1)
+_ABORT_TAG = 1 << 20
+_GUARD_LOOKS_EVERY_S = 0.02
+_GUARD_RESTS_AFTER_S = 1.0
+_REASON_FOLLOWS_WITHIN_S = 1.0
+_CLOSE_PATIENCE_S = 2.0
+
+
+class Parcel:
+    """A send or receive under way.
+
+    Attributes:
+        peer: the rank at the other end.
+        is_done: whether it has been seen to finish, well or not.
+    """
+
+    __slots__ = ("_memory", "_work", "is_done", "peer")
+
+    def __init__(self, work: Any, peer: int, memory: torch.Tensor) -> None:
+        self._work = work
+        self._memory = memory  # Gloo reads or writes it until the end
+        self.peer = peer
+        self.is_done = False
+
+    def wait(self) -> None:
+        """Return when it has finished.
+
+        Raises:
+            RuntimeError: the connection is gone.
+        """
+        if not self.is_done:
+            try:
+                self._work.wait(_FOREVER)
+            finally:
+                self.is_done = True
+
+
+class Bulk:
+    """Gloo between the ranks of one group. Collective to make.
+
+    Args:
+        store: nobody else uses its keys.
+        rank: this rank.
+        world_size: number of ranks.
+        address: of this host; Gloo listens and connects there only.
+        timeout_s: for the connections to be made.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+        gloo: Any = ProcessGroupGloo  # whose methods torch's stubs leave out
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1
+        try:
+            self._group = gloo(PrefixStore("gloo", store), rank, world_size, options)
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rank {rank} of {world_size} could not connect to all others by Gloo at {address}: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._mail: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._mail_thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def send(self, peer: int, memory: torch.Tensor, tag: int) -> Parcel:
+        """Begin to send bytes: uint8, contiguous. They must not change until it has finished. Local."""
+        return Parcel(self._group.send([memory], peer, tag), peer, memory)
+
+    def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Parcel:
+        """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local."""
+        return Parcel(self._group.recv([memory], peer, tag), peer, memory)
+
+    def watch(self, parcel: Parcel) -> Parcel:
+        """Have a thread wait for it, for who can only ask `is_done`. Local."""
+        if self._mail_thread is None:
+            self._mail_thread = threading.Thread(target=self._wait_for_mail, name="lockstep-mail", daemon=True)
+            self._mail_thread.start()
+        self._mail.put(parcel)
+        return parcel
+
+    def _wait_for_mail(self) -> None:
+        while (parcel := self._mail.get()) is not None:
+            with contextlib.suppress(RuntimeError):  # The connection is gone, which others notice and explain.
+                parcel.wait()
+
+    def abort(self, peers: Iterable[int] | None = None) -> None:
+        """Close the connections, to all if not to some, so that every wait for them ends. Local."""
+        # See [Note: waits]; Gloo's own abort() lets waits go on.
+        for peer in self._peers if peers is None else peers:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
+
+    def close(self, in_good_order: bool) -> None:
+        """Let go. Local."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not in_good_order:
+            self.abort()
+        if self._mail_thread is not None:
+            self._mail.put(None)
+            self._mail_thread.join(_CLOSE_PATIENCE_S)
+            if self._mail_thread.is_alive():
+                self.abort()
+                self._mail_thread.join(_CLOSE_PATIENCE_S)
+
+
+class Guard:
+    """Looks after the peers while this rank waits for data from them.
+
+    Args:
+        look: called with ranks, seconds waited and the limit; raises PeerTrouble if one of them will not come.
+        abort: ends the wait.
+    """
+
+    def __init__(self, look: Callable[[Sequence[int], float, float], None], abort: Callable[[], None]) -> None:
+        self._look = look
+        self._abort = abort
+        self._watched: tuple[tuple[int, ...], float, float] | None = None  # ranks, since when, limit
+        self._trouble: PeerTrouble | None = None
+        self._is_needed = threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def wait(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
+        """Return when all of these have finished.
+
+        Raises:
+            PeerTrouble: a peer died, failed or left, or was not done in time.
+        """
+        pending = [parcel for parcel in parcels if not parcel.is_done]
+        if not pending:
+            return
+        since = time.monotonic()
+        self._watched = (tuple({parcel.peer for parcel in pending}), since, timeout_s)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
+            self._thread.start()
+        if not self._is_needed.is_set():
+            self._is_needed.set()
+        peer = pending[0].peer
+        try:
+            for parcel in pending:
+                peer = parcel.peer
+                parcel.wait()
+        except RuntimeError as error:
+            self._watched = None
+            self._explain(peer, since, timeout_s, error)
+        finally:
+            self._watched = None
+
+    def _explain(self, peer: int, since: float, timeout_s: float, error: RuntimeError) -> None:
+        """Raise why a connection is gone: what the guard has seen, or what can be seen now."""
+        until = time.monotonic() + _REASON_FOLLOWS_WITHIN_S
+        while True:
+            if self._trouble is not None:
+                raise self._trouble from None
+            self._look([peer], time.monotonic() - since, timeout_s)
+            if time.monotonic() > until:
+                raise RuntimeError(f"the connection to rank {peer} of the group broke: {error}") from None
+            time.sleep(0.001)
+
+    def _run(self) -> None:
+        used_at = time.monotonic()
+        while not self._is_closed:
+            watched, now = self._watched, time.monotonic()
+            if watched is not None:
+                used_at = now
+                ranks, since, limit_s = watched
+                try:
+                    self._look(ranks, now - since, limit_s)
+                except PeerTrouble as trouble:
+                    self._trouble = trouble
+                    self._abort()
+                    return  # The group is broken.
+            elif now - used_at > _GUARD_RESTS_AFTER_S:
+                self._is_needed.clear()
+                if self._watched is None and not self._is_closed:
+                    self._is_needed.wait()
+                used_at = time.monotonic()
+                continue
+            time.sleep(_GUARD_LOOKS_EVERY_S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        self._is_needed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_PATIENCE_S)

@@ -1,0 +1,195 @@
+"""Making a group over several hosts, and its engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch._C._distributed_c10d import PrefixStore
+
+from lockstep.comm.callsite import CallSite
+from lockstep.comm.engine import Engine
+from lockstep.comm.flight import Flight
+from lockstep.comm.founding import MeetingStore
+from lockstep.comm.hosts import algorithms
+from lockstep.comm.hosts.bulk import Bulk
+from lockstep.comm.hosts.layout import Layout, Member
+from lockstep.comm.hosts.links import Entrance, Links
+from lockstep.comm.hosts.mailbox import HostsMailbox
+from lockstep.comm.hosts.places import Notes, find_members
+from lockstep.comm.hosts.team import HostsTeam
+from lockstep.comm.p2p import PointToPoint
+from lockstep.comm.wire import current_wire
+from lockstep.errors import CollectiveAborted, InputError, LockstepError, RankLost, SetupError
+from lockstep.shm.mailbox import Mailbox
+from lockstep.shm.meeting import Meeting
+from lockstep.shm.team import Team
+
+__all__ = ["HostsEngine", "announce", "connect", "known_members"]
+
+_READY = b"ready   "
+_POLL_S = 0.005
+
+
+class HostsEngine(Engine):
+    """The op table of a group over several hosts.
+
+    Args:
+        team: the ranks of the group.
+        flight: its flight record.
+        timeout_s: default seconds until a rank that does not come is an error.
+    """
+
+    def __init__(self, team: HostsTeam, flight: Flight, timeout_s: float) -> None:
+        # A HostsTeam has what engine and flight record use of a team.
+        super().__init__(cast(Team, team), flight, timeout_s, algorithms)
+        self.hosts_team = team
+
+    def _run(
+        self,
+        key: object,
+        describe: Callable[[], str],
+        body: Callable[[float], None],
+        site: CallSite,
+        limit_s: float,
+    ) -> None:
+        try:
+            super()._run(key, describe, body, site, limit_s)
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            raise CollectiveAborted(f"{describe()} of {self.flight.group_name}: {error}") from error
+        finally:
+            # What a rank that gave up has told its peers about this is said before.
+            self.hosts_team.finished = self.flight.number
+
+    def _point_to_point(self) -> PointToPoint:
+        with self._p2p_lock:
+            if self._p2p is None:
+                mailbox = cast(Mailbox, HostsMailbox(self.hosts_team))
+                self._p2p = PointToPoint(self.team, self.flight, mailbox)
+            return self._p2p
+
+    def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
+        """Protocols over a region of one host's memory are none of several hosts.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError("a group over several hosts has no memory that all its ranks share")
+
+
+def known_members(default_group: object, ranks: Sequence[int]) -> list[Member] | None:
+    """What the default group knows of these global ranks; None if it is of another kind."""
+    engine = getattr(default_group, "engine", None)
+    if not isinstance(engine, HostsEngine):
+        return None
+    members = engine.hosts_team.layout.members
+    return [members[rank] for rank in ranks] if max(ranks) < len(members) else None
+
+
+def connect(
+    store: MeetingStore,
+    rank: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    look_out: Callable[[], None],
+    known: list[Member] | None,
+) -> Team | HostsTeam:
+    """Connect the ranks of a new group that may be on several hosts. Collective.
+
+    Args:
+        store: where they meet; nobody else uses its keys.
+        rank: this rank.
+        ranks: the global rank of each.
+        timeout_s: until a rank that does not come is an error.
+        look_out: called while waiting; raises if a rank cannot come.
+        known: what is known of them already, from another group.
+
+    Returns:
+        A team of shared memory after all, where all turn out to be on one host.
+
+    Raises:
+        RendezvousError: a rank did not come, or a host cannot be reached.
+        RankLost: a rank came and died.
+        SetupError: the ranks were given different wire formats.
+        SharedMemoryError: the memory of a host cannot be had.
+    """
+    notes = Notes(store, rank, ranks, timeout_s, look_out)
+    members = known or find_members(notes, rank, len(ranks))
+    layout = Layout.of(members)
+    here = layout.local_ranks(rank)
+    meeting = Meeting(
+        store.below(f"host {members[rank].host}"),
+        layout.local_rank_of[rank],
+        [ranks[peer] for peer in here],
+        timeout_s,
+        look_out,
+    )
+    if len(layout.hosts) == 1:
+        team = Team.connect(meeting)
+        notes.erase()
+        return team
+    links, token = _open_links(notes, rank, ranks, members[rank].address, look_out)
+    try:
+        local = Team.connect(meeting)
+        _await_ready(links, ranks, rank, notes.remaining_s(), look_out)
+        below = PrefixStore(token, store.torch_store)
+        bulk = Bulk(below, rank, len(ranks), members[rank].address, notes.remaining_s())
+    except BaseException:
+        links.close()
+        raise
+    notes.erase()
+    return HostsTeam(rank, layout, links, local, bulk, current_wire())
+
+
+def _open_links(
+    notes: Notes, rank: int, ranks: Sequence[int], address: str, look_out: Callable[[], None]
+) -> tuple[Links, str]:
+    """The connections to all others, and a word that only this group knows. Collective."""
+    wire = current_wire().name
+    entrance = Entrance(address)
+    try:
+        notes.write("entrance", [*entrance.place, wire])
+        found = notes.read("entrance", range(len(ranks)))
+    except BaseException:
+        entrance.close()
+        raise
+    other = next((peer for peer, one in enumerate(found) if one[3] != wire), None)
+    if other is not None:
+        entrance.close()
+        raise SetupError(
+            f"rank {ranks[rank]} was given the wire format {wire}, rank {ranks[other]} {found[other][3]}; give all "
+            "ranks the same, by lockstep.init(wire=…) or LOCKSTEP_WIRE"
+        )
+    places = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found) if peer != rank}
+    return entrance.connect(rank, places, notes.remaining_s(), look_out), str(found[0][2])
+
+
+def _await_ready(links: Links, ranks: Sequence[int], rank: int, timeout_s: float, look_out: Callable[[], None]) -> None:
+    """Wait until the memory of all hosts is there: what comes next cannot be cut short.
+
+    Raises:
+        RankLost: a rank is gone.
+    """
+    waiting = {peer for peer in range(len(ranks)) if peer != rank}
+    deadline = time.monotonic() + timeout_s
+    for peer in waiting:
+        links.send(peer, _READY)
+    while waiting:
+        waiting -= {peer for peer, message in links.listen() if bytes(message) == _READY}
+        gone = sorted(links.lost & waiting)
+        if gone or time.monotonic() > deadline:
+            late = gone or sorted(waiting)
+            names = ", ".join(f"rank {ranks[peer]}" for peer in late)
+            what = "was gone again" if gone else "did not go on"
+            raise RankLost(f"{names} came and {what} while the group was being made", tuple(ranks[one] for one in late))
+        look_out()
+        links.wait(_POLL_S)
+
+
+def announce(team: HostsTeam) -> None:
+    """Say in one line which hosts there are, and how they reach each other. By one rank."""
+    print(f"[lockstep] {len(team.layout.hosts)} hosts: {team.layout.describe()}", file=sys.stderr, flush=True)

@@ -1,0 +1,290 @@
+"""Large reductions over several hosts, in chunks that are in all stages at once.
+
+A chunk is divided into lanes, as many as the fullest host has ranks. Each lane has a server on every host, and goes
+through these stages::
+
+    load     the ranks of a host put the chunk where its servers can read it; each server adds up its lanes
+    hop      the servers of a lane exchange their sums and add them up
+    store    each server hands its results to the ranks of its host
+
+While one chunk is on the network, earlier ones are stored and later ones loaded. So a large reduction takes little
+longer than the slowest of its stages; and because every lane has a server of its own, all ranks of a host send.
+
+[Note: hops] With two hosts, servers exchange whole sums and both add: each byte crosses once in each direction. With
+more, each server of a lane adds up one part of it and hands the result to the others: 2 (H - 1) / H of the bytes.
+
+[Note: order] Sums are added in the fixed pairwise tree over the ranks of a host, then over hosts, in their order in the
+layout. Every value is added up by servers that hold the same parts in the same order, so all ranks and all runs get the
+same bits.
+
+[Note: posted ahead] Gloo sends only when it knows that the receiver is ready. So receives are posted some chunks
+ahead, and no send waits for the news that they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.comm.hosts.bulk import Parcel
+from lockstep.comm.hosts.team import HostsTeam
+from lockstep.comm.wire import WIRES, Wire
+from lockstep.shm.algorithms import share_bounds
+from lockstep.shm.kernels import Kernel
+
+__all__ = ["Adding", "reduce_in_lanes"]
+
+# Chunks between the start of a hop and its end, and more for which receives are posted.
+_DEPTH = 2
+_AHEAD = 3
+_FLOAT_SUMS = ("SUM", "AVG", "PREMUL_SUM")
+
+
+@dataclass(frozen=True)
+class Adding:
+    """How parts become one, within a host and between hosts.
+
+    Attributes:
+        dtype: in which partial sums are kept.
+        kernel: combines them, undivided.
+        divisor: of the last result; 1 for none.
+        wire: what they travel as.
+    """
+
+    dtype: torch.dtype
+    kernel: Kernel
+    divisor: int
+    wire: Wire
+
+    @classmethod
+    def by(cls, kernel: Kernel, dtype: torch.dtype, team: HostsTeam) -> Adding:
+        """What a reduction of tensors of `dtype` by `kernel` takes."""
+        accumulate = kernel.accumulate or dtype
+        may_round = accumulate is torch.float32 and kernel.name in _FLOAT_SUMS
+        return cls(
+            accumulate,
+            Kernel(kernel.name, kernel.combine),
+            team.world_size if kernel.divide else 1,
+            team.wire if may_round else WIRES["fp32"],
+        )
+
+    def within_host(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine parts of any dtype into `out`, of `dtype`; `out` is none of them."""
+        wide = [part if part.dtype == self.dtype else part.to(self.dtype) for part in parts]
+        if len(wide) == 1:
+            out.copy_(wide[0])
+        else:
+            self.kernel.reduce(wide, out)
+
+    def over_hosts(self, sums: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine the sums of all hosts into the result. `out` may be one of two sums, and none of more."""
+        self.kernel.reduce(sums, out)
+        if self.divisor != 1:
+            out.div_(self.divisor)
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of `numel` values on the wire."""
+        return numel * self.dtype.itemsize if self.wire.is_exact else self.wire.num_bytes(numel)
+
+
+class _Hop:
+    """One lane of one chunk on its way between hosts.
+
+    Args:
+        team: the ranks of the group.
+        adding: how.
+        lane: which.
+        numel: of the lane in this chunk.
+    """
+
+    def __init__(self, team: HostsTeam, adding: Adding, lane: int, numel: int) -> None:
+        layout = team.layout
+        self._team = team
+        self._adding = adding
+        self._numel = numel
+        self._own = layout.host_of[team.rank]
+        self._servers = [layout.server(host, lane) for host in range(len(layout.hosts))]
+        self._others = [host for host in range(len(self._servers)) if host != self._own]
+        self._is_direct = len(self._servers) == 2
+        bounds = [0, numel] if self._is_direct else share_bounds(numel, len(self._servers))
+        self._spans = list(itertools.pairwise(bounds))
+        self._buffers: list[torch.Tensor] = []
+        self._sends: list[Parcel] = []
+        self._coming: dict[int, tuple[Parcel | None, torch.Tensor]] = {}  # sums, by host
+        self._returning: dict[int, tuple[Parcel | None, torch.Tensor]] = {}  # results, by host
+        self._sum = torch.empty(0)
+        self._decoded = torch.empty(0)
+
+    # ---- pieces ----------------------------------------------------------------------------------------
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        buffer = self._team.take_buffer(num_bytes)
+        self._buffers.append(buffer)
+        return buffer
+
+    def _new(self, numel: int) -> torch.Tensor:
+        return self._take(numel * self._adding.dtype.itemsize).view(self._adding.dtype)
+
+    def _span(self, host: int) -> tuple[int, int]:
+        """What that host's server adds up."""
+        return self._spans[0] if self._is_direct else self._spans[host]
+
+    def _expect(self, host: int, numel: int, phase: int) -> tuple[Parcel | None, torch.Tensor]:
+        buffer = self._take(self._adding.num_bytes(numel))
+        if not numel:
+            return None, buffer
+        return self._team.receive_hop(self._servers[host], buffer, phase), buffer
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        """What is sent of these values, which may be their own memory."""
+        wire = self._adding.wire
+        if wire.is_exact:
+            return values.view(torch.uint8)
+        data = self._take(wire.num_bytes(values.numel()))
+        wire.encode(values, data)
+        return data
+
+    def _decode(self, data: torch.Tensor, out: torch.Tensor | None = None, numel: int = 0) -> torch.Tensor:
+        wire = self._adding.wire
+        if wire.is_exact:
+            values = data.view(self._adding.dtype)
+            if out is None:
+                return values
+            return out.copy_(values)
+        target = self._new(numel) if out is None else out
+        wire.decode(data, target)
+        return target
+
+    def _send(self, host: int, data: torch.Tensor, phase: int) -> None:
+        if data.numel():
+            self._sends.append(self._team.send_hop(self._servers[host], data, phase))
+
+    def _await(self, coming: Mapping[int, tuple[Parcel | None, torch.Tensor]], timeout_s: float) -> None:
+        self._team.wait_for([parcel for parcel, _ in coming.values() if parcel is not None], timeout_s)
+
+    # ---- stages ----------------------------------------------------------------------------------------
+
+    def post(self) -> None:
+        """Get ready to receive. Local."""
+        low, high = self._span(self._own)
+        for host in self._others:
+            self._coming[host] = self._expect(host, high - low, 0)
+        if not self._is_direct:
+            for host in self._others:
+                low, high = self._spans[host]
+                self._returning[host] = self._expect(host, high - low, 1)
+
+    def start(self, parts: Sequence[torch.Tensor]) -> None:
+        """Add up the parts of this host's ranks, and send the sum. Local."""
+        self._sum = self._new(self._numel)
+        self._adding.within_host(parts, self._sum)
+        if self._is_direct:
+            data = self._encode(self._sum)
+            self._send(self._others[0], data, 0)
+            if not self._adding.wire.is_exact:
+                self._adding.wire.decode(data, self._sum)  # the same values as on the other side
+            return
+        for host in self._others:
+            low, high = self._spans[host]
+            self._send(host, self._encode(self._sum[low:high]), 0)
+
+    def turn(self, timeout_s: float) -> None:
+        """With more than two hosts: add up this server's part of the lane, and send the result to the others."""
+        if self._is_direct:
+            return
+        self._await(self._coming, timeout_s)
+        low, high = self._spans[self._own]
+        if high == low:
+            return
+        own = self._sum[low:high]
+        sums = [
+            own if host == self._own else self._decode(self._coming[host][1], numel=high - low)
+            for host in range(len(self._servers))
+        ]
+        result = self._new(high - low)
+        self._adding.over_hosts(sums, result)
+        data = self._encode(result)
+        for host in self._others:
+            self._send(host, data, 1)
+        self._decode(data, own)
+
+    def finish(self, timeout_s: float) -> torch.Tensor:
+        """The result, shape (numel,), valid until `release`."""
+        if not self._is_direct:
+            self._await(self._returning, timeout_s)
+            # What is overwritten below has been sent.
+            self._team.wait_for(self._sends, timeout_s)
+            for host, (_, data) in self._returning.items():
+                low, high = self._spans[host]
+                if high > low:
+                    self._decode(data, self._sum[low:high])
+            return self._sum
+        self._await(self._coming, timeout_s)
+        (other,) = self._others
+        theirs = self._decode(self._coming[other][1], numel=self._numel)
+        sums = [self._sum, theirs] if self._own == 0 else [theirs, self._sum]
+        self._adding.over_hosts(sums, theirs)
+        return theirs
+
+    def release(self, timeout_s: float) -> None:
+        """Wait until all is sent, and give the memory back."""
+        self._team.wait_for(self._sends, timeout_s)
+        for buffer in self._buffers:
+            self._team.give_buffer(buffer)
+        self._buffers.clear()
+
+
+def reduce_in_lanes(
+    team: HostsTeam,
+    adding: Adding,
+    chunk_numels: Sequence[int],
+    load: Callable[[int, Sequence[int]], Mapping[int, Sequence[torch.Tensor]]],
+    store: Callable[[int, Sequence[int], Mapping[int, torch.Tensor]], None],
+    timeout_s: float,
+) -> None:
+    """Reduce chunk after chunk over all ranks. Collective, after `arrive`.
+
+    Args:
+        team: the ranks of the group.
+        adding: how.
+        chunk_numels: elements of each chunk; the same on all ranks.
+        load: given the number of a chunk and the bounds of its lanes (one more than lanes), returns for each lane
+            that this rank serves the parts of the ranks of its host. All ranks of a host call it together.
+        store: given the same, and the result of each lane that this rank serves, hands them to the ranks of the host.
+            All ranks of a host call it together.
+        timeout_s: of each wait.
+
+    Raises:
+        PeerTrouble: a peer failed or left, or was not done in time.
+    """
+    num_chunks, lanes = len(chunk_numels), team.layout.lanes_of(team.rank)
+    bounds = [share_bounds(numel, team.layout.num_lanes) for numel in chunk_numels]
+    hops: list[dict[int, _Hop]] = []
+    turn_after = _DEPTH if len(team.layout.hosts) > 2 else 0
+    finish_after = turn_after + _DEPTH
+
+    def post(until: int) -> None:
+        while len(hops) < min(until, num_chunks):
+            at = bounds[len(hops)]
+            hops.append({lane: _Hop(team, adding, lane, at[lane + 1] - at[lane]) for lane in lanes})
+            for hop in hops[-1].values():
+                hop.post()
+
+    for step in range(num_chunks + finish_after):
+        post(step + 1 + _AHEAD)
+        if step < num_chunks:
+            for lane, parts in load(step, bounds[step]).items():
+                hops[step][lane].start(parts)
+        turning, finishing = step - turn_after, step - finish_after
+        if turn_after and 0 <= turning < num_chunks:
+            for hop in hops[turning].values():
+                hop.turn(timeout_s)
+        if 0 <= finishing < num_chunks:
+            results = {lane: hop.finish(timeout_s) for lane, hop in hops[finishing].items()}
+            store(finishing, bounds[finishing], results)
+            for hop in hops[finishing].values():
+                hop.release(timeout_s)
+            hops[finishing] = {}

@@ -1,0 +1,245 @@
+"""The connections through which the ranks of a group over several hosts talk: one for each pair.
+
+They carry short messages and the end of a process: when a process dies, the kernel closes its side, and the peer
+reads that at once. Where a whole host vanishes, keepalive probes find it out within half a minute.
+
+A rank listens while the group is being made, on the chosen address of its host and a free port, and no longer: once all
+are connected there is no listening port. Whoever connects has to know the nonce that the listener has published
+in the store of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+from lockstep.errors import RendezvousError
+from lockstep.rendezvous.interfaces import listen_on
+
+__all__ = ["Entrance", "Links"]
+
+_NONCE_BYTES = 16
+_HELLO = struct.Struct("!16sI")  # the listener's nonce, the rank that connects
+_LENGTH = struct.Struct("!I")
+_POLL_S = 0.05
+_HELLO_WITHIN_S = 5.0
+_BUFFER_BYTES = 1 << 20
+_READ_BYTES = 64 << 10
+_LONGEST_MESSAGE_BYTES = 64 << 10
+# A peer whose host has vanished: 10 s of silence, then 3 probes 5 s apart.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_FLUSH_S = 2.0
+
+
+class Entrance:
+    """Where the other ranks of a new group connect to this one. Closed once they have.
+
+    Args:
+        address: of this host.
+
+    Attributes:
+        place: what the others must know, to be published: address, port and nonce.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._listener = listen_on(address)
+        self.place: tuple[str, int, str] = (address, int(self._listener.getsockname()[1]), self._nonce.hex())
+
+    def connect(
+        self, rank: int, places: Mapping[int, tuple[str, int, str]], timeout_s: float, look_out: Callable[[], None]
+    ) -> Links:
+        """Connect to all others: to those of lower rank, and let in those of higher. Collective.
+
+        Args:
+            rank: this rank.
+            places: of the other ranks.
+            timeout_s: until a rank that does not come is an error.
+            look_out: called while waiting; raises if a rank cannot come.
+
+        Raises:
+            RendezvousError: a rank cannot be reached, or did not come.
+        """
+        deadline = time.monotonic() + timeout_s
+        sockets: dict[int, socket.socket] = {}
+        try:
+            for peer, (address, port, nonce) in places.items():
+                if peer < rank:
+                    sockets[peer] = self._visit(rank, peer, address, port, bytes.fromhex(nonce), deadline)
+            while len(sockets) < len(places):
+                missing = [peer for peer in places if peer not in sockets]
+                if time.monotonic() >= deadline:
+                    raise RendezvousError(f"ranks {missing} did not connect to rank {rank} within {timeout_s:g} s")
+                look_out()
+                self._let_in(sockets, missing)
+        except BaseException:
+            for one in sockets.values():
+                one.close()
+            raise
+        finally:
+            self._listener.close()
+        return Links(sockets)
+
+    def _visit(self, rank: int, peer: int, address: str, port: int, nonce: bytes, deadline: float) -> socket.socket:
+        try:
+            link = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
+            link.sendall(_HELLO.pack(nonce, rank))
+        except OSError as error:
+            raise RendezvousError(
+                f"rank {rank} cannot connect to rank {peer} at {address}, port {port}: {error}. If a firewall lies "
+                "between the hosts it must let their ranks connect; GLOO_SOCKET_IFNAME chooses another interface"
+            ) from None
+        return link
+
+    def _let_in(self, sockets: dict[int, socket.socket], missing: list[int]) -> None:
+        """Let one visitor in, if there is one who knows the nonce."""
+        self._listener.settimeout(_POLL_S)
+        try:
+            visitor, _ = self._listener.accept()
+        except OSError:
+            return
+        try:
+            visitor.settimeout(_HELLO_WITHIN_S)
+            hello = b""
+            while len(hello) < _HELLO.size:
+                piece = visitor.recv(_HELLO.size - len(hello))
+                if not piece:
+                    raise OSError("gone")
+                hello += piece
+            nonce, peer = _HELLO.unpack(hello)
+            if not hmac.compare_digest(nonce, self._nonce) or peer not in missing:
+                raise OSError("a stranger")
+        except OSError:
+            visitor.close()
+            return
+        sockets[peer] = visitor
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+
+
+class _Link:
+    """One connection: what has come of a message, and what could not be sent yet."""
+
+    def __init__(self, peer: int, link: socket.socket) -> None:
+        self.peer = peer
+        self.socket = link
+        self.received = bytearray()
+        self.unsent: deque[memoryview] = deque()
+
+
+class Links:
+    """The connections of one rank. Not thread-safe, apart from `wait`.
+
+    Args:
+        sockets: one for each other rank.
+
+    Attributes:
+        lost: ranks whose end of the connection is closed.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+        self.lost: set[int] = set()
+        self._links: dict[int, _Link] = {}
+        self._by_descriptor: dict[int, _Link] = {}
+        self._poll = select.epoll()
+        for peer, one in sockets.items():
+            one.setblocking(False)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            link = self._links[peer] = self._by_descriptor[one.fileno()] = _Link(peer, one)
+            self._poll.register(link.socket, select.EPOLLIN)
+
+    def send(self, peer: int, message: bytes) -> None:
+        """Send a message, or as much of it as goes; `listen` sends the rest."""
+        link = self._links[peer]
+        link.unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+        self._flush(link)
+
+    def _flush(self, link: _Link) -> None:
+        while link.unsent:
+            try:
+                sent = link.socket.send(link.unsent[0])
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                link.unsent.clear()  # What it said before may still be there to be read.
+                return
+            if sent < len(link.unsent[0]):
+                link.unsent[0] = link.unsent[0][sent:]
+            else:
+                link.unsent.popleft()
+
+    def listen(self) -> Iterator[tuple[int, memoryview]]:
+        """The messages that have come, as (rank, bytes)."""
+        for link in self._links.values():
+            if link.unsent:
+                self._flush(link)
+        try:
+            ready = self._poll.poll(0)
+        except (OSError, ValueError):  # closed
+            return
+        for descriptor, _ in ready:
+            link = self._by_descriptor[descriptor]
+            self._read(link)
+            yield from self._take(link)
+
+    def _read(self, link: _Link) -> None:
+        try:
+            data = link.socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if data:
+            link.received += data
+        else:
+            self.lost.add(link.peer)
+            with contextlib.suppress(OSError, ValueError):
+                self._poll.unregister(link.socket)
+
+    def _take(self, link: _Link) -> Iterator[tuple[int, memoryview]]:
+        start, received = 0, link.received
+        while len(received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(received, start)
+            if length > _LONGEST_MESSAGE_BYTES:
+                self.lost.add(link.peer)  # What speaks there is no rank.
+                break
+            end = start + _LENGTH.size + length
+            if len(received) < end:
+                break
+            yield link.peer, memoryview(bytes(received[start + _LENGTH.size : end]))
+            start = end
+        if start:
+            del received[:start]
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is something to read, or the time is up."""
+        with contextlib.suppress(OSError, ValueError):
+            self._poll.poll(timeout_s)
+
+    def close(self) -> None:
+        """Send what is left to send, within a moment, and close."""
+        deadline = time.monotonic() + _FLUSH_S
+        while any(link.unsent for link in self._links.values()) and time.monotonic() < deadline:
+            for link in self._links.values():
+                self._flush(link)
+            time.sleep(0.001)
+        for link in self._links.values():
+            # Data that nobody has read would make the kernel reset the connection; our last word might be lost.
+            with contextlib.suppress(OSError):
+                while link.socket.recv(_READ_BYTES):
+                    pass
+            link.socket.close()
+        self._poll.close()

@@ -1,0 +1,195 @@
+"""Finding out which ranks of a new group share a host, and at which address each host listens.
+
+Ranks share a host if they have the same boot id and process ids, or if the one can open a segment of shared memory of
+the other: two containers of one machine that share neither are two hosts.
+
+Then the first rank of each host opens a door on every address its host might listen on (`rendezvous/interfaces.py`),
+and tries the doors of all other hosts. A host's address is the one that most others reach, the best by its own ranking
+among equals; one that nobody reaches is an error that names what was tried.
+
+What ranks need to know is exchanged through the store, under keys of this group that each deletes again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep import env
+from lockstep.comm.hosts.layout import Member
+from lockstep.errors import RendezvousError, SharedMemoryError
+from lockstep.rendezvous.interfaces import Door, candidates, reachable
+from lockstep.shm.liveness import PeerIdentity, own_identity, pid_namespace
+from lockstep.shm.meeting import Store
+from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
+
+__all__ = ["Notes", "find_members"]
+
+_LONGEST_NAP_S = 0.02
+
+
+class Notes:
+    """What the ranks of a new group tell each other through the store.
+
+    Args:
+        store: nobody else uses its keys.
+        rank: this rank.
+        global_ranks: the global rank of each.
+        timeout_s: until a rank that does not come is an error.
+        look_out: called while waiting; raises if a rank that is awaited cannot come.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, global_ranks: Sequence[int], timeout_s: float, look_out: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._global_ranks = tuple(global_ranks)
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._look_out = look_out
+        self._written: list[str] = []
+
+    def write(self, topic: str, value: Any) -> None:
+        """Tell all ranks something: JSON."""
+        key = f"{topic}{self._rank}"
+        self._store.set(key, json.dumps(value))
+        self._written.append(key)
+
+    def read(self, topic: str, ranks: Sequence[int]) -> list[Any]:
+        """What these ranks told about a topic, in order.
+
+        Raises:
+            RendezvousError: a rank said nothing in time; names it.
+            RankLost: a rank cannot come.
+        """
+        found: dict[int, Any] = {}
+        nap_s = 0.0002
+        while True:
+            for rank in ranks:
+                if rank not in found and self._has(f"{topic}{rank}"):
+                    found[rank] = json.loads(self._store.get(f"{topic}{rank}"))
+            if len(found) == len(ranks):
+                return [found[rank] for rank in ranks]
+            self._look_out()
+            if time.monotonic() > self._deadline:
+                missing = ", ".join(f"rank {self._global_ranks[rank]}" for rank in ranks if rank not in found)
+                raise RendezvousError(
+                    f"{missing} did not come within {self._timeout_s:g} s of rank {self._global_ranks[self._rank]}. Is "
+                    f"every rank running, with the same world size of {len(self._global_ranks)}?"
+                )
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return self._store.has(key)
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rank {self._global_ranks[self._rank]} lost the store in which the ranks meet: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def erase(self) -> None:
+        """Delete what this rank has told. Once all have read it."""
+        for key in self._written:
+            self._store.delete(key)
+        self._written.clear()
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank says of itself."""
+
+    identity: PeerIdentity
+    boot_id: str
+    pid_namespace: str
+    handle: str
+
+    @classmethod
+    def decode(cls, found: dict[str, Any]) -> _Card:
+        return cls(**{**found, "identity": PeerIdentity(**found["identity"])})
+
+
+def find_members(notes: Notes, rank: int, world_size: int) -> list[Member]:
+    """All ranks of a new group. Collective.
+
+    Raises:
+        RendezvousError: a rank did not come, or a host cannot be reached.
+    """
+    everyone = range(world_size)
+    segment = Segment.create(PAGE_BYTES)  # for others to find out whether they can open it
+    try:
+        own = _Card(own_identity(), boot_id(), pid_namespace(), segment.handle)
+        notes.write("card", asdict(own))
+        cards = [_Card.decode(found) for found in notes.read("card", everyone)]
+        notes.write("first", _first_on_host(own, cards, rank))
+        first = [int(found) for found in notes.read("first", everyone)]
+    finally:
+        segment.release()
+    hosts = sorted(set(first))
+    addresses = (
+        _find_addresses(notes, rank, hosts, [cards[host].identity.host for host in hosts]) if len(hosts) > 1 else {}
+    )
+    return [
+        Member(card.identity, host, *addresses.get(host, ("", ""))) for card, host in zip(cards, first, strict=True)
+    ]
+
+
+def _first_on_host(own: _Card, cards: Sequence[_Card], rank: int) -> int:
+    """The lowest rank that shares a host with this one."""
+    for peer, card in enumerate(cards[:rank]):
+        if card.boot_id != own.boot_id:
+            continue
+        if card.pid_namespace == own.pid_namespace:
+            return peer
+        try:
+            Segment.attach(card.handle).release()
+        except SharedMemoryError:
+            continue
+        return peer
+    return rank
+
+
+def _find_addresses(notes: Notes, rank: int, hosts: Sequence[int], names: Sequence[str]) -> dict[int, tuple[str, str]]:
+    """Address and interface of each host, by its first rank. Collective."""
+    door: Door | None = None
+    try:
+        if rank in hosts:
+            door = Door(candidates(env.snapshot()))
+            notes.write("door", {"nonce": door.nonce, "places": door.places})
+        doors = dict(zip(hosts, notes.read("door", hosts), strict=True))
+        if rank in hosts:
+            others = {
+                host: (found["nonce"], [(address, port) for _, address, port in found["places"]])
+                for host, found in doors.items()
+                if host != rank
+            }
+            notes.write("reached", reachable(others))
+        reached = notes.read("reached", hosts)
+    finally:
+        if door is not None:
+            door.close()
+    chosen: dict[int, tuple[str, str]] = {}
+    for host, name in zip(hosts, names, strict=True):
+        places = doors[host]["places"]
+        votes = [sum(index in found.get(str(host), ()) for found in reached) for index in range(len(places))]
+        if not votes or max(votes) < len(hosts) - 1:
+            tried = ", ".join(f"{interface} {address}" for interface, address, _ in places) or "no address"
+            deaf = [
+                other for other, found in zip(names, reached, strict=True) if not found.get(str(host)) and other != name
+            ]
+            raise RendezvousError(
+                f"host {name} cannot be reached from {', '.join(deaf) or 'all others at one address'}; tried {tried}. "
+                "Is there a firewall between them? GLOO_SOCKET_IFNAME chooses the network interface"
+            )
+        interface, address, _ = places[votes.index(max(votes))]
+        chosen[host] = (address, interface)
+    return chosen

@@ -1,0 +1,331 @@
+"""The ranks of one group on several hosts: what they tell each other, and the memory of those that share a host.
+
+Every rank has a connection to every other (`links.py`), for short messages: what it has come for, that it
+leaves, that it has failed. So each knows by itself, and within milliseconds, of whoever dies, wherever that is.
+The ranks of one host have a team of shared memory among them (`local`), through which data moves there. What is large
+goes between hosts by Gloo (`bulk.py`).
+
+[Note: who waits for whom] A rank that waits in a step of its local team, or for data of another host, waits for ranks
+that may themselves wait for others. Whoever notices trouble breaks the group and tells all. So it is enough that a
+wait looks after the ranks that it waits for, and hears what they say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from lockstep.comm.hosts.bulk import Bulk, Guard, Parcel
+from lockstep.comm.hosts.layout import Layout
+from lockstep.comm.hosts.links import Links
+from lockstep.comm.message_team import MESSAGE_BYTES, MessageTeam
+from lockstep.comm.wire import Wire
+from lockstep.errors import SharedMemoryError
+from lockstep.shm.liveness import PeerIdentity, Watch
+from lockstep.shm.sync import PeerTrouble, TroubleKind, Waiter
+from lockstep.shm.team import SMALL_SLOT_BYTES, Region, Team
+
+__all__ = ["HostsTeam"]
+
+_TENSOR_TAG, _MAIL_TAG, _HOP_TAG = 1, 2, 3
+_LARGE_BYTES = SMALL_SLOT_BYTES + 1
+# A tensor of up to this size travels as a message.
+_PARCEL_BYTES = 4 << 10
+_PARCEL_KIND = (31).to_bytes(8, "little")  # none of a notice's, or of the mailbox's
+assert _PARCEL_BYTES + len(_PARCEL_KIND) <= MESSAGE_BYTES
+
+_LOOK_EVERY_S = 0.002
+_LONGEST_SLEEP_S = 0.001
+_POOL_BYTES = 64 << 20
+
+_Transfers = Sequence[tuple[int, torch.Tensor]]
+
+
+class _LocalWaiter(Waiter):
+    """Waits for ranks of this host, and hears what those of all hosts say meanwhile."""
+
+    def __init__(self, team: HostsTeam) -> None:
+        local = team.local
+        super().__init__(local.board.words, local.board.state_words, local.rank, local.watch)
+        self._team = team
+
+    def look(
+        self,
+        words: memoryview,
+        pending: Sequence[tuple[int, int]],
+        target: int,
+        waited_s: float,
+        timeout_s: float,
+    ) -> None:
+        """Raise PeerTrouble, in ranks of the whole group, if a rank that is still awaited cannot come any more."""
+        self._team.look_locally(lambda: [rank for rank, index in pending if words[index] < target], waited_s, timeout_s)
+
+
+class _FarWatch(Watch):
+    """Also sees the end of processes on other hosts: their connections are closed."""
+
+    def __init__(self, near: dict[int, PeerIdentity], links: Links) -> None:
+        super().__init__(near)
+        self._links = links
+
+    def dead(self) -> set[int]:
+        """Ranks whose process has ended, or whose host does not answer any more."""
+        return super().dead() | self._links.lost
+
+
+class HostsTeam(MessageTeam):
+    """The ranks of one group on several hosts, for an engine, a flight record and point to point.
+
+    Args:
+        rank: this rank in the group.
+        layout: who is where.
+        links: the connections to the others.
+        local: the team of this host.
+        bulk: Gloo.
+        wire: what float sums travel as between hosts.
+
+    Attributes:
+        layout: who is where.
+        local: the team of shared memory of this host.
+        waiter: how to wait for ranks of this host.
+        wire: what float sums travel as between hosts.
+        chunk_bytes: of a large tensor that moves at a time; 0 before `prepare`.
+    """
+
+    def __init__(self, rank: int, layout: Layout, links: Links, local: Team, bulk: Bulk, wire: Wire) -> None:
+        identities = [member.identity for member in layout.members]
+        here = layout.local_ranks(rank)
+        near = {peer: identities[peer] for peer in here if peer != rank}
+        super().__init__(rank, identities, _FarWatch(near, links))
+        self.layout = layout
+        self.local = local
+        self.wire = wire
+        self._here = here
+        self._links = links
+        self._bulk = bulk
+        self._guard = Guard(self._look_and_listen, bulk.abort)
+        self._parcels: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
+        self._abandoned: list[object] = []  # memory that Gloo may still touch
+        self._pool: dict[int, list[torch.Tensor]] = {}
+        self._pool_bytes = 0
+        self.chunk_bytes = 0  # not agreed on yet
+        self.waiter = _LocalWaiter(self)
+        local.wait_by(self.waiter)
+
+    # ---- messages --------------------------------------------------------------------------------------
+
+    def send_message(self, peer: int, message: bytes) -> None:
+        """Send at most `MESSAGE_BYTES` to a peer. Local."""
+        assert len(message) <= MESSAGE_BYTES
+        with self.lock:
+            self._links.send(peer, message)
+
+    def listen(self) -> None:
+        """Take in what the peers have said. Local; waits for nothing."""
+        with self.lock:
+            for peer, message in self._links.listen():
+                if message[:8] == _PARCEL_KIND:
+                    self._parcels[peer].append(bytes(message[8:]))
+                else:
+                    self._hear(peer, message)
+
+    # ---- waiting ---------------------------------------------------------------------------------------
+
+    @property
+    def _is_closed(self) -> bool:
+        return self.waiter.closed
+
+    def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
+        start = time.monotonic()
+        look_at_s = 0.0
+        while ranks := awaited():
+            waited_s = time.monotonic() - start
+            if waited_s >= look_at_s:
+                self._look(ranks, waited_s, timeout_s)
+                look_at_s = waited_s + _LOOK_EVERY_S
+            self._links.wait(_LONGEST_SLEEP_S)
+
+    def _look_and_listen(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        self.listen()
+        self._look(ranks, waited_s, timeout_s)
+
+    def look_locally(self, missing: Callable[[], list[int]], waited_s: float, timeout_s: float) -> None:
+        """Raise PeerTrouble if a rank of this host that is awaited cannot come any more. Local.
+
+        Args:
+            missing: who is awaited, by place on this host. Asked after the news: who came and left has kept its word.
+            waited_s: seconds waited so far.
+            timeout_s: seconds until PeerTrouble of kind LATE.
+        """
+        self.listen()
+        dead = self.watch.dead()
+        ranks = [self._here[place] for place in missing()]
+        if ranks:
+            kinds = dict.fromkeys(dead.intersection(ranks), TroubleKind.DEAD)
+            # What a rank said before it died says more than its death.
+            said = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
+            if kinds or said:
+                raise PeerTrouble(said or kinds, waited_s)
+            self._look(ranks, waited_s, timeout_s)
+
+    # ---- data ------------------------------------------------------------------------------------------
+
+    def exchange(self, sends: _Transfers, receives: _Transfers, timeout_s: float) -> None:
+        """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
+
+        Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
+
+        Raises:
+            PeerTrouble: a peer failed or left, or was not done in time.
+        """
+        parcels: list[Parcel] = []
+        letters: list[tuple[int, torch.Tensor]] = []
+        for peer, tensor in receives:
+            memory = tensor.view(torch.uint8)
+            if memory.numel() > _PARCEL_BYTES:
+                parcels.append(self._bulk.receive(peer, memory, _TENSOR_TAG))
+            elif memory.numel():
+                letters.append((peer, memory))
+        for peer, tensor in sends:
+            memory = tensor.view(torch.uint8)
+            if memory.numel() > _PARCEL_BYTES:
+                parcels.append(self._bulk.send(peer, memory, _TENSOR_TAG))
+            elif memory.numel():
+                self.send_message(peer, _PARCEL_KIND + memory.numpy().tobytes())
+        try:
+            self._receive_letters(letters, timeout_s)
+            self._guard.wait(parcels, timeout_s)
+        except BaseException:
+            self.abandon(parcels)
+            raise
+
+    def _receive_letters(self, letters: Sequence[tuple[int, torch.Tensor]], timeout_s: float) -> None:
+        for peer, memory in letters:
+            inbox = self._parcels[peer]
+
+            def awaited(peer: int = peer, inbox: deque[bytes] = inbox) -> list[int]:
+                if not inbox:
+                    self.listen()
+                return [] if inbox else [peer]
+
+            self._wait(awaited, timeout_s)
+            memory.numpy()[:] = memoryview(inbox.popleft())
+
+    def prepare(self, timeout_s: float) -> None:
+        """Agree on the size of the chunks in which large tensors move. Collective, after `arrive`; once."""
+        if self.chunk_bytes:
+            return
+        self.local.prepare(_LARGE_BYTES, timeout_s)
+        own = torch.tensor([self.local.slot_bytes(_LARGE_BYTES)])
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = own
+        places = [(peer, sizes[peer : peer + 1]) for peer in self._others]
+        self.exchange([(peer, own) for peer in self._others], places, timeout_s)
+        self.chunk_bytes = int(sizes.min())
+
+    def allocate(self, part_bytes: int, timeout_s: float) -> Region:
+        """Memory that the ranks of each host share, with `part_bytes` for each of them. Collective.
+
+        Raises:
+            SharedMemoryError: on every rank, if a host could not make it.
+            PeerTrouble: a rank did not come.
+        """
+        self.arrive(timeout_s)
+        region, problem = None, None
+        try:
+            region = self.local.allocate(part_bytes, timeout_s)
+        except SharedMemoryError as error:
+            problem = error
+        own = torch.tensor([problem is not None])
+        failed = torch.empty(self.world_size, dtype=torch.bool)
+        places = [(peer, failed[peer : peer + 1]) for peer in self._others]
+        self.exchange([(peer, own) for peer in self._others], places, timeout_s)
+        failed[self.rank] = own
+        if problem is not None:
+            raise problem
+        if region is None or bool(failed.any()):
+            names = ", ".join(self.layout.members[rank].identity.host for rank in failed.nonzero().view(-1).tolist())
+            raise SharedMemoryError(
+                f"{part_bytes / 2**20:.1f} MiB of shared memory for each rank cannot be had on {names}"
+            )
+        return region
+
+    def wait_for(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
+        """Return when these have finished.
+
+        Raises:
+            PeerTrouble: a peer failed or left, or was not done in time.
+        """
+        try:
+            self._guard.wait(parcels, timeout_s)
+        except BaseException:
+            self.abandon(parcels)
+            raise
+
+    def send_hop(self, peer: int, memory: torch.Tensor, phase: int) -> Parcel:
+        """Begin to send a part of a reduction: uint8, contiguous. Local."""
+        return self._bulk.send(peer, memory, _HOP_TAG + phase)
+
+    def receive_hop(self, peer: int, memory: torch.Tensor, phase: int) -> Parcel:
+        """Begin to receive a part of a reduction, in the order of the peer's `send_hop` of that phase. Local."""
+        return self._bulk.receive(peer, memory, _HOP_TAG + phase)
+
+    def take_buffer(self, num_bytes: int) -> torch.Tensor:
+        """A uint8 tensor of that many bytes for a while. Local; fresh memory costs more than what is done with it."""
+        waiting = self._pool.get(num_bytes)
+        if waiting:
+            self._pool_bytes -= num_bytes
+            return waiting.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_buffer(self, buffer: torch.Tensor) -> None:
+        """Give it back. Local."""
+        num_bytes = buffer.numel()
+        if self._pool_bytes + num_bytes > _POOL_BYTES:
+            self._pool.clear()
+            self._pool_bytes = 0
+        self._pool.setdefault(num_bytes, []).append(buffer)
+        self._pool_bytes += num_bytes
+
+    # ---- point to point --------------------------------------------------------------------------------
+
+    def start_send(self, peer: int, tensor: torch.Tensor) -> list[Parcel]:
+        """Begin to send a flat contiguous tensor that the peer waits for with `start_receive`. Local."""
+        memory = tensor.view(torch.uint8)
+        return [self._bulk.watch(self._bulk.send(peer, memory, _MAIL_TAG))] if memory.numel() else []
+
+    def start_receive(self, peer: int, tensor: torch.Tensor) -> list[Parcel]:
+        """Begin to receive a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
+        memory = tensor.view(torch.uint8)
+        return [self._bulk.watch(self._bulk.receive(peer, memory, _MAIL_TAG))] if memory.numel() else []
+
+    def are_done(self, requests: Sequence[Parcel]) -> bool:
+        """Whether these have finished. Local; waits for nothing."""
+        return all(parcel.is_done for parcel in requests)
+
+    def abandon(self, memory: object) -> None:
+        """Give up what is under way: keep the memory that Gloo may touch. Local."""
+        self._abandoned.append(memory)
+
+    # ---- end -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
+        self.waiter.closed = True
+        in_good_order = not self.has_failed and not self._abandoned
+        self._say_goodbye()
+        self._guard.close()
+        self._bulk.close(in_good_order)
+        self.local.close()
+        self.watch.close()
+        with self.lock:
+            self._links.close()
+        self._pool.clear()
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """For each rank of this host its place in the local team."""
+        return {rank: place for place, rank in enumerate(self._here)}

@@ -1,0 +1,204 @@
+"""The ranks of one group that tell each other in messages what they are doing. What a team over MPI and one over
+several hosts have in common: notices, arrival, waits with a deadline, and how a rank leaves.
+
+[Note: one channel] All short messages of a group (`board.py`'s notices, and what point to point has to say) go through
+one channel for each pair of ranks, and are heard in the order in which they were said; the last of a rank is its
+final notice. Whoever waits for anything listens, so news of a rank that failed is heard in any wait.
+
+[Note: arrival] A rank comes to a collective by sending its record to all peers, and goes on when it has
+heard all of theirs. Only then do tensors move, straight between the memories of users, in messages whose sizes all
+ranks know. A rank that gives up says so, and how many collectives it had finished: a peer that hears this
+knows whether what it still waits for will come.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lockstep.comm.mpi.board import NOTICE_BYTES, MpiBoard, NoticeKind, notice_kind
+from lockstep.shm.board import Failure
+from lockstep.shm.liveness import PeerIdentity, Watch
+from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
+
+__all__ = ["MESSAGE_BYTES", "MessageTeam"]
+
+# Longest message through the one channel, notices included.
+MESSAGE_BYTES = 8 << 10
+assert MESSAGE_BYTES >= NOTICE_BYTES
+
+_ALIGNMENT_BYTES = 64
+
+
+class _WaitingText:
+    """What a rank waits for in a send or receive. Others are not told: it is not worth a message to each."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._text = ""
+
+    def say_waiting(self, rank: int, text: str) -> None:
+        """Keep what this rank waits for; empty for nothing."""
+        assert rank == self._rank
+        self._text = text
+
+    def waiting(self, rank: int) -> str:
+        """What that rank waits for; empty for nothing, or if this rank does not know."""
+        return self._text if rank == self._rank else ""
+
+
+class MessageTeam(abc.ABC):
+    """The ranks of one group, for an engine, a flight record and point to point.
+
+    Args:
+        rank: this rank in the group.
+        identities: the process of each rank.
+        watch: liveness of the peers, as far as it can be seen from here.
+
+    Attributes:
+        rank: this rank in the group.
+        world_size: ranks in the group.
+        board: what all ranks have said.
+        watch: liveness of the peers.
+        lock: held around whatever takes in or sends messages.
+        mail: messages for point to point that were heard, as (rank, bytes), in order.
+        mail_area: what this rank waits for in point to point.
+        after_step: called once when all have come to a collective, then forgotten; the flight record sets it.
+        finished: number of the last collective that this rank has finished.
+    """
+
+    def __init__(self, rank: int, identities: Sequence[PeerIdentity], watch: Watch) -> None:
+        self.rank = rank
+        self.world_size = len(identities)
+        self._others = tuple(peer for peer in range(self.world_size) if peer != self.rank)
+        self.board = MpiBoard(self.rank, identities, on_failure=self._tell_failure)
+        self.watch = watch
+        self.lock = threading.RLock()
+        self.mail: deque[tuple[int, bytes]] = deque()
+        self.mail_area = _WaitingText(self.rank)
+        self.after_step: Callable[[], None] | None = None
+        self.finished = 0
+        self._number = 0  # of the collective that this rank is in
+        self._arrived = [0] * self.world_size  # number of the last collective that each rank came to
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._has_left = False
+        self._is_listening = bool(self._others)
+
+    # ---- what moves messages ---------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def send_message(self, peer: int, message: bytes) -> None:
+        """Send at most `MESSAGE_BYTES` to a peer. Local."""
+
+    @abc.abstractmethod
+    def listen(self) -> None:
+        """Take in what the peers have said. Local; waits for nothing."""
+
+    @abc.abstractmethod
+    def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
+        """Return when nobody is awaited any more; `_look` now and then, and raise what it raises."""
+
+    @property
+    @abc.abstractmethod
+    def _is_closed(self) -> bool:
+        """Whether the group was shut down on this rank."""
+
+    def _hear(self, peer: int, message: memoryview) -> None:
+        kind = notice_kind(message)
+        if kind is None:
+            self.mail.append((peer, bytes(message)))
+            return
+        self.board.hear(peer, message)
+        if kind is NoticeKind.ENTER:
+            self._arrived[peer] = self.board.number(peer)
+        else:
+            # Everybody's last message is a final notice.
+            self._is_listening = not self.board.all_final(self._others)
+
+    # ---- collectives -----------------------------------------------------------------------------------
+
+    def arrive(self, timeout_s: float) -> None:
+        """Wait until all ranks have come to this collective, if they have not yet. See [Note: arrival].
+
+        Raises:
+            PeerTrouble: a rank cannot come, or did not come in time.
+            CollectiveMismatch: not all came for the same.
+        """
+        check = self.after_step
+        if check is None:
+            return
+        self._number = number = self.board.number(self.rank)
+        notice = self.board.enter_notice()
+        for peer in self._others:
+            self.send_message(peer, notice)
+
+        def awaited() -> list[int]:
+            self.listen()
+            return [peer for peer in self._others if self._arrived[peer] < number]
+
+        self._wait(awaited, timeout_s)
+        # Whoever came first may have given up since.
+        gave_up = [peer for peer in self._others if self._will_not_finish(peer) is TroubleKind.FAILED]
+        if gave_up:
+            raise PeerTrouble(dict.fromkeys(gave_up, TroubleKind.FAILED), 0.0)
+        self.after_step = None
+        check()
+
+    def realign(self) -> None:  # noqa: B027 - it has nothing to do in any team of this kind
+        """After a mismatch there is nothing to do: no tensor has moved yet."""
+
+    def scratch(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """For each rank a tensor of `like`'s dtype and numel, in memory that the next call uses again. Local."""
+        part_bytes = like.numel() * like.element_size()
+        stride = -(-part_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self._scratch.numel() < stride * self.world_size:
+            self._scratch = torch.empty(stride * self.world_size, dtype=torch.uint8)
+        starts = [rank * stride for rank in range(self.world_size)]
+        return [self._scratch[start : start + part_bytes].view(like.dtype) for start in starts]
+
+    # ---- waiting ---------------------------------------------------------------------------------------
+
+    def _look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        """Raise PeerTrouble if one of these ranks will not do its part in this collective."""
+        if self._is_closed:
+            raise PeerTrouble({self.rank: TroubleKind.CLOSED}, waited_s)
+        kinds = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
+        if not kinds:
+            kinds = dict.fromkeys(self.watch.dead().intersection(ranks), TroubleKind.DEAD)
+        if not kinds and waited_s >= timeout_s:
+            kinds = dict.fromkeys(ranks, TroubleKind.LATE)
+        if kinds:
+            raise PeerTrouble(kinds, waited_s)
+
+    def _will_not_finish(self, rank: int) -> TroubleKind | None:
+        """What is wrong with a rank that said it goes without finishing this collective, or None."""
+        if self.board.finished.get(rank, self._number) >= self._number:
+            return None
+        return TroubleKind.FAILED if self.board.state(rank) == PeerState.FAILED else TroubleKind.LEFT
+
+    # ---- end -------------------------------------------------------------------------------------------
+
+    def _tell_failure(self, _: Failure) -> None:
+        self._say_goodbye()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has said its last word in the group."""
+        return self._has_left
+
+    def _say_goodbye(self) -> None:
+        with self.lock:
+            if not self._has_left:
+                self._has_left = True
+                notice = self.board.final_notice(self.finished)
+                for peer in self._others:
+                    self.send_message(peer, notice)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any rank has, so that others may never be done with this group."""
+        return any(self.board.state(rank) == PeerState.FAILED for rank in range(self.world_size))

@@ -1,0 +1,273 @@
+"""What float sums travel as between hosts.
+
+A reduction over several hosts adds within each host first, in the dtype in which it accumulates. What then crosses the
+network is one partial sum per host, and these are what a wire format encodes. Every rank, also the one that encoded
+them, goes on with the decoded values, so all ranks end with the same bits.
+
+| name | bits per value | error of one encoding of x |
+|---|---|---|
+| fp32 | 32 | none |
+| bf16 | 16 | at most 2**-8 abs(x) |
+| fp16 | 16 | at most 2**-11 abs(x) + 2**-29 m, m the largest magnitude in the block |
+| int8 | 8.06 | at most (max - min) / 509 of the block + 2**-22 m |
+
+Blocks hold 1024 consecutive values. A format applies to SUM, AVG and PREMUL_SUM of float32, float16 and bfloat16, which
+accumulate in float32. float64, integers and every other operation travel exactly, whatever the format.
+
+[Note: error of a reduction] With two hosts each partial sum is encoded once, so the error of a SUM is at most the sum
+of the two bounds; of an AVG that divided by the world size. With more hosts, each value is reduced on one of them, from
+the encoded sums of all, and the result is encoded once more on its way back: the bound is the sum over all
+hosts, and that of the result. Rounding of the additions themselves comes on top, as always.
+
+[Note: not a number] An infinity or NaN in a partial sum comes out as an infinity or NaN: in its place with bf16, for
+its whole block with fp16 and int8. So a gradient scaler sees an overflow.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from lockstep import env
+from lockstep.errors import SetupError
+
+__all__ = ["BLOCK", "WIRES", "Wire", "choose_wire", "current_wire", "find_wire"]
+
+BLOCK = 1024
+_INT8_STEPS = 255
+_INT8_EXPONENT = 100
+_SCALE_BYTES = 4
+_INT8_HEAD_BYTES = 8  # scale and minimum, behind each block: the layout of torch's row-wise quantisation
+# 65504 is float16's largest number; 2**15 leaves room for rounding.
+_FP16_EXPONENT = 15
+# Multipliers outside of this would be subnormal or infinite themselves.
+_LARGEST_EXPONENT = 126
+
+
+class Wire(abc.ABC):
+    """One format. Stateless; all of it local.
+
+    Attributes:
+        name: as users give it.
+        is_exact: whether what is decoded is what was encoded.
+    """
+
+    name: str
+    is_exact = False
+
+    @abc.abstractmethod
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of `numel` encoded values."""
+
+    @abc.abstractmethod
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode.
+
+        Args:
+            values: float32, shape (n,), contiguous.
+            out: uint8, shape (num_bytes(n),), contiguous.
+        """
+
+    @abc.abstractmethod
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode what `encode` wrote.
+
+        Args:
+            data: uint8, shape (num_bytes(n),).
+            out: float32, shape (n,), contiguous.
+        """
+
+    @abc.abstractmethod
+    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest error that one encoding may make in each place.
+
+        Args:
+            values: finite, float32, shape (n,).
+
+        Returns:
+            float64, shape (n,).
+        """
+
+
+class _Fp32(Wire):
+    """The values as they are: no error."""
+
+    name = "fp32"
+    is_exact = True
+
+    def num_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(torch.float32).copy_(values)
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(data.view(torch.float32))
+
+    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(values.shape, dtype=torch.float64)
+
+
+class _Bf16(Wire):
+    """Rounded to nearest, 8 bits of significand: an error of at most 2**-8 abs(x), or 2**-134 if that is more.
+
+    Values above 3.39e38, float32's own limit being 3.40e38, become infinite.
+    """
+
+    name = "bf16"
+
+    def num_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(torch.bfloat16).copy_(values)
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(data.view(torch.bfloat16))
+
+    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        return values.double().abs().mul(2.0**-8).clamp_(min=2.0**-134)
+
+
+class _Fp16(Wire):
+    """Rounded to nearest, 11 bits of significand, each block scaled by a power of two so that nothing overflows.
+
+    The largest magnitude m of a block is scaled into [2**14, 2**15). A value that is a normal number then has an error
+    of at most 2**-11 abs(x); one that is not has an absolute error of at most half of float16's smallest
+    step, 2**-25, which unscaled is at most 2**-39 m. The bound given is 2**-11 abs(x) + 2**-29 m + 2**-134: with
+    room for blocks whose m is so small or so large that its scale has reached its limit of 2**±126.
+    """
+
+    name = "fp16"
+
+    def num_bytes(self, numel: int) -> int:
+        return _SCALE_BYTES * _num_blocks(numel) + 2 * numel
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        for source, target, scales in self._parts(values, out):
+            largest = source.abs().amax(dim=1)
+            exponents = torch.frexp(largest).exponent
+            shifts = (_FP16_EXPONENT - exponents).clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).float()
+            torch.exp2(-shifts, out=scales)
+            scales[~largest.isfinite()] = torch.nan
+            target.copy_(source * torch.exp2(shifts).unsqueeze(1))
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        for target, source, scales in self._parts(out, data):
+            torch.mul(source, scales.unsqueeze(1), out=target)
+
+    def _parts(
+        self, values: torch.Tensor, data: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Values, their float16 counterparts and scales: the full blocks, then the last one."""
+        num_blocks = _num_blocks(values.numel())
+        scales = data[: _SCALE_BYTES * num_blocks].view(torch.float32)
+        halves = data[_SCALE_BYTES * num_blocks :].view(torch.float16)
+        num_full = values.numel() // BLOCK
+        end = num_full * BLOCK
+        if num_full:
+            yield values[:end].view(-1, BLOCK), halves[:end].view(-1, BLOCK), scales[:num_full]
+        if num_blocks > num_full:
+            yield values[end:].view(1, -1), halves[end:].view(1, -1), scales[num_full:]
+
+    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        wide = values.double().abs()
+        return wide * 2.0**-11 + _per_block(wide, lambda block: block.amax(dim=1)) * 2.0**-29 + 2.0**-134
+
+
+class _Int8(Wire):
+    """Affine quantised: each block has its minimum and a step of (max - min) / 255, and each value its nearest step.
+
+    The error is at most half a step, (max - min) / 510, and what float32 makes of min + step * q: together at
+    most (max - min) / 509 + 2**-22 m, m the largest magnitude in the block; or 2**-126 if that is more. The last block
+    is padded with its own last value.
+    """
+
+    name = "int8"
+
+    def num_bytes(self, numel: int) -> int:
+        return _num_blocks(numel) * (BLOCK + _INT8_HEAD_BYTES)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        blocks = _padded(values)
+        if blocks.numel() == 0:
+            return
+        rows = out.view(blocks.size(0), BLOCK + _INT8_HEAD_BYTES)
+        highest, lowest = blocks.amax(dim=1), blocks.amin(dim=1)
+        # The quantisation passes over a NaN; these do not.
+        is_odd = ~(highest - lowest).isfinite()
+        if bool(is_odd.any()):
+            blocks = blocks.masked_fill(is_odd.unsqueeze(1), 0.0)
+            highest, lowest = blocks.amax(dim=1), blocks.amin(dim=1)
+        # It adds 1e-8 to every range, which would be the end of small gradients: lift them far above that.
+        largest = torch.maximum(highest.max(), -lowest.min())
+        lift = float(2.0 ** min(_INT8_EXPONENT - math.frexp(float(largest))[1], _LARGEST_EXPONENT))
+        rows.copy_(torch.ops.quantized.embedding_bag_byte_prepack(blocks * lift))
+        heads = rows[:, BLOCK:].contiguous().view(torch.float32).div_(lift)
+        heads[is_odd] = torch.nan
+        rows[:, BLOCK:] = heads.view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        rows = data.view(-1, BLOCK + _INT8_HEAD_BYTES)
+        if rows.numel():
+            out.copy_(torch.ops.quantized.embedding_bag_byte_unpack(rows).view(-1)[: out.numel()])
+
+    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        wide = values.double()
+        spread = _per_block(wide, lambda block: block.amax(dim=1) - block.amin(dim=1))
+        largest = _per_block(wide.abs(), lambda block: block.amax(dim=1))
+        return (spread / (2 * _INT8_STEPS - 1) + largest * 2.0**-22).clamp_(min=2.0**-126)
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """Whole blocks, shape (blocks, BLOCK); what is missing in the last is filled with its last value."""
+    missing = -values.numel() % BLOCK
+    if missing:
+        values = torch.cat([values, values[-1:].expand(missing)])
+    return values.view(-1, BLOCK)
+
+
+def _per_block(values: torch.Tensor, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """One number for each block, at the place of each of its values."""
+    return measure(_padded(values)).repeat_interleave(BLOCK)[: values.numel()] if values.numel() else values.clone()
+
+
+WIRES: Mapping[str, Wire] = {wire.name: wire for wire in (_Fp32(), _Bf16(), _Fp16(), _Int8())}
+
+_chosen: str | None = None
+
+
+def find_wire(name: object) -> Wire:
+    """The wire format of that name.
+
+    Raises:
+        SetupError: there is none; lists those there are.
+    """
+    wire = WIRES.get(name.lower()) if isinstance(name, str) else None
+    if wire is None:
+        raise SetupError(f"wire is {name!r}; give one of {', '.join(WIRES)}")
+    return wire
+
+
+def choose_wire(name: str | None) -> None:
+    """What groups made from now on use instead of what LOCKSTEP_WIRE says; None: what it says. Same on all ranks.
+
+    Raises:
+        SetupError: there is no such format.
+    """
+    global _chosen
+    if name is not None:
+        find_wire(name)
+    _chosen = name
+
+
+def current_wire() -> Wire:
+    """The format for a new group. Local."""
+    return find_wire(_chosen or env.LOCKSTEP_WIRE.get() or "fp32")

@@ -1,0 +1,265 @@
+"""Through which network interface a host talks to the others: by route, tried before it is used.
+
+The store, the connections of the group and the engines underneath (Gloo, NCCL) listen on the address that is chosen
+here and on no other. `GLOO_SOCKET_IFNAME`, or else `NCCL_SOCKET_IFNAME`, decides for who has set it. Otherwise an
+interface comes first by which this host reaches the address where the ranks meet, then the one of the default route,
+then the others; a loopback interface only where there is nothing else. Which of them the other hosts can really reach
+is found out by connecting to it: each host opens a `Door` on every candidate, and behind it is a nonce, so that some
+other machine with the same private address (a Docker bridge has 172.17.0.1 everywhere) is not taken for it.
+
+No torch. Local, all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import ipaddress
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import env
+from lockstep.errors import RendezvousError
+
+__all__ = [
+    "Door",
+    "Interface",
+    "candidates",
+    "interfaces",
+    "listen_on",
+    "name_for_engines",
+    "reachable",
+    "source_towards",
+]
+
+_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
+_IF_INET6 = Path("/proc/net/if_inet6")
+_GLOBAL_SCOPE = 0x00
+# A documentation address (RFC 5737): on the way to it lies the default route. Nothing is ever sent there.
+_FAR_AWAY = "192.0.2.1"
+_ANY_PORT = 9
+_NONCE_BYTES = 16
+_TRY_S = 3.0
+_BETTER_ONE_MAY_FOLLOW_S = 0.2
+_POLL_MS = 100
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An address of this host.
+
+    Attributes:
+        name: of the interface, such as eth0.
+        address: IPv4 or IPv6, as text.
+        is_loopback: whether only this host reaches it.
+    """
+
+    name: str
+    address: str
+    is_loopback: bool
+
+
+def interfaces() -> list[Interface]:
+    """The addresses of the interfaces that are up; link-local ones are left out."""
+    found: list[Interface] = []
+    flags: dict[str, int] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                flags[name] = struct.unpack("16xh", fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[:18])[0]
+                if flags[name] & _IFF_UP:
+                    address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+                    found.append(Interface(name, address, bool(flags[name] & _IFF_LOOPBACK)))
+    with contextlib.suppress(OSError):
+        for line in _IF_INET6.read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if int(scope, 16) == _GLOBAL_SCOPE and flags.get(name, 0) & _IFF_UP:
+                found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))), False))
+    return found
+
+
+def source_towards(address: str) -> str | None:
+    """The address of this host from which the kernel would send to `address`; None if it knows no way."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # UDP: sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def candidates(variables: Mapping[str, str], found: Sequence[Interface] | None = None) -> list[Interface]:
+    """Addresses on which this host may listen for others, the best first.
+
+    Args:
+        variables: the environment.
+        found: instead of what `interfaces` finds.
+
+    Raises:
+        RendezvousError: a variable names interfaces that are not here, or there are none at all.
+    """
+    present = list(interfaces() if found is None else found)
+    for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME):
+        wanted = variable.get(variables)
+        if wanted is not None:
+            chosen = _chosen_by_name(wanted, present)
+            if not chosen:
+                here = ", ".join(f"{one.name} ({one.address})" for one in present) or "none"
+                raise RendezvousError(
+                    f"{variable.name}={wanted}, but on {socket.gethostname()} no such interface is up and has an "
+                    f"address; there are: {here}"
+                )
+            return chosen
+    sources = [source_towards(_FAR_AWAY)]
+    master = env.MASTER_ADDR.get(variables)
+    if master is not None:
+        sources.insert(0, source_towards(master))
+    outward = [one for one in present if not one.is_loopback]
+    ranked = sorted(outward, key=lambda one: (_position(one.address, sources), ":" in one.address))
+    chosen = ranked or present
+    if not chosen:
+        raise RendezvousError(f"{socket.gethostname()} has no network interface that is up and has an address")
+    return chosen
+
+
+def _position(address: str, sources: Sequence[str | None]) -> int:
+    return sources.index(address) if address in sources else len(sources)
+
+
+def _chosen_by_name(wanted: str, present: Sequence[Interface]) -> list[Interface]:
+    """What a variable in Gloo's or NCCL's form asks for: `eth0`, `eth0,eth1`, `eth` (a prefix), `=eth0`, `^docker`."""
+    excludes = wanted.startswith("^")
+    exact = wanted.lstrip("^").startswith("=")
+    names = [name.strip() for name in wanted.lstrip("^").lstrip("=").split(",") if name.strip()]
+
+    def fits(one: Interface, name: str) -> bool:
+        return one.name == name if exact else one.name.startswith(name)
+
+    if excludes:
+        return [one for one in present if not one.is_loopback and not any(fits(one, name) for name in names)]
+    chosen = [one for name in names for one in present if one.name == name]
+    return chosen or [one for name in names for one in present if fits(one, name)]
+
+
+def name_for_engines(address: str) -> str | None:
+    """The interface of this host by which it reaches `address`, for the variables of Gloo and NCCL; None if unknown."""
+    source = source_towards(address)
+    return next((one.name for one in interfaces() if one.address == source), None)
+
+
+class Door:
+    """Listens on candidate addresses and says a nonce to whoever connects, until closed.
+
+    Args:
+        addresses: of this host.
+
+    Attributes:
+        nonce: hex digits that tell this door from any other.
+        places: (interface name, address, port) of each.
+    """
+
+    def __init__(self, addresses: Sequence[Interface]) -> None:
+        secret = secrets.token_bytes(_NONCE_BYTES)
+        self.nonce = secret.hex()
+        self.places: list[tuple[str, str, int]] = []
+        self._listeners: dict[int, socket.socket] = {}
+        self._poll = select.poll()
+        for one in addresses:
+            with contextlib.suppress(OSError):  # gone since it was listed
+                listener = listen_on(one.address)
+                self._listeners[listener.fileno()] = listener
+                self._poll.register(listener, select.POLLIN)
+                self.places.append((one.name, one.address, int(listener.getsockname()[1])))
+        self._is_open = True
+        self._thread = threading.Thread(target=self._answer, args=(secret,), name="lockstep-door", daemon=True)
+        self._thread.start()
+
+    def _answer(self, secret: bytes) -> None:
+        while self._is_open:
+            for descriptor, _ in self._poll.poll(_POLL_MS):
+                with contextlib.suppress(OSError):
+                    visitor, _ = self._listeners[descriptor].accept()
+                    with visitor:
+                        visitor.settimeout(_TRY_S)
+                        visitor.sendall(secret)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._is_open = False
+        self._thread.join(_TRY_S)
+        for listener in self._listeners.values():
+            listener.close()
+
+
+def listen_on(address: str) -> socket.socket:
+    """A socket that listens on one address of this host and a free port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _answers(address: str, port: int, nonce: bytes) -> bool:
+    """Whether that door is what listens at the address."""
+    try:
+        with socket.create_connection((address, port), timeout=_TRY_S) as visitor:
+            said = b""
+            while len(said) < len(nonce):
+                piece = visitor.recv(len(nonce) - len(said))
+                if not piece:
+                    break
+                said += piece
+            return hmac.compare_digest(said, nonce)
+    except OSError:
+        return False
+
+
+def reachable(doors: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) -> dict[int, list[int]]:
+    """Which addresses of other hosts can be reached from here. Takes up to 3 s where some cannot.
+
+    Args:
+        doors: for each host its door's nonce, and (address, port) of each place.
+
+    Returns:
+        For each host the indices of the places that answered, in order. All are tried at once; one that has
+        not answered shortly after each host has one that did does not count.
+    """
+    tries: dict[Future[bool], tuple[int, int]] = {}
+    found: dict[int, list[int]] = {host: [] for host in doors}
+    pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="lockstep-try")
+    try:
+        for host, (nonce, places) in doors.items():
+            for index, (address, port) in enumerate(places):
+                tries[pool.submit(_answers, address, port, bytes.fromhex(nonce))] = (host, index)
+        pending = set(tries)
+        deadline = time.monotonic() + _TRY_S
+        while pending and time.monotonic() < deadline:
+            limit_s = _BETTER_ONE_MAY_FOLLOW_S if all(found.values()) else deadline - time.monotonic()
+            done, pending = wait(pending, timeout=limit_s, return_when="FIRST_COMPLETED")
+            for one in done:
+                host, index = tries[one]
+                if one.result():
+                    found[host].append(index)
+            if not done and all(found.values()):
+                break
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return {host: sorted(indices) for host, indices in found.items()}
