@@ -1,0 +1,305 @@
+"""`apex.fp16_utils`, `apex.optimizers` and `apex.normalization`: against the same written out in plain PyTorch."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from apex_cases import batches, make_net, make_sgd
+from lockstep.compat.apex import fp16_utils, normalization, optimizers
+from lockstep.compat.apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
+
+STEPS = 3
+
+
+def half_net() -> nn.Module:
+    return fp16_utils.network_to_half(make_net())
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+# ---- by hand --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand(flat: bool) -> None:
+    """Training as Apex's examples write it, with one flat master or one for each parameter."""
+    model = fp16_utils.FP16_Module(nn.Linear(4, 3))
+    parameters, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
+    assert len(masters) == (1 if flat else 2)
+    assert {each.dtype for each in masters} == {torch.float32}
+    optimizer = torch.optim.SGD(masters, lr=0.5, momentum=0.9)
+    twin = [each.detach().float().requires_grad_() for each in parameters]
+    plain = torch.optim.SGD(twin, lr=0.5, momentum=0.9)
+    for step in range(STEPS):
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        output = model(inputs)
+        assert output.dtype == torch.float32
+        (output.square().mean() * 128).backward()
+        fp16_utils.model_grads_to_master_grads(parameters, masters, flat_master=flat)
+        for each in masters:
+            assert each.grad is not None
+            each.grad.div_(128)
+        for each, parameter in zip(twin, parameters, strict=True):
+            assert parameter.grad is not None
+            each.grad = parameter.grad.float() / 128
+        norms = [fp16_utils.clip_grad_norm(each, 0.1) for each in (masters, twin)]
+        torch.testing.assert_close(norms[0], norms[1])
+        optimizer.step()
+        plain.step()
+        fp16_utils.master_params_to_model_params(parameters, masters, flat_master=flat)
+        for each, parameter in zip(twin, parameters, strict=True):
+            assert torch.equal(each.half(), parameter)
+
+
+def test_gradients_that_are_missing() -> None:
+    parameters, masters = fp16_utils.prep_param_lists(nn.Linear(2, 1).half())
+    masters[0].grad = torch.ones_like(masters[0])
+    fp16_utils.model_grads_to_master_grads(parameters, masters)
+    assert masters[0].grad is None
+    mixed = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="one dtype"):
+        fp16_utils.prep_param_lists(mixed, flat_master=True)
+
+
+def test_conversions() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.LSTM(2, 2))
+    fp16_utils.convert_network(model, torch.float16)
+    dtypes = [next(iter([*each.parameters(), *each.buffers()])).dtype for each in model]
+    assert dtypes == [torch.float32, torch.float16, torch.float16, torch.float16]
+    assert model[2].num_batches_tracked.dtype == torch.int64
+    layer = nn.Linear(1, 1)
+    layer.weight.grad = torch.ones(1, 1)
+    fp16_utils.convert_module(layer, torch.bfloat16)
+    assert layer.weight.dtype == layer.weight.grad.dtype == torch.bfloat16
+    assert fp16_utils.FP16Model(make_net())(batches(1)[0][0]).dtype == torch.float16
+    pair = (torch.ones(1), [torch.ones(1).double(), 3])
+    halves = fp16_utils.fp32_to_fp16(pair)
+    assert (halves[0].dtype, halves[1][0].dtype, halves[1][1]) == (torch.float16, torch.float64, 3)
+    assert fp16_utils.fp16_to_fp32(halves)[0].dtype == torch.float32
+    assert fp16_utils.tofp16()(torch.ones(1)).dtype == torch.float16
+    assert fp16_utils.to_python_float(torch.tensor(2.0)) == fp16_utils.to_python_float([2.0]) == 2.0
+
+
+# ---- FP16_Optimizer -------------------------------------------------------------------------------
+
+
+def test_optimizer_with_masters() -> None:
+    model, twin = half_net(), half_net()
+    ours = FP16_Optimizer(make_sgd(model), static_loss_scale=128.0)
+    parameters, masters = fp16_utils.prep_param_lists(twin)
+    plain = torch.optim.SGD(masters, lr=0.1, momentum=0.9, weight_decay=1e-3)
+    for batch in batches(STEPS):
+        ours.zero_grad()
+        loss = loss_of(model, batch)
+        ours.backward(loss)
+        ours.clip_master_grads(0.5)
+        ours.step()
+        twin.zero_grad()
+        expected = loss_of(twin, batch)
+        (expected * 128).backward()
+        fp16_utils.model_grads_to_master_grads(parameters, masters)
+        for each in masters:
+            assert each.grad is not None
+            each.grad.div_(128)
+        nn.utils.clip_grad_norm_(masters, 0.5)
+        plain.step()
+        fp16_utils.master_params_to_model_params(parameters, masters)
+        assert loss.item() == expected.item()
+    assert ours.loss_scale == 128.0
+    assert {each.dtype for group in ours.param_groups for each in group["params"]} == {torch.float32}
+
+
+def test_optimizer_with_a_dynamic_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    model = half_net()
+    optimizer = FP16_Optimizer(make_sgd(model), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
+    before = [each.clone() for each in model.parameters()]
+    optimizer.backward(loss_of(model, batches(1)[0]) * float("inf"))
+    assert optimizer.overflow
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.inspect_master_grad_data() is None
+    optimizer.step()
+    assert "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0" in capsys.readouterr().out
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    optimizer.zero_grad()
+    first, second = batches(2)
+    optimizer.backward(loss_of(model, first), update_master_grads=False)
+    optimizer.backward(loss_of(model, second), update_master_grads=False)
+    optimizer.update_master_grads()
+    optimizer.step()
+    assert not all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    with pytest.raises(TypeError, match="dynamic loss scale"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
+        pickle.dumps(optimizer)
+
+
+def test_optimizer_with_a_closure() -> None:
+    """LBFGS asks several times, and sees the model move each time."""
+    model = nn.Linear(2, 1).half()
+    inputs = torch.randn(8, 2, generator=torch.Generator().manual_seed(0)).half()
+    optimizer = FP16_Optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4))
+    seen = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs).float() - 1).square().mean()
+        optimizer.backward(loss)
+        seen.append(loss.item())
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 2
+    assert seen[-1] < seen[0]
+
+
+def test_optimizer_resumes_bit_for_bit() -> None:
+    data = batches(4)
+
+    def train(model: nn.Module, optimizer: FP16_Optimizer, part: list[tuple[Tensor, Tensor]]) -> list[float]:
+        losses = []
+        for batch in part:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model = half_net()
+    optimizer = FP16_Optimizer(make_sgd(model), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 256.0})
+    train(model, optimizer, data[:2])
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    expected = train(model, optimizer, data[2:])
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    other = half_net()
+    resumed = FP16_Optimizer(make_sgd(other), dynamic_loss_scale=True)
+    other.load_state_dict(loaded["model"])
+    resumed.load_state_dict(loaded["optimizer"])
+    assert resumed.loss_scale == 256.0
+    assert train(other, resumed, data[2:]) == expected
+    as_apex_saved = loaded["optimizer"] | {"loss_scaler": DynamicLossScaler(init_scale=64.0)}
+    resumed.load_state_dict(as_apex_saved)
+    assert resumed.loss_scale == 64.0
+
+
+def test_loss_scalers() -> None:
+    fixed, dynamic = LossScaler(8), DynamicLossScaler(init_scale=4.0, scale_window=2)
+    bad = nn.Parameter(torch.ones(1))
+    bad.grad = torch.tensor([float("nan")])
+    assert not fixed.has_overflow([bad])
+    assert dynamic.has_overflow([bad])
+    fixed.update_scale(True)
+    assert fixed.loss_scale == 8
+    scales = []
+    for overflow in (True, False, False, True, True, True):
+        dynamic.update_scale(overflow)
+        scales.append(dynamic.loss_scale)
+    assert scales == [2.0, 2.0, 4.0, 2.0, 1.0, 1.0]
+    fixed.backward(bad * 2)
+    assert fixed.scale_gradient(None, (torch.ones(1),), None)[0].item() == 8.0
+
+
+# ---- fused names ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (optimizers.FusedAdam, torch.optim.AdamW),
+        (lambda p, **o: optimizers.FusedAdam(p, adam_w_mode=False, **o), torch.optim.Adam),
+        (
+            lambda p, **o: optimizers.FusedSGD(p, momentum=0.9, **o),
+            lambda p, **o: torch.optim.SGD(p, momentum=0.9, **o),
+        ),
+        (optimizers.FusedAdagrad, torch.optim.Adagrad),
+    ],
+)
+def test_fused_optimizers_are_torchs(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    losses = []
+    for make in (ours, theirs):
+        model = make_net()
+        optimizer = make(model.parameters(), lr=0.01, weight_decay=0.1)
+        losses.append([])
+        for batch in batches(STEPS):
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def _lamb_step(weights: list[Tensor], gradients: list[Tensor], decay: float) -> list[Tensor]:
+    """The first step of LAMB as the paper has it: the means, corrected, are the gradient and its square."""
+    norm = torch.cat([each.flatten() for each in gradients]).norm()
+    clipped = [each / max(1.0, norm.item()) for each in gradients]
+    moved = []
+    for weight, gradient in zip(weights, clipped, strict=True):
+        update = gradient / (gradient.abs() + 1e-6) + decay * weight
+        ratio = weight.norm() / update.norm() if decay and weight.any() else 1.0
+        moved.append(weight - 0.1 * ratio * update)
+    return moved
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_lamb(decay: float) -> None:
+    weights = [torch.tensor([3.0, -4.0]), torch.tensor([0.0])]
+    gradients = [torch.tensor([0.5, 2.0]), torch.tensor([1.0])]
+    parameters = [nn.Parameter(each.clone()) for each in weights]
+    optimizer = optimizers.FusedLAMB(parameters, lr=0.1, weight_decay=decay)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer.step()
+    for parameter, expected in zip(parameters, _lamb_step(weights, gradients, decay), strict=True):
+        torch.testing.assert_close(parameter.detach(), expected)
+    assert optimizer.state_dict()["param_groups"][0]["step"] == 1
+    optimizer.zero_grad()
+    assert parameters[0].grad is None
+    assert optimizer.step(lambda: torch.tensor(1.0)).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("FusedAdam", {"amsgrad": True}),
+        ("FusedAdam", {"bias_correction": False}),
+        ("FusedAdam", {"master_weights": True}),
+        ("FusedSGD", {"lr": 0.1, "wd_after_momentum": True}),
+        ("FusedAdagrad", {"adagrad_w_mode": True}),
+        ("FusedLAMB", {"amsgrad": True}),
+    ],
+)
+def test_what_torch_does_not_have_is_refused(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        getattr(optimizers, name)([nn.Parameter(torch.ones(1))], **options)
+
+
+def test_set_grad_none() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    for chosen in (True, False):
+        parameter.grad = torch.ones(1)
+        optimizers.FusedSGD([parameter], lr=0.1, set_grad_none=chosen).zero_grad()
+        assert (parameter.grad is None) == chosen
+
+
+def test_normalization() -> None:
+    inputs = torch.randn(2, 4)
+    torch.testing.assert_close(normalization.FusedLayerNorm(4)(inputs), nn.LayerNorm(4)(inputs))
+    torch.testing.assert_close(normalization.FusedRMSNorm(4)(inputs), nn.RMSNorm(4, eps=1e-5)(inputs))
+    for kind in (normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm):
+        assert kind(4)(inputs).dtype == torch.float32
+    with pytest.raises(ValueError, match="memory_efficient"):
+        normalization.FusedLayerNorm(4, memory_efficient=True)
