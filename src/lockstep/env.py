@@ -185,6 +185,13 @@ HOROVOD_LOCAL_SIZE = Variable("HOROVOD_LOCAL_SIZE", int, "Number of ranks on thi
 HOROVOD_CROSS_RANK = Variable("HOROVOD_CROSS_RANK", int, "Number of this host.")
 HOROVOD_CROSS_SIZE = Variable("HOROVOD_CROSS_SIZE", int, "Number of hosts.")
 HOROVOD_HOSTNAME = Variable("HOROVOD_HOSTNAME", str, "Name of this host.")
+HOROVOD_STALL_CHECK_DISABLE = Variable("HOROVOD_STALL_CHECK_DISABLE", _flag, "1: no warning of requests that wait.")
+HOROVOD_STALL_CHECK_TIME_SECONDS = Variable(
+    "HOROVOD_STALL_CHECK_TIME_SECONDS", float, "Seconds until a warning of a request that some ranks have not made."
+)
+HOROVOD_STALL_SHUTDOWN_TIME_SECONDS = Variable(
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float, "Seconds until such a request is an error; 0 for the group's timeout."
+)
 HOROVOD_TIMELINE = Variable(
     "HOROVOD_TIMELINE", str, "Where rank 0 writes a Chrome trace of Horovod's operations; DYNAMIC for none at first."
 )
@@ -215,7 +222,7 @@ LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's lo
 LOCKSTEP_ELASTIC_FOLDER = Variable(
     "LOCKSTEP_ELASTIC_FOLDER",
     str,
-    "Where elastic states are kept from one attempt of a job to the next; made by `lockstep horovodrun`, removed by it.",
+    "Where elastic states are kept from one attempt of a job to the next; `lockstep horovodrun` makes and removes it.",
 )
 LOCKSTEP_SHM_DIR = Variable("LOCKSTEP_SHM_DIR", str, "Folder for shared-memory segments; default /dev/shm.")
 LOCKSTEP_WIRE = Variable(

@@ -38,6 +38,11 @@ _COMMANDS = {
         "the command line of torch.distributed.launch",
         "lockstep launch --nproc_per_node=2 main.py",
     ),
+    "horovodrun": _Command(
+        "lockstep.commands.horovodrun",
+        "horovodrun's command line",
+        "lockstep horovodrun -np 2 python train.py",
+    ),
     "train": _Command(
         "lockstep.commands.train", "train a recipe that comes with it", "lockstep train digits --nproc 2"
     ),

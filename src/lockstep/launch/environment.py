@@ -11,13 +11,15 @@ On top of the launcher's own environment, every rank has
 * `OMP_NUM_THREADS`: cores divided by ranks of this host, at least 1; only if it is not set already;
 * `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt on this host;
 * `LOCKSTEP_PARENT_PID`: the launcher; a rank that finds another parent exits;
-* `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of.
+* `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of;
+* `HOROVOD_RANK`, `HOROVOD_SIZE` and the others that horovodrun sets, if the launcher's environment has HOROVOD_SIZE.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +136,24 @@ class AttemptEnvironment:
         env.LOCKSTEP_PARENT_PID.set(os.getpid(), variables)
         outer = env.LOCKSTEP_JOB.get(variables)
         env.LOCKSTEP_JOB.set(f"{outer}:{self.job}" if outer else self.job, variables)
+        if env.HOROVOD_SIZE.get(variables) is not None:  # `lockstep horovodrun` asks, or a rank of such a job
+            _set_horovod(variables, self)
         if env.OMP_NUM_THREADS.get(variables) is None:
             env.OMP_NUM_THREADS.set(str(max(1, visible_cores() // len(self.ranks))), variables)
         return variables
+
+
+def _set_horovod(variables: dict[str, str], shared: AttemptEnvironment) -> None:
+    """Horovod's names for what the rank has been told already."""
+    for ours, theirs in (
+        (env.RANK, env.HOROVOD_RANK),
+        (env.WORLD_SIZE, env.HOROVOD_SIZE),
+        (env.LOCAL_RANK, env.HOROVOD_LOCAL_RANK),
+        (env.LOCAL_WORLD_SIZE, env.HOROVOD_LOCAL_SIZE),
+    ):
+        number = ours.get(variables)
+        assert number is not None
+        theirs.set(number, variables)
+    env.HOROVOD_CROSS_RANK.set(shared.node_rank, variables)
+    env.HOROVOD_CROSS_SIZE.set(shared.num_nodes, variables)
+    env.HOROVOD_HOSTNAME.set(socket.gethostname(), variables)

@@ -1,0 +1,1 @@
+"""What the doors of `lockstep.compat.horovod` have in common."""

@@ -1,0 +1,391 @@
+"""How the ranks of a process set find out what all of them have asked for, and run it.
+
+[Note: rounds] Ranks may ask for things in different orders, and in threads of their own; c10d groups want one order. So
+the ranks of a set meet in rounds. In a round each says what it has asked for since the last: a digest of it first, 8
+bytes by all_gather. Mostly all digests are equal, and everything is run at once. If not, they exchange descriptions
+and keep them in a table, the same on all ranks; what all have asked for is run, in the order of the table, and the
+rest stays there. A rank goes into a round when it waits for something, in the waiting thread; if nobody waits, a
+thread of the channel goes, a millisecond after the first request. A rank that has asked for nothing goes into no
+round: nothing could run without it. As long as it has something in the table, it goes into one every millisecond.
+
+[Note: own groups] A channel runs everything on groups of its own, made for it, so that the order in which the script
+uses other groups does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep import env
+from lockstep.comm.backend import EngineProcessGroup
+from lockstep.comm.callsite import describe_exception
+from lockstep.compat.horovod.common.exceptions import HorovodInternalError
+from lockstep.compat.horovod.torch.execution import Executor, Match, gather_equal
+from lockstep.compat.horovod.torch.meta import Entry, Meta, decode, encode, find_mismatch
+from lockstep.compat.horovod.torch.request import Request
+from lockstep.compat.horovod.torch.timeline import Timeline
+from lockstep.errors import InputError
+from lockstep.log import get_logger
+
+__all__ = ["CYCLE_S", "Channel", "Source"]
+
+CYCLE_S = 1e-3
+_PATIENCE_S = 5e-3
+_IDLE_S = 10.0
+_STALL_WARNING_S = 60.0  # as in Horovod
+
+_DUPLICATE = (
+    "Requested to {kind} a tensor with the same name as another tensor that is currently being processed: {name!r}. "
+    "If you want to request another tensor, use a different tensor name, or synchronize() the first one before"
+)
+_SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to use a tensor "
+    "operation after hvd.shutdown(); call hvd.init() again to go on"
+)
+
+
+class Source(Protocol):
+    """Something that holds requests back until somebody waits: an optimizer on the CPU."""
+
+    def offer(self) -> None:
+        """Submit what is complete. Local."""
+
+
+class Channel:
+    """One process set on one of its ranks.
+
+    Args:
+        set_id: its number.
+        ranks: global ranks, ascending.
+        global_rank: of this process.
+        control: a group of exactly these ranks for CPU tensors, which nobody else uses.
+        accelerator: another for tensors on GPUs, or None.
+        timeline: where events go.
+        timeout_s: seconds until a request that the other ranks do not make is an error.
+    """
+
+    def __init__(
+        self,
+        set_id: int,
+        ranks: Sequence[int],
+        global_rank: int,
+        control: dist.ProcessGroup,
+        accelerator: dist.ProcessGroup | None,
+        timeline: Timeline,
+        timeout_s: float,
+    ) -> None:
+        self.set_id = set_id
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(global_rank)
+        self.control = control
+        self.accelerator = accelerator
+        self._executor = Executor(self.ranks, self.rank, control, accelerator)
+        self._timeline = timeline
+        self._timeout_s = env.HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.get() or timeout_s
+        self._warning_s = env.HOROVOD_STALL_CHECK_TIME_SECONDS.get() or _STALL_WARNING_S
+        if env.HOROVOD_STALL_CHECK_DISABLE.get():
+            self._warning_s = math.inf
+        self._news = threading.Condition()
+        self._turn = threading.Lock()  # held by the thread that is in a round
+        self._fresh: list[Request] = []  # asked for, and not told to the others yet
+        self._own: dict[str, Request] = {}  # asked for, and not done; includes the fresh
+        self._table: dict[str, dict[int, Entry]] = {}  # what ranks have told of and not all have asked for
+        self._joined: set[int] = set()
+        self._last_joined = -1
+        self._counts: dict[str, int] = {}
+        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._roused = threading.Event()
+        self._num_waiting = 0  # threads in `wait`
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._warned: set[str] = set()
+
+    # ---- asking ------------------------------------------------------------------------------------
+
+    def full_name(self, kind: str, name: str | None) -> str:
+        """`allreduce.name`; requests without a name are counted, and belong together by their number."""
+        if name is not None:
+            return f"{kind}.{name}"
+        with self._news:
+            number = self._counts.get(kind, 0)
+            self._counts[kind] = number + 1
+        return f"{kind}.noname.{number}"
+
+    def submit(self, request: Request) -> Request:
+        """Ask for something. Local; it runs when all ranks of the set have, and this one waits or was roused.
+
+        Raises:
+            InputError: a request of that name is under way.
+            HorovodInternalError: the channel is closed, or broken by an earlier failure.
+        """
+        with self._news:
+            if self._closed:
+                raise HorovodInternalError(_SHUT_DOWN)
+            if self._broken is not None:
+                raise HorovodInternalError(str(self._broken)) from self._broken
+            name = request.meta.name
+            if name in self._own:
+                raise InputError(_DUPLICATE.format(kind=request.meta.kind, name=name))
+            self._own[name] = request
+            self._fresh.append(request)
+            self._news.notify_all()
+        return request
+
+    def rouse(self) -> None:
+        """Go into rounds also while nobody waits, until nothing is left to do. Local."""
+        self._roused.set()
+        with self._news:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._serve, name=f"horovod-set-{self.set_id}", daemon=True)
+                self._thread.start()
+
+    def add_source(self, source: Source) -> None:
+        """Have `source.offer()` called whenever this rank is about to wait. Local."""
+        self._sources.add(source)
+
+    # ---- waiting -----------------------------------------------------------------------------------
+
+    def wait(self, request: Request) -> None:
+        """Return when a request is done; take part in rounds until then."""
+        with self._news:
+            self._num_waiting += 1
+        try:
+            self._wait(request)
+        finally:
+            with self._news:
+                self._num_waiting -= 1
+
+    def _wait(self, request: Request) -> None:
+        while not request.done:
+            for source in list(self._sources):
+                source.offer()
+            if not self._turn.acquire(blocking=False):
+                with self._news:
+                    if not request.done:
+                        self._news.wait(_PATIENCE_S)
+                continue
+            try:
+                progressed = request.done or self._round()
+            finally:
+                self._end_turn()
+            if not progressed:
+                self._await_news()
+
+    def _end_turn(self) -> None:
+        self._turn.release()
+        with self._news:
+            self._news.notify_all()
+
+    def _await_news(self) -> None:
+        with self._news:
+            if not self._fresh and not self._closed:
+                self._news.wait(CYCLE_S)
+
+    def _serve(self) -> None:
+        """The channel's own thread: goes into rounds for requests that nobody waits for."""
+        while not self._closed:
+            if not self._own:
+                self._roused.clear()
+                if not self._own:
+                    self._roused.wait(_IDLE_S)
+            # Who waits soon, as most do, goes into the round himself; and more may be asked for meanwhile.
+            time.sleep(CYCLE_S)
+            if self._num_waiting or not self._own or not self._turn.acquire(blocking=False):
+                continue
+            try:
+                if not self._closed:
+                    self._round()
+            finally:
+                self._end_turn()
+
+    # ---- rounds ------------------------------------------------------------------------------------
+
+    def _round(self) -> bool:
+        """Meet the other ranks once. Collective; by the thread that has the turn.
+
+        An error is that of all requests under way, and raised where they are waited for.
+
+        Returns:
+            Whether anything was done.
+        """
+        if self._broken is not None or self._closed:
+            self._fail_all(self._broken or HorovodInternalError(_SHUT_DOWN))
+            return True
+        with self._news:
+            fresh, self._fresh = self._fresh, []
+        self._timeline.mark_cycle()
+        try:
+            return self._meet(sorted(fresh, key=lambda request: request.meta.signature))
+        except Exception as error:
+            self._break(error)
+            return True
+        except BaseException as error:  # Ctrl-C goes to the script, but nothing can be finished any more.
+            self._break(error)
+            raise
+
+    def _meet(self, fresh: list[Request]) -> bool:
+        is_clear = not self._table and not self._joined
+        digest = hashlib.blake2b(b"\n".join(request.meta.signature for request in fresh), digest_size=8).digest()
+        agree = is_clear
+        if is_clear and len(self.ranks) > 1:
+            numbers = self._gather_numbers(int.from_bytes(digest, "little", signed=True))
+            agree = all(number == numbers[0] for number in numbers)
+        if agree and not any(request.meta.kind == "join" for request in fresh):
+            everyone = range(len(self.ranks))
+            self._run([Match(request, dict.fromkeys(everyone, request.meta)) for request in fresh])
+            return bool(fresh)
+        content = encode([request.entry for request in fresh])
+        for rank, entries in enumerate(map(decode, self._gather_bytes(content))):
+            for entry in entries:
+                self._note(rank, entry)
+        return self._run_ready()
+
+    def _note(self, rank: int, entry: Entry) -> None:
+        """Keep what a rank has told."""
+        if entry.meta.kind == "join":
+            self._joined.add(rank)
+            self._last_joined = self.ranks[rank]
+        else:
+            self._table.setdefault(entry.meta.name, {})[rank] = entry
+
+    def _run_ready(self) -> bool:
+        """Run what all ranks have asked for or need not ask for."""
+        matches = []
+        ready = [name for name, entries in self._table.items() if len(entries.keys() | self._joined) == len(self.ranks)]
+        for name in ready:
+            entries = self._table.pop(name)
+            mismatch = find_mismatch({self.ranks[rank]: entry for rank, entry in entries.items()}, self._joined)
+            request = self._own.get(name)
+            if mismatch is None:
+                matches.append(Match(request, {rank: entry.meta for rank, entry in sorted(entries.items())}))
+            elif request is not None:
+                self._finish(request, HorovodInternalError(mismatch))
+        self._run(matches)
+        has_ended = len(self._joined) == len(self.ranks)
+        if has_ended:
+            self._end_join()
+        self._check_stalls()
+        return bool(ready) or has_ended
+
+    def _end_join(self) -> None:
+        """All ranks have joined: all go on, and count requests without names from the start."""
+        self._joined.clear()
+        with self._news:
+            self._counts.clear()
+            request = next(request for request in self._own.values() if request.meta.kind == "join")
+        request.complete(result=self._last_joined)
+        self._finish(request)
+
+    def _run(self, matches: Sequence[Match]) -> None:
+        if not matches:
+            return
+        start_s = time.perf_counter()
+        for match in matches:
+            problem = _find_own_problem(match.meta)
+            if problem is not None and match.request is not None:
+                self._finish(match.request, HorovodInternalError(problem))
+        runnable = [match for match in matches if match.request is None or not match.request.done]
+        self._executor.run(runnable)
+        self._timeline.record(runnable, start_s)
+        for match in runnable:
+            if match.request is not None:
+                self._finish(match.request)
+
+    def _finish(self, request: Request, error: BaseException | None = None) -> None:
+        with self._news:
+            self._own.pop(request.meta.name, None)
+        if error is not None:
+            request.fail(error)
+
+    def _gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
+        own = torch.tensor(numbers, dtype=torch.int64)
+        rows = torch.empty(len(self.ranks) * len(numbers), dtype=torch.int64)
+        gather_equal(rows, own, self.control)
+        return [tuple(row) for row in rows.view(len(self.ranks), -1).tolist()]
+
+    def _gather_bytes(self, content: bytes) -> list[bytes]:
+        lengths = [length for (length,) in self._gather_numbers(len(content))]
+        longest = max(lengths)
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        table = torch.empty(len(lengths) * longest, dtype=torch.uint8)
+        gather_equal(table, own, self.control)
+        rows = table.view(-1, longest).unbind(0)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    # ---- trouble -----------------------------------------------------------------------------------
+
+    def _check_stalls(self) -> None:
+        """Warn of requests that some ranks have not made for long; give up on them at the deadline."""
+        now_s = time.perf_counter()
+        for name in list(self._table):
+            request = self._own.get(name)
+            waited_s = now_s - request.submitted_s if request is not None else 0.0
+            if request is None or waited_s < min(self._warning_s, self._timeout_s):
+                continue
+            missing = [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in self._table[name]]
+            text = (
+                f"{name} ({request.entry.site}) has waited for {waited_s:.0f} s: rank(s) "
+                f"{', '.join(map(str, missing))} have not asked for it, though they have asked for other things"
+            )
+            if waited_s >= self._timeout_s:
+                raise HorovodInternalError(text)
+            if name not in self._warned:
+                self._warned.add(name)
+                get_logger(__name__).warning("%s", text)
+
+    def _break(self, error: BaseException) -> None:
+        """A round failed: no request of this channel can run any more."""
+        if isinstance(error, HorovodInternalError):
+            wrapped = error
+        else:
+            wrapped = HorovodInternalError(f"{type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+        self._broken = wrapped
+        if isinstance(self.control, EngineProcessGroup):
+            self.control.fail(describe_exception(error), error)
+        self._fail_all(wrapped)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._news:
+            requests, self._fresh = list(self._own.values()), []
+            self._own.clear()
+            self._table.clear()
+            for request in requests:
+                request.fail(error)
+            self._news.notify_all()
+
+    def close(self, leave: Callable[[dist.ProcessGroup], None]) -> None:
+        """Leave the set. Local; what is under way fails.
+
+        Args:
+            leave: destroys a group.
+        """
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._roused.set()
+        for group in (self.control, self.accelerator):
+            if group is not None:
+                with contextlib.suppress(ValueError):  # the script has destroyed it
+                    leave(group)
+        self._fail_all(HorovodInternalError(_SHUT_DOWN))
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_PATIENCE_S * 200)
+
+
+def _find_own_problem(meta: Meta) -> str | None:
+    """What all ranks agree on, and cannot have."""
+    return find_mismatch({0: Entry(meta, "")}) if meta.kind in ("allgather", "alltoall", "reducescatter") else None

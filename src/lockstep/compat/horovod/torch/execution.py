@@ -1,0 +1,282 @@
+"""Runs requests that all ranks of a process set have agreed on, over the set's c10d groups.
+
+All ranks hand in the same requests in the same order; what is decided here depends only on what all know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from lockstep.comm.backend import EngineProcessGroup
+from lockstep.compat.horovod.torch.adasum import reduce_adasum
+from lockstep.compat.horovod.torch.meta import Meta
+from lockstep.compat.horovod.torch.request import Request
+
+__all__ = ["Executor", "Match", "gather_equal", "scale"]
+
+# Smaller tensors of one reduction travel together; larger ones are reduced where they are, which spares two copies.
+_FUSE_BYTES = 128 << 10
+_OPS = {
+    "Average": ReduceOp.SUM,
+    "Sum": ReduceOp.SUM,
+    "Min": ReduceOp.MIN,
+    "Max": ReduceOp.MAX,
+    "Product": ReduceOp.PRODUCT,
+}
+
+
+@dataclass(frozen=True)
+class Match:
+    """A request that every rank of the set has made, or has joined instead of making.
+
+    Attributes:
+        request: of this rank; None if it has joined.
+        metas: rank in the set -> what it asked for; without those that have joined.
+    """
+
+    request: Request | None
+    metas: dict[int, Meta]
+
+    @property
+    def meta(self) -> Meta:
+        """What they agree on."""
+        return next(iter(self.metas.values()))
+
+
+def scale(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place: integers by way of float64, towards zero; 16-bit floats by way of float32. Local.
+
+    >>> numbers = torch.tensor([-3, 3])
+    >>> scale(numbers, 0.5)
+    >>> numbers.tolist()
+    [-1, 1]
+    """
+    if factor == 1.0:
+        return
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.mul_(factor)
+    else:
+        tensor.copy_((tensor.double() * factor).to(tensor.dtype))
+
+
+def gather_equal(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Copy the ranks' tensors, all of one size, one behind the other. Collective."""
+    if isinstance(group, EngineProcessGroup):
+        # As torch does, without its logging decorators, which take longer than the operation.
+        rows = list(output.view(group.size(), -1).unbind(0))
+        group.engine.all_gather([rows], [tensor], is_async=False, timeout_s=None)
+    else:
+        # Renamed in torch 2.13; the old name warns there.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(output, tensor, group=group)
+
+
+class Executor:
+    """Runs matched requests of one process set.
+
+    Args:
+        ranks: global ranks of the set.
+        rank: of this process in it.
+        control: its group for CPU tensors.
+        accelerator: its group for tensors on GPUs, or None.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, control: dist.ProcessGroup, accelerator: dist.ProcessGroup | None
+    ) -> None:
+        self._ranks = ranks
+        self._rank = rank
+        self._control = control
+        self._accelerator = accelerator
+
+    def run(self, matches: Sequence[Match]) -> None:
+        """Run and complete them. Collective; the same matches in the same order on all ranks."""
+        reductions: list[Match] = []
+        with torch.no_grad():
+            for match in matches:
+                if match.request is not None:
+                    match.request.wait_for_inputs()
+                if match.meta.kind != "allreduce":
+                    self._run_one(match)
+                elif match.meta.fused and len(match.metas) == len(self._ranks):
+                    assert match.request is not None
+                    assert match.request.run_fused is not None
+                    match.request.run_fused()
+                    match.request.complete()
+                else:
+                    reductions.append(match)
+            if reductions:
+                self._all_reduce(reductions)
+
+    def _group_for(self, device_type: str) -> dist.ProcessGroup:
+        if device_type == "cpu" or self._accelerator is None:
+            return self._control
+        return self._accelerator
+
+    # ---- reductions ------------------------------------------------------------------------------
+
+    def _all_reduce(self, matches: Sequence[Match]) -> None:
+        alike: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+        outputs = [self._contribution(match) for match in matches]
+        for match, tensors in zip(matches, outputs, strict=True):
+            for (dtype, _, device), tensor in zip(match.meta.tensors, tensors, strict=True):
+                alike.setdefault((match.meta.op, dtype, device), []).append(tensor)
+        for (op, _, device), tensors in alike.items():
+            self._reduce_alike(op, tensors, self._group_for(device))
+        for match, tensors in zip(matches, outputs, strict=True):
+            for tensor in tensors:
+                scale(tensor, match.meta.postscale)
+            if match.request is not None:
+                assert match.request.outputs is not None
+                match.request.complete(match.request.outputs)
+
+    def _contribution(self, match: Match) -> list[torch.Tensor]:
+        """The tensors to reduce in place: outputs that hold this rank's scaled inputs, or zeros."""
+        request = match.request
+        if request is None:
+            return [
+                torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                for dtype, shape, device in match.meta.tensors
+            ]
+        assert request.outputs is not None
+        tensors = []
+        for source, output in zip(request.inputs, request.outputs, strict=True):
+            tensor = output.detach()
+            if output is not source:
+                tensor.copy_(source)
+            scale(tensor, match.meta.prescale)
+            tensors.append(tensor)
+        return tensors
+
+    def _reduce_alike(self, op: str, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Reduce tensors of one dtype and kind of device in place."""
+        if op == "Adasum":
+            for tensor in tensors:
+                reduce_adasum(tensor, self._ranks, self._rank, group)
+            return
+        small = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() <= _FUSE_BYTES]
+        if len(small) < 2:
+            self._reduce_each(op, tensors, group)
+            return
+        large = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() > _FUSE_BYTES]
+        device = small[0].device
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in small])
+        self._reduce_each(op, [flat, *large], group)
+        pieces = torch.split(flat, [tensor.numel() for tensor in small])
+        torch._foreach_copy_(
+            small, [piece.view(tensor.shape).to(tensor.device) for piece, tensor in zip(pieces, small, strict=True)]
+        )
+
+    def _reduce_each(self, op: str, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        is_float = tensors[0].dtype.is_floating_point or tensors[0].dtype.is_complex
+        averages = op == "Average" and is_float and _can_average(group)
+        kind = ReduceOp.AVG if averages else _OPS[op]
+        is_async = not isinstance(group, EngineProcessGroup)
+        works = [dist.all_reduce(tensor, kind, group=group, async_op=is_async) for tensor in tensors]
+        for work in works:
+            if work is not None:
+                work.wait()
+        if op == "Average" and not averages:
+            for tensor in tensors:
+                self._divide(tensor)
+
+    def _divide(self, tensor: torch.Tensor) -> None:
+        is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        tensor.div_(len(self._ranks), rounding_mode=None if is_float else "trunc")
+
+    # ---- one request -----------------------------------------------------------------------------
+
+    def _run_one(self, match: Match) -> None:
+        request = match.request
+        if request is None:
+            return  # A joined rank has nothing to do for a barrier.
+        match request.meta.kind:
+            case "broadcast":
+                self._broadcast(request)
+            case "allgather":
+                request.complete(
+                    [self._all_gather(request, index, match.metas) for index in range(len(request.inputs))]
+                )
+            case "alltoall":
+                self._all_to_all(request, match.metas)
+            case "reducescatter":
+                outputs = [self._reduce_scatter(request.meta, tensor) for tensor in request.inputs]
+                request.complete(outputs)
+            case kind:
+                assert kind in ("barrier", "process_set"), kind
+                request.complete()
+
+    def _broadcast(self, request: Request) -> None:
+        assert request.outputs is not None
+        for source, output in zip(request.inputs, request.outputs, strict=True):
+            tensor = output.detach()
+            if self._ranks[self._rank] == request.meta.root and output is not source:
+                tensor.copy_(source)
+            group = self._group_for(tensor.device.type)
+            dist.broadcast(tensor, request.meta.root, group=group)
+        request.complete(request.outputs)
+
+    def _all_gather(self, request: Request, index: int, metas: dict[int, Meta]) -> torch.Tensor:
+        tensor = request.inputs[index].detach()
+        sizes = [metas[rank].tensors[index][1][0] for rank in range(len(self._ranks))]
+        rest = tuple(tensor.shape[1:])
+        output = tensor.new_empty((sum(sizes), *rest))
+        group = self._group_for(tensor.device.type)
+        if len(set(sizes)) == 1:
+            gather_equal(output, tensor, group)
+        elif isinstance(group, EngineProcessGroup):
+            dist.all_gather(list(torch.split(output, sizes)), tensor, group=group)
+        else:
+            # Other groups gather equal sizes only.
+            padded = tensor.new_zeros((max(sizes), *rest))
+            padded[: tensor.size(0)].copy_(tensor)
+            gathered = tensor.new_empty((len(sizes), *padded.shape))
+            gather_equal(gathered.view(-1, *rest), padded, group)
+            for part, size, place in zip(gathered.unbind(0), sizes, torch.split(output, sizes), strict=True):
+                place.copy_(part[:size])
+        return output
+
+    def _all_to_all(self, request: Request, metas: dict[int, Meta]) -> None:
+        (tensor,) = request.inputs
+        tensor = tensor.detach()
+        received = [metas[rank].splits[self._rank] for rank in range(len(self._ranks))]
+        sent = list(request.meta.splits)
+        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        group = self._group_for(tensor.device.type)
+        dist.all_to_all_single(output, tensor[: sum(sent)], received, sent, group=group)
+        request.complete([output], result=(output, received))
+
+    def _reduce_scatter(self, meta: Meta, source: torch.Tensor) -> torch.Tensor:
+        group = self._group_for(source.device.type)
+        world_size = len(self._ranks)
+        rows, extra = divmod(source.size(0), world_size)
+        # The first ranks get one row more, where rows do not divide.
+        sizes = [rows + (rank < extra) for rank in range(world_size)]
+        tensor = source.detach()
+        if meta.prescale != 1.0:
+            tensor = tensor.clone()
+            scale(tensor, meta.prescale)
+        if isinstance(group, EngineProcessGroup) or (not extra and dist.get_backend(group) == "nccl"):
+            output = tensor.new_empty((sizes[self._rank], *tensor.shape[1:]))
+            is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            averages = meta.op == "Average" and is_float
+            op = ReduceOp.AVG if averages else ReduceOp.SUM
+            dist.reduce_scatter(output, list(torch.split(tensor, sizes)), op, group=group)
+            if meta.op == "Average" and not averages:
+                self._divide(output)
+        else:
+            # gloo has no reduce_scatter of uneven parts.
+            whole = tensor.clone()
+            self._reduce_each(meta.op, [whole], group)
+            output = torch.split(whole, sizes)[self._rank].clone()
+        scale(output, meta.postscale)
+        return output
+
+
+def _can_average(group: dist.ProcessGroup) -> bool:
+    return isinstance(group, EngineProcessGroup) or dist.get_backend(group) == "nccl"

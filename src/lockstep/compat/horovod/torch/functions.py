@@ -1,0 +1,228 @@
+"""Broadcasts of whole models, optimizers and objects."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lockstep.compat.horovod.common.exceptions import HorovodInternalError
+from lockstep.compat.horovod.torch.context import rank
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending
+from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather, start_broadcast
+from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
+from lockstep.errors import InputError
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite the parameters of all ranks by those of one. Collective.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. Entries that are no tensors,
+            such as extra state, are left alone.
+        root_rank: global rank that has them.
+
+    Raises:
+        InputError: something else than parameters.
+        HorovodInternalError: ranks have different parameters; names the first.
+    """
+    if isinstance(params, dict):
+        items: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, (str, bytes, torch.Tensor)) or not hasattr(params, "__iter__"):
+        raise InputError(f"invalid params of type: {type(params)}")
+    else:
+        items = [item if isinstance(item, tuple) else (None, item) for item in params]
+    pending: list[Pending] = []
+    for name, tensor in items:
+        if isinstance(tensor, torch.Tensor):
+            pending.append(start_broadcast(tensor, root_rank, name, global_process_set, True))
+        elif name is None:
+            raise InputError(f"invalid params: expected tensors, got {type(tensor).__name__}")
+    for one in pending:
+        one.wait()
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Overwrite the optimizer state and options of all ranks by those of one. Collective.
+
+    Other ranks end up with exactly the root's state, also where theirs had other entries, or none. Horovod first has an
+    optimizer without state make a step with zero gradients, which counts in Adam's bias correction, and decays
+    weights; here an optimizer that has made no step still has made none. As there, its gradients are zeros afterwards.
+
+    Args:
+        optimizer: wrapped or not.
+        root_rank: global rank that has the state.
+        model: tells which parameters have sparse gradients.
+
+    Raises:
+        InputError: an LBFGS optimizer, whose state is not that of parameters.
+        HorovodInternalError: ranks have different optimizers, or a rank is gone.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("cannot broadcast torch.optim.LBFGS state")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not optimizer.state:
+        _zero_gradients(optimizer, _sparse_parameters(model))
+    layout = broadcast_object(_describe_state(optimizer, parameters), root_rank, "optimizer_state")
+    if len(layout.entries) != len(parameters) or len(layout.options) != len(optimizer.param_groups):
+        raise HorovodInternalError(
+            f"broadcast_optimizer_state: rank {rank()} has {len(parameters)} parameters in "
+            f"{len(optimizer.param_groups)} groups, root rank {root_rank} has {len(layout.entries)} in "
+            f"{len(layout.options)}; ranks must make the same optimizer"
+        )
+    for group, options in zip(optimizer.param_groups, layout.options, strict=True):
+        group.update(options)
+    pending: list[Pending] = []
+    for number, (parameter, entries) in enumerate(zip(parameters, layout.entries, strict=True)):
+        if entries is None:
+            optimizer.state.pop(parameter, None)
+            continue
+        state = _adopt(optimizer.state.get(parameter, {}), entries, parameter)
+        optimizer.state[parameter] = state
+        pending += [
+            start_broadcast(state[key], root_rank, f"{key}.{number}", global_process_set, True)
+            for key, value in entries.items()
+            if isinstance(value, _TensorLayout)
+        ]
+    for one in pending:
+        one.wait()
+
+
+@dataclass(frozen=True)
+class _TensorLayout:
+    """A tensor of an optimizer's state without its content."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_cpu: bool
+
+
+@dataclass(frozen=True)
+class _StateLayout:
+    """An optimizer's options, and what its state looks like for each parameter (None: there is none)."""
+
+    options: list[dict[str, Any]]
+    entries: list[dict[Any, Any] | None]
+
+
+def _describe_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> _StateLayout:
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    entries: list[dict[Any, Any] | None] = []
+    for parameter in parameters:
+        state = optimizer.state.get(parameter)
+        if state is None:
+            entries.append(None)
+            continue
+        entries.append(
+            {
+                key: _TensorLayout(tuple(value.shape), value.dtype, value.is_cpu)
+                if isinstance(value, torch.Tensor) and value.is_contiguous()
+                else value
+                for key, value in state.items()
+            }
+        )
+    return _StateLayout(options, entries)
+
+
+def _adopt(state: dict[Any, Any], entries: dict[Any, Any], parameter: torch.Tensor) -> dict[Any, Any]:
+    """A parameter's state with the root's entries: tensors to be overwritten, other values as they are."""
+    adopted = {}
+    for key, value in entries.items():
+        own = state.get(key)
+        if not isinstance(value, _TensorLayout):
+            adopted[key] = value
+        elif isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == (value.shape, value.dtype):
+            adopted[key] = own.contiguous()
+        else:
+            device = torch.device("cpu") if value.is_on_cpu else parameter.device
+            adopted[key] = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return adopted
+
+
+def _sparse_parameters(model: Any) -> set[int]:
+    """Ids of the parameters of embeddings with sparse gradients."""
+    if model is None:
+        return set()
+    sparse = (module for module in model.modules() if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    return {id(parameter) for module in sparse if module.sparse for parameter in module.parameters()}
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter)
+                is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
+                parameter.grad = gradient.to_sparse() if is_sparse else gradient
+
+
+def _pickler() -> ModuleType:
+    """cloudpickle where it is installed, which also takes lambdas and classes of `__main__`; else pickle."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("cloudpickle")
+    return pickle
+
+
+def _dump(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_pickler().dumps(obj)), dtype=torch.uint8)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Send an object of one rank to all, pickled. Collective.
+
+    Args:
+        obj: on the root, what to send; elsewhere anything.
+        root_rank: global rank that has it.
+        name: of the request. Unlike Horovod's, it does not depend on the type of `obj`, which may differ.
+        process_set: who takes part.
+
+    Returns:
+        The root's object: itself on the root, a copy elsewhere.
+
+    Raises:
+        HorovodInternalError: a rank is gone.
+    """
+    name = "object" if name is None else name
+    is_root = rank() == root_rank
+    content = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([content.numel()])
+    start_broadcast(length, root_rank, f"{name}.sz", process_set, True).wait()
+    if not is_root:
+        content = torch.empty(int(length), dtype=torch.uint8)
+    start_broadcast(content, root_rank, f"{name}.t", process_set, True).wait()
+    return obj if is_root else pickle.loads(content.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Send an object of every rank to all, pickled. Collective.
+
+    Args:
+        obj: what to send; of any type on any rank.
+        name: of the request.
+        process_set: who takes part.
+
+    Returns:
+        The objects of all ranks, in order.
+
+    Raises:
+        HorovodInternalError: a rank is gone.
+    """
+    name = "object" if name is None else name
+    content = _dump(obj)
+    lengths = start_all_gather([torch.tensor([content.numel()])], True, f"{name}.sz", process_set).wait().tolist()
+    gathered = start_all_gather([content], True, f"{name}.t", process_set).wait()
+    return _load_all(gathered, lengths)
+
+
+def _load_all(gathered: torch.Tensor, lengths: Sequence[int]) -> list[Any]:
+    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(gathered, list(lengths))]

@@ -1,0 +1,382 @@
+"""allreduce in all its forms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from lockstep.compat.horovod.common.exceptions import UnsupportedError
+from lockstep.compat.horovod.torch.adasum import is_power_of_two
+from lockstep.compat.horovod.torch.compression import Compression, Compressor
+from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
+from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather
+from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
+from lockstep.compat.horovod.torch.request import Request
+from lockstep.errors import InputError
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReductionOp",
+    "Sum",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "check_op",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "sparse_allreduce_async",
+]
+
+
+class ReductionOp(IntEnum):
+    """How tensors are combined. Horovod has plain numbers; these are those numbers, with names."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average = ReductionOp.Average
+Sum = ReductionOp.Sum
+Adasum = ReductionOp.Adasum
+Min = ReductionOp.Min
+Max = ReductionOp.Max
+Product = ReductionOp.Product
+
+
+def _choose_op(op: int | None, average: bool | None) -> ReductionOp:
+    """The operation, from its two spellings.
+
+    Raises:
+        InputError: both are given, or there is no such operation.
+    """
+    if op is not None:
+        if average is not None:
+            raise InputError("The op parameter supersedes average. Please provide only one of them.")
+        try:
+            return ReductionOp(op)
+        except ValueError:
+            names = ", ".join(f"hvd.{one.name}" for one in ReductionOp)
+            raise InputError(f"op is {op!r}; expected one of {names}") from None
+    if average is None:
+        return Average
+    # To the caller of the public function.
+    warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum
+
+
+def check_op(op: ReductionOp, tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
+    """Turn away what no rank could reduce.
+
+    Raises:
+        InputError: a dtype without such an operation.
+        UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two.
+    """
+    for tensor in tensors:
+        is_float = tensor.dtype.is_floating_point
+        if tensor.dtype == torch.bool or (op == Adasum and not is_float):
+            raise InputError(f"Tensor type {tensor.type()} is not supported by allreduce with op={op.name}.")
+    if op != Adasum:
+        return
+    if process_set is not global_process_set and process_set.process_set_id != 0:
+        raise UnsupportedError("Adasum does not support non-global process sets yet.")
+    size = global_process_set.size() or 1
+    if not is_power_of_two(size):
+        raise UnsupportedError(f"Running Adasum with non-power of 2 ranks is not supported yet: there are {size}.")
+
+
+def _start(
+    tensors: Sequence[torch.Tensor],
+    is_in_place: bool,
+    is_single: bool,
+    name: str | None,
+    op: ReductionOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Pending:
+    channel = channel_of(process_set, "allreduce")
+    inputs = check_tensors(tensors, "allreduce")
+    check_op(op, inputs, process_set)
+    outputs = list(tensors) if is_in_place else [torch.empty_like(tensor) for tensor in inputs]
+    meta = Meta(
+        channel.full_name("allreduce" if is_single else "grouped_allreduce", name),
+        "allreduce",
+        tuple(map(tensor_facts, inputs)),
+        op.name,
+        float(prescale_factor),
+        float(postscale_factor),
+    )
+    # In place, the result is the caller's own tensor, and the computation happens on it without its history.
+    request = Request(meta, inputs, inputs if is_in_place else outputs, is_single)
+    finish: Callable[[Any], Any] | None = None
+    if is_in_place:
+
+        def finish(_: Any) -> Any:
+            return outputs[0] if is_single else outputs
+
+    return start(channel, request, finish)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing a tensor over all ranks; the input is left alone. Collective.
+
+    Args:
+        tensor: contiguous, the same shape and dtype on all ranks.
+        average: True for `op=Average`, False for `op=Sum`; deprecated.
+        name: requests of one name belong together, in whatever order ranks make them; without one they are counted.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
+        postscale_factor: multiplies the result, likewise.
+        process_set: who takes part.
+
+    Returns:
+        A handle for `poll` and `synchronize`, which returns a new tensor.
+
+    Raises:
+        InputError: both `average` and `op`; a tensor that cannot be reduced; a name that is in use.
+        UnsupportedError: Adasum of a number of ranks that is not a power of two.
+    """
+    chosen = _choose_op(op, average)
+    return issue(_start([tensor], False, True, name, chosen, prescale_factor, postscale_factor, process_set))
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """`allreduce_async`, in place: `tensor` holds the result once synchronized. Collective."""
+    chosen = _choose_op(op, average)
+    return issue(_start([tensor], True, True, name, chosen, prescale_factor, postscale_factor, process_set))
+
+
+class _Allreduce(torch.autograd.Function):
+    """Differentiable: the gradient is reduced as the tensor was."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        name: str | None,
+        op: ReductionOp,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+    ) -> Any:
+        ctx.settings = (op, prescale_factor, postscale_factor, process_set)
+        return _start([tensor], False, True, name, *ctx.settings).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        reduced = _Allreduce.apply(grad.contiguous(), None, *ctx.settings)  # type: ignore[no-untyped-call]
+        return reduced, None, None, None, None, None
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks; the input is left alone. Collective and differentiable.
+
+    The gradient is reduced over ranks in the same way.
+
+    Args:
+        tensor: contiguous, the same shape and dtype on all ranks.
+        average, name, op, prescale_factor, postscale_factor, process_set: see `allreduce_async`.
+        compression: what travels: `Compression.none` or `Compression.fp16`.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        InputError, UnsupportedError: see `allreduce_async`.
+        HorovodInternalError: ranks disagree on shape, dtype or settings, or a rank is gone.
+    """
+    chosen = _choose_op(op, average)
+    compressed, ctx = compression.compress(tensor)
+    reduced = _Allreduce.apply(  # type: ignore[no-untyped-call]
+        compressed, name, chosen, prescale_factor, postscale_factor, process_set
+    )
+    return compression.decompress(reduced, ctx)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks in place, and return it. Collective. See `allreduce`."""
+    chosen = _choose_op(op, average)
+    result: torch.Tensor = _start(
+        [tensor], True, True, name, chosen, prescale_factor, postscale_factor, process_set
+    ).wait()
+    return result
+
+
+# ---- several tensors at once ---------------------------------------------------------------------
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing several tensors, all or none. Collective. See `allreduce_async`; yields a list."""
+    chosen = _choose_op(op, average)
+    return issue(_start(tensors, False, False, name, chosen, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """`grouped_allreduce_async`, in place. Collective."""
+    chosen = _choose_op(op, average)
+    return issue(_start(tensors, True, False, name, chosen, prescale_factor, postscale_factor, process_set))
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    """Differentiable: the gradients are reduced as the tensors were."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: ReductionOp,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.settings = (op, prescale_factor, postscale_factor, process_set)
+        return tuple(_start(tensors, False, False, name, *ctx.settings).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        dense = [grad.contiguous() for grad in grads]
+        reduced = _GroupedAllreduce.apply(None, *ctx.settings, *dense)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, None, *reduced)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors over all ranks, all or none. Collective and differentiable. See `allreduce`."""
+    chosen = _choose_op(op, average)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = _GroupedAllreduce.apply(  # type: ignore[no-untyped-call]
+        name, chosen, prescale_factor, postscale_factor, process_set, *[compressed for compressed, _ in pairs]
+    )
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors over all ranks in place, and return them. Collective. See `allreduce`."""
+    chosen = _choose_op(op, average)
+    result: list[torch.Tensor] = _start(
+        tensors, True, False, name, chosen, prescale_factor, postscale_factor, process_set
+    ).wait()
+    return result
+
+
+# ---- sparse --------------------------------------------------------------------------------------
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Start adding up a sparse tensor over all ranks, by gathering its entries. Collective.
+
+    Args:
+        tensor: sparse COO, the same shape on all ranks; entries may differ.
+        name: see `allreduce_async`.
+        op: Average or Sum.
+        process_set: who takes part.
+
+    Returns:
+        A function that waits and returns a new sparse tensor, not coalesced.
+
+    Raises:
+        InputError: a dense tensor, or another operation.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise InputError(f"sparse_allreduce_async: expected a sparse COO tensor, got one with layout {tensor.layout}")
+    if op not in (Average, Sum):
+        raise InputError(f"sparse_allreduce_async: op is {ReductionOp(op).name}; expected Average or Sum")
+    channel = channel_of(process_set, "allreduce")
+    key = channel.full_name("sparse_allreduce", name)
+    own = tensor.detach()
+    indices = start_all_gather([own._indices().t().contiguous()], True, f"{key}.indices", process_set)
+    values = start_all_gather([own._values().contiguous()], True, f"{key}.values", process_set)
+    channel.rouse()
+    shape, size = tensor.shape, len(channel.ranks)
+
+    def finish() -> torch.Tensor:
+        gathered = values.wait()
+        if op == Average:
+            gathered = gathered / size
+        return torch.sparse_coo_tensor(indices.wait().t(), gathered, shape, check_invariants=False)
+
+    return finish

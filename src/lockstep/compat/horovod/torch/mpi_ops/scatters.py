@@ -1,0 +1,166 @@
+"""reducescatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.compat.horovod.common.exceptions import HorovodInternalError
+from lockstep.compat.horovod.torch.compression import Compression, Compressor
+from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
+from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather
+from lockstep.compat.horovod.torch.mpi_ops.reductions import Average, ReductionOp, Sum, check_op
+from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
+from lockstep.compat.horovod.torch.request import Request
+
+__all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+
+
+def _start(
+    tensors: Sequence[torch.Tensor],
+    is_single: bool,
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+) -> Pending:
+    chosen = ReductionOp(op)
+    if chosen not in (Average, Sum):
+        raise HorovodInternalError(
+            f"Reducescatter: op is {chosen.name}; only Average and Sum are supported. Use allreduce and take this "
+            "rank's rows of its result"
+        )
+    channel = channel_of(process_set, "reducescatter")
+    inputs = check_tensors(tensors, "reducescatter")
+    check_op(chosen, inputs, process_set)
+    meta = Meta(
+        channel.full_name("reducescatter" if is_single else "grouped_reducescatter", name),
+        "reducescatter",
+        tuple(map(tensor_facts, inputs)),
+        chosen.name,
+        float(prescale_factor),
+        float(postscale_factor),
+    )
+    return start(channel, Request(meta, inputs, is_single=is_single))
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start reducing a tensor over all ranks, of which each gets some rows; the input is left alone. Collective.
+
+    Rows are shared out evenly; where they do not divide, the first ranks get one more.
+
+    Args:
+        tensor: contiguous, at least one dimension, the same shape and dtype on all ranks.
+        name: requests of one name belong together; without one they are counted.
+        op: Average or Sum.
+        process_set: who takes part.
+        prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
+        postscale_factor: multiplies the result, likewise.
+
+    Returns:
+        A handle for `poll` and `synchronize`, which returns this rank's rows.
+
+    Raises:
+        InputError: a tensor that cannot be reduced, or a name that is in use.
+        HorovodInternalError: another operation.
+    """
+    return issue(_start([tensor], True, name, op, process_set, prescale_factor, postscale_factor))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start reducing and sharing out several tensors, all or none. Collective. See `reducescatter_async`."""
+    return issue(_start(tensors, False, name, op, process_set, prescale_factor, postscale_factor))
+
+
+class _Reducescatter(torch.autograd.Function):
+    """Differentiable, as Horovod does it: the rows' gradients are gathered, and for Sum multiplied by the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        is_single: bool,
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        prescale_factor: float,
+        postscale_factor: float,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.process_set = process_set
+        ctx.factor = prescale_factor * postscale_factor
+        result = _start(tensors, is_single, name, op, process_set, prescale_factor, postscale_factor).wait()
+        if op == Sum:
+            ctx.factor *= process_set.size()
+        return result if is_single else tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        scaled = [(grad * ctx.factor).contiguous() for grad in grads]
+        gathered = start_all_gather(scaled, False, None, ctx.process_set).wait()
+        return (None, None, None, None, None, None, *gathered)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks, of which each gets some rows. Collective and differentiable.
+
+    The gradients of the rows are gathered; for Sum they are multiplied by the number of ranks, as in Horovod.
+
+    Args:
+        tensor, name, op, process_set, prescale_factor, postscale_factor: see `reducescatter_async`.
+        compression: what travels: `Compression.none` or `Compression.fp16`.
+
+    Returns:
+        This rank's rows.
+
+    Raises:
+        InputError: see `reducescatter_async`.
+        HorovodInternalError: ranks disagree on shape, dtype or settings, or a rank is gone.
+    """
+    compressed, ctx = compression.compress(tensor)
+    reduced = _Reducescatter.apply(  # type: ignore[no-untyped-call]
+        True, name, op, process_set, prescale_factor, postscale_factor, compressed
+    )
+    return compression.decompress(reduced, ctx)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Reduce and share out several tensors, all or none. Collective and differentiable. See `reducescatter`."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = _Reducescatter.apply(  # type: ignore[no-untyped-call]
+        False, name, op, process_set, prescale_factor, postscale_factor, *[compressed for compressed, _ in pairs]
+    )
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]

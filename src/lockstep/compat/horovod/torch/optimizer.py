@@ -1,0 +1,413 @@
+"""`DistributedOptimizer`: any optimizer, with gradients reduced over ranks before each step."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.compat.horovod.common.exceptions import UnsupportedError
+from lockstep.compat.horovod.torch import runtime
+from lockstep.compat.horovod.torch.compression import Compression, Compressor
+from lockstep.compat.horovod.torch.context import size
+from lockstep.compat.horovod.torch.delta_optimizer import DeltaOptimizer
+from lockstep.compat.horovod.torch.gradients import Buckets, Settings, reduce_dense, reduce_sparse
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of
+from lockstep.compat.horovod.torch.mpi_ops.reductions import Adasum, Average, ReductionOp, allreduce, check_op
+from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
+from lockstep.compat.horovod.torch.wrapping import find_names, wrap
+from lockstep.errors import InputError
+
+__all__ = ["DistributedOptimizer", "ReducingOptimizer"]
+
+_TOO_MANY_PASSES = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+_STEP_AFTER_SYNCHRONIZE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+_ZERO_GRAD_TOO_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+_Group = tuple[int, ...]
+
+
+@dataclass
+class _Counts:
+    """What the hooks of the parameters count; apart from the optimizer, which must not live as long as they.
+
+    Attributes:
+        delays: for each parameter, backward passes until its gradient is complete.
+        num_open: gradients computed and not reduced yet.
+        is_active: whether there is anybody to reduce with.
+        holds_back: see [Note: held back] in `gradients.py`.
+    """
+
+    delays: list[int]
+    num_open: int = 0
+    is_active: bool = False
+    holds_back: bool = False
+
+    def reset(self, passes: int) -> None:
+        """No gradient has been computed since the last step."""
+        self.num_open = 0
+        self.delays[:] = [passes] * len(self.delays)
+
+
+def _remove_all(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+class ReducingOptimizer:
+    """What a distributed optimizer adds to the class of the optimizer it was made from.
+
+    Made by `DistributedOptimizer`, not by hand. See [Note: held back] in `gradients.py`.
+    """
+
+    _counts: _Counts
+    _settings: Settings
+    _sparse_as_dense = False
+
+    def _prepare(
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], settings: Settings, passes: int, groups: Any
+    ) -> None:
+        self._settings = settings
+        self._names = list(names)
+        self._parameters = list(parameters)
+        self._parameter_names = dict(zip(parameters, names, strict=True))
+        self.backward_passes_per_step = passes
+        self.op = settings.op
+        self.process_set = settings.process_set
+        self._required = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+        self._counts = _Counts([passes] * len(parameters))
+        self._group_of = self._assign_groups(groups)
+        self._finishers: dict[_Group, Callable[[], None]] = {}
+        self._bulk: Pending | None = None
+        self._buckets: Buckets | None = None
+        self._synchronized = False
+        self._should_synchronize = True
+        self._runtime: runtime.Runtime | None = None
+        self._refresh()
+        hooks = [self._watch(index) for index in self._required]
+        # Parameters may outlive the optimizer, and get another.
+        weakref.finalize(self, _remove_all, hooks).atexit = False
+
+    def _refresh(self) -> None:
+        """Find out who the ranks are; elastic training may have started over since the last time. Local."""
+        opened = runtime.current()
+        if opened is self._runtime:
+            return
+        self._runtime = opened
+        self._reset()
+        self._buckets = None
+        is_distributed = bool(self.process_set.included()) and len(self._required) > 0 and size() > 1
+        self._counts.is_active = is_distributed
+        if not is_distributed:
+            return
+        self._channel = channel_of(self.process_set, "allreduce")
+        on_cpu = all(parameter.is_cpu for parameter in self._parameters)
+        self._counts.holds_back = on_cpu and isinstance(self._channel.control, LockstepProcessGroup)
+        if self._counts.holds_back:
+            self._channel.add_source(self)
+
+    def _assign_groups(self, groups: Any) -> dict[int, _Group]:
+        """Parameter -> those whose gradients go together with its own."""
+        if groups is None:
+            return {index: (index,) for index in self._required}
+        if isinstance(groups, int):
+            count = max(1, min(groups, len(self._required)))
+            share, extra = divmod(len(self._required), count)
+            starts = [number * share + min(number, extra) for number in range(count + 1)]
+            parts = [tuple(self._required[a:b]) for a, b in itertools.pairwise(starts)]
+        else:
+            index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+            required = set(self._required)
+            wanted = [[index_of.get(id(tensor), -1) for tensor in group] for group in groups]
+            parts = [tuple(index for index in group if index in required) for group in wanted]
+            grouped = {index for part in parts for index in part}
+            parts += [(index,) for index in self._required if index not in grouped]
+        return {index: part for part in parts for index in part}
+
+    def _watch(self, index: int) -> RemovableHandle:
+        counts, delays, reference = self._counts, self._counts.delays, weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if not counts.is_active:
+                return
+            left = delays[index] - 1
+            if left < 0:
+                raise AssertionError(_TOO_MANY_PASSES)
+            delays[index] = left
+            counts.num_open += 1
+            if left == 0 and not counts.holds_back:
+                optimizer = reference()
+                if optimizer is not None:
+                    optimizer._on_complete(index)
+
+        parameter = self._parameters[index]
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        return handle
+
+    def _on_complete(self, index: int) -> None:
+        """A gradient that is not held back is complete: ask for its reduction, once those of its group are. Local."""
+        self._refresh()
+        part = self._group_of[index]
+        if all(self._counts.delays[member] == 0 for member in part):
+            self._submit(part)
+
+    # ---- reducing ----------------------------------------------------------------------------------
+
+    def _submit(self, part: _Group) -> None:
+        """Ask for the reduction of some gradients. Local."""
+        self._fill_missing(part)
+        parameters = [self._parameters[index] for index in part]
+        dense: list[int] = []
+        for index, parameter in zip(part, parameters, strict=True):
+            assert parameter.grad is not None
+            if parameter.grad.is_sparse and not self._sparse_as_dense:
+                self._finishers[(index,)] = reduce_sparse(self._names[index], parameter, self._settings)
+            else:
+                dense.append(index)
+        if dense:
+            names = [self._names[index] for index in dense]
+            chosen = [self._parameters[index] for index in dense]
+            self._finishers[tuple(dense)] = reduce_dense(self._channel, names, chosen, self._settings)
+            if not self._counts.holds_back:
+                self._channel.rouse()
+
+    def _fill_missing(self, part: Iterable[int]) -> None:
+        """Another rank may have computed a gradient that this one has not: it contributes zeros."""
+        for index in part:
+            parameter = self._parameters[index]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def offer(self) -> None:
+        """Submit the gradients if all are complete and nothing was yet: this rank waits for something. Local."""
+        counts = self._counts
+        is_waiting = counts.num_open > 0 and self._bulk is None and not self._finishers
+        if is_waiting and not any(counts.delays[index] for index in self._required):
+            self._submit_all()
+
+    def _submit_all(self) -> None:
+        """Submit all gradients that are held back, as one request where that can be. Local."""
+        self._fill_missing(self._required)
+        if self._buckets is None and self._fits_buckets():
+            self._buckets = Buckets(
+                [self._names[index] for index in self._required],
+                [self._parameters[index] for index in self._required],
+                self._channel,
+            )
+        if self._buckets is not None and self._buckets.can_take():
+            self._bulk = self._buckets.submit()
+        else:
+            self._submit(tuple(self._required))
+
+    def _fits_buckets(self) -> bool:
+        settings = self._settings
+        is_plain = settings.compression is Compression.none and settings.predivide_factor == 1.0
+        return (
+            is_plain
+            and settings.op == Average
+            and all(self._parameters[index].dtype.is_floating_point for index in self._required)
+        )
+
+    def synchronize(self) -> None:
+        """Reduce all gradients, and return when they are reduced. Collective.
+
+        Parameters without a gradient get one: that of the other ranks, or zeros.
+
+        Raises:
+            HorovodInternalError: ranks disagree on a gradient, or a rank is gone.
+        """
+        self._refresh()
+        if self._counts.is_active:
+            try:
+                self._reduce_rest()
+            finally:
+                self._reset()
+        self._synchronized = True
+
+    def _reduce_rest(self) -> None:
+        if self._counts.holds_back:
+            if self._bulk is None and not self._finishers:
+                self._submit_all()
+        else:
+            submitted = {index for part in self._finishers for index in part}
+            for part in dict.fromkeys(self._group_of.values()):
+                if not submitted.intersection(part):
+                    self._submit(part)
+        if self._bulk is not None:
+            self._bulk.wait()
+        for finish in self._finishers.values():
+            finish()
+
+    def _reset(self) -> None:
+        self._bulk = None
+        self._finishers.clear()
+        self._counts.reset(self.backward_passes_per_step)
+
+    # ---- the optimizer's own methods -----------------------------------------------------------------
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on so many backward passes come before each step. Local."""
+        self.backward_passes_per_step = passes
+        self._counts.delays[:] = [passes] * len(self._counts.delays)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step()` does not reduce: for who has called `synchronize()` and then changed the gradients."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients and make the optimizer's own step. Collective.
+
+        Args:
+            closure: computes the loss and the gradients; these are reduced, too. For LBFGS, whose steps depend on
+                the loss, the loss is averaged over ranks.
+        """
+        if closure is not None:
+            return self._step_with_closure(closure)
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(_STEP_AFTER_SYNCHRONIZE, stacklevel=2)
+            self.synchronize()
+        self._synchronized = False
+        return super().step()  # type: ignore[misc]
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        if self._counts.num_open and self._should_synchronize:
+            self.synchronize()
+
+        def reduced() -> Any:
+            loss = closure()
+            if self._should_synchronize:
+                self.synchronize()
+                self._synchronized = False
+                if isinstance(self, torch.optim.LBFGS) and isinstance(loss, torch.Tensor) and self._counts.is_active:
+                    loss = allreduce(loss.detach(), op=Average, process_set=self.process_set)
+            return loss
+
+        self._synchronized = False
+        return super().step(reduced)  # type: ignore[misc]
+
+    def step_locally(self) -> Any:
+        """The optimizer's own step, with the gradients as they are. Local."""
+        return super().step()  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's own.
+
+        Raises:
+            AssertionError: gradients were computed and not reduced yet.
+        """
+        if self._counts.num_open:
+            raise AssertionError(_ZERO_GRAD_TOO_EARLY)
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's own; forgets what was computed and not reduced."""
+        self._reset()
+        self._synchronized = False
+        self._should_synchronize = True
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer of the same class whose gradients are reduced over ranks before each step. Local to make.
+
+    Unlike Horovod's it shares the state of the optimizer it is made from, so that one that was loaded from a
+    checkpoint may be wrapped.
+
+    Args:
+        optimizer: the one to wrap; use only the result from then on.
+        named_parameters: names for its parameters, the same on all ranks: `model.named_parameters()`. Names are
+            what gradients of different ranks belong together by; without them parameters are numbered.
+        compression: what travels: `Compression.none` or `Compression.fp16`.
+        backward_passes_per_step: how often gradients are computed before each step; they add up in between.
+        op: Average, Sum or Adasum. With Adasum and several ranks, what is combined is not the gradients but the
+            changes that each rank's step would make.
+        gradient_predivide_factor: divides gradients before the sum; the average multiplies by it again.
+        num_groups: deprecated name of `groups`.
+        groups: how many groups of parameters, or which, have their gradients reduced together.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: who takes part; other ranks' optimizers do nothing but their own step.
+
+    Returns:
+        An instance of a subclass of `type(optimizer)`, with `synchronize`, `skip_synchronize` and
+        `set_backward_passes_per_step`.
+
+    Raises:
+        InputError: names that are missing or not unique, a predivide factor without Average, or groups that share a
+            parameter.
+        UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two.
+    """
+    chosen = ReductionOp(op)
+    if gradient_predivide_factor != 1.0 and chosen != Average:
+        raise InputError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise InputError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
+    _check_groups(groups)
+    if isinstance(optimizer, ReducingOptimizer | DeltaOptimizer):
+        raise InputError("this optimizer is a DistributedOptimizer already; wrap it once")
+    names, parameters = find_names(optimizer, named_parameters)
+    if chosen == Adasum and runtime.is_open() and size() > 1:
+        check_op(chosen, [], process_set)
+        if process_set.process_set_id != 0:
+            raise UnsupportedError("Adasum does not support non-global process sets yet.")
+        delta = wrap(optimizer, DeltaOptimizer)
+        delta._prepare(names, parameters, compression, backward_passes_per_step)
+        return delta
+    settings = Settings(compression, chosen, float(gradient_predivide_factor), process_set)
+    reducing = wrap(optimizer, ReducingOptimizer)
+    reducing._sparse_as_dense = sparse_as_dense
+    reducing._prepare(names, parameters, settings, backward_passes_per_step, groups)
+    return reducing
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if isinstance(groups, int):
+        if groups <= 0:
+            raise InputError(f"groups should be a positive integer or a list of list of torch.Tensor, got {groups}")
+        return
+    if not isinstance(groups, list | tuple):
+        raise InputError(f"groups should be an integer or a list of list of torch.Tensor, got {type(groups).__name__}")
+    tensors = [tensor for group in groups for tensor in group]
+    if any(not isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise InputError("groups must consist of torch.Tensor.")
+    if any(count > 1 for count in Counter(map(id, tensors)).values()):
+        raise InputError("A parameter can only appear once in groups.")

@@ -1,0 +1,103 @@
+"""One operation that this rank has asked for, from the asking to the answer."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.comm.callsite import call_site, site_text
+from lockstep.compat.horovod.torch.meta import Entry, Meta
+
+__all__ = ["Request"]
+
+
+class Request:
+    """One operation of this rank. The channel of its process set completes it.
+
+    Args:
+        meta: what the other ranks are told.
+        inputs: contiguous tensors.
+        outputs: where a reduction or broadcast writes, one for each input; may be the inputs. None for operations
+            whose result has a size that the other ranks decide on.
+        is_single: whether the result is one tensor rather than a list.
+        run_fused: does the whole work instead, where nobody has joined; for `Meta.fused`.
+
+    Attributes:
+        result: what `synchronize` returns, once done.
+        error: what it raises instead.
+        done: whether it is over, well or not. Set last.
+        submitted_s: time of the asking, as `time.perf_counter` counts.
+    """
+
+    def __init__(
+        self,
+        meta: Meta,
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] | None = None,
+        is_single: bool = True,
+        run_fused: Callable[[], None] | None = None,
+    ) -> None:
+        self.meta = meta
+        self.inputs = list(inputs)
+        self.outputs = None if outputs is None else list(outputs)
+        self.is_single = is_single
+        self.run_fused = run_fused
+        self.site = call_site()
+        self.submitted_s = time.perf_counter()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = False
+        # Work that the GPU has yet to do on the inputs, and later on the results.
+        self._ready = _record_events(self.inputs)
+        self._finished: list[Any] = []
+
+    @functools.cached_property
+    def entry(self) -> Entry:
+        """As the other ranks see it."""
+        return Entry(self.meta, site_text(self.site))
+
+    def wait_for_inputs(self) -> None:
+        """The thread that runs the operation lets its GPU streams wait for what the caller's had queued. Local."""
+        for event in self._ready:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    def complete(self, tensors: Sequence[torch.Tensor] = (), result: Any = None) -> None:
+        """It went well. Local."""
+        self._finished = _record_events(tensors)
+        if result is not None:
+            self.result = result
+        elif tensors:
+            self.result = tensors[0] if self.is_single else list(tensors)
+        self.done = True
+
+    def fail(self, error: BaseException) -> None:
+        """It did not. Local."""
+        self.error = error
+        self.done = True
+
+    def take(self) -> Any:
+        """The result, or the error. Local; it is done.
+
+        Raises:
+            HorovodInternalError: it failed.
+        """
+        if self.error is not None:
+            raise self.error
+        for event in self._finished:
+            torch.cuda.current_stream(event.device).wait_event(event)
+        return self.result
+
+
+def _record_events(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """An event on the current stream of every GPU that holds one of the tensors."""
+    events = []
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        with torch.cuda.device(device):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        events.append(event)
+    return events

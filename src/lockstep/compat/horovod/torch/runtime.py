@@ -1,0 +1,157 @@
+"""What `hvd.init()` opened in this process: the world, the process sets and their channels."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.registration import BACKEND_NAME
+from lockstep.compat.horovod.common.exceptions import NotInitializedError
+from lockstep.compat.horovod.torch.channel import Channel
+from lockstep.compat.horovod.torch.execution import gather_equal
+from lockstep.compat.horovod.torch.meta import Meta
+from lockstep.compat.horovod.torch.request import Request
+from lockstep.compat.horovod.torch.timeline import Timeline
+from lockstep.errors import InputError
+from lockstep.world import World
+
+__all__ = ["Runtime", "close", "current", "is_open", "open_runtime"]
+
+_NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+_runtime: Runtime | None = None
+
+
+class Runtime:
+    """Horovod's state in this process. Collective to make.
+
+    Args:
+        world: the open world.
+        owns_world: whether to shut it down at the end.
+
+    Attributes:
+        world: the same.
+        timeline: the first rank's trace.
+        local_sizes: number of ranks on each rank's host.
+    """
+
+    def __init__(self, world: World, owns_world: bool) -> None:
+        self.world = world
+        self._owns_world = owns_world
+        self.timeline = Timeline()
+        self._ids = itertools.count()
+        self._channels: dict[int, Channel] = {}
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        self.add_set(tuple(range(world.world_size)))
+        self.local_sizes = self._gather_local_sizes()
+
+    def _gather_local_sizes(self) -> list[int]:
+        sizes: list[int] = [0] * self.world.world_size
+        own = torch.tensor([self.world.local_world_size])
+        table = torch.empty(len(sizes), dtype=own.dtype)
+        gather_equal(table, own, self.channel(0).control)
+        return [int(size) for size in table]
+
+    def add_set(self, ranks: tuple[int, ...]) -> int:
+        """Make the groups of a process set. Collective over all ranks, also those outside.
+
+        Returns:
+            Its number.
+        """
+        set_id = next(self._ids)
+        has_gpus = "nccl" in self.world.backend
+        control_backend = (BACKEND_NAME if self._is_one_host() else "gloo") if has_gpus else None
+        control = dist.new_group(list(ranks), backend=control_backend)
+        accelerator = dist.new_group(list(ranks), backend="nccl") if has_gpus else None
+        self._ranks[set_id] = ranks
+        if self.world.rank in ranks:
+            assert isinstance(control, dist.ProcessGroup)
+            timeout_s = dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(control)))
+            self._channels[set_id] = Channel(
+                set_id, ranks, self.world.rank, control, accelerator, self.timeline, timeout_s.total_seconds()
+            )
+        return set_id
+
+    def _is_one_host(self) -> bool:
+        return self.world.local_world_size == self.world.world_size
+
+    def remove_set(self, set_id: int) -> None:
+        """Forget a process set, and leave its groups. Local."""
+        del self._ranks[set_id]
+        channel = self._channels.pop(set_id, None)
+        if channel is not None:
+            channel.close(dist.destroy_process_group)
+
+    def sets(self) -> dict[int, tuple[int, ...]]:
+        """Number -> ranks of every process set."""
+        return dict(self._ranks)
+
+    def channel(self, set_id: int, operation: str = "Operation") -> Channel:
+        """This rank's channel of a set.
+
+        Raises:
+            InputError: no such set, or this rank is not in it.
+        """
+        channel = self._channels.get(set_id)
+        if channel is not None:
+            return channel
+        if set_id not in self._ranks:
+            raise InputError(f"{operation}: Process set provided does not exist, or has not been registered.")
+        raise InputError(
+            f"{operation}: Rank {self.world.rank} is not a member of the provided process set, which has ranks "
+            f"{list(self._ranks[set_id])}."
+        )
+
+    def agree(self, what: str, labels: tuple[str, ...]) -> None:
+        """Make sure that all ranks are about to do the same. Collective.
+
+        Raises:
+            HorovodInternalError: they are not; says who wants what.
+        """
+        channel = self.channel(0)
+        request = channel.submit(Request(Meta(f"process_set.{what}", "process_set", labels=labels)))
+        channel.wait(request)
+        request.take()
+
+    def close(self) -> None:
+        """Leave everything. Local."""
+        self.timeline.stop()
+        for channel in self._channels.values():
+            channel.close(dist.destroy_process_group)
+        self._channels.clear()
+        self._ranks.clear()
+        if self._owns_world:
+            self.world.shutdown()
+
+
+def open_runtime(world: World, owns_world: bool) -> Runtime:
+    """Make the runtime that `current` returns. Collective."""
+    global _runtime
+    _runtime = Runtime(world, owns_world)
+    return _runtime
+
+
+def is_open() -> bool:
+    """Whether `hvd.init()` was called, and `hvd.shutdown()` was not."""
+    return _runtime is not None
+
+
+def current() -> Runtime:
+    """The open runtime.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _runtime is None:
+        raise NotInitializedError(_NOT_INITIALIZED)
+    return _runtime
+
+
+def close() -> None:
+    """Leave the open runtime, if there is one. Local."""
+    global _runtime
+    closing, _runtime = _runtime, None
+    if closing is not None:
+        closing.close()
