@@ -87,34 +87,6 @@ raise RankLost('rank 1 left', (1,))
     )
 
 
-def test_gloos_timeout_names_who_did_not_come(launches: Launches) -> None:
-    """Gloo says that it has waited, and for nobody: who is missing is found by comparing positions."""
-    folder = launches.folder / "torch" / "distributed"
-    folder.mkdir(parents=True)
-    (folder / "fake.py").write_text("def wait(): raise RuntimeError('Timed out waiting 1800000ms for recv')\n")
-    script = launches.script(
-        RECORD
-        + """
-enter('allreduce(float32[4])', 81, 4)
-if RANK != 1:
-    enter('allreduce(float32[4])', 90, 5, done=False)
-meet('here')
-if RANK == 1:
-    time.sleep(60)
-sys.path.insert(0, 'torch/distributed')
-import fake
-time.sleep(RANK * 0.2)
-fake.wait()
-"""
-    )
-    done = launches.run("--nproc", "3", script)
-    assert done.returncode == 1
-    assert opening_of(done.stderr) == (
-        "lockstep: rank 1 (pid N) did not come to allreduce #5 at train.py:90: it was after allreduce #4 at train.py:81"
-        "; ranks 0, 2 were in allreduce #5 at train.py:90"
-    )
-
-
 def test_setup_error_of_all_ranks_is_one_block(launches: Launches) -> None:
     script = launches.script(
         """
@@ -247,3 +219,42 @@ def test_missing_ranks_are_those_behind(box: Path, monkeypatch: pytest.MonkeyPat
     places = look(box, {0: 0, 1: 0, 2: 0, 3: 0})
     assert find_missing(places, 0) == (1, 3)
     assert find_missing(places, 3) == ()
+
+
+def test_plain_torch_on_gloo_gets_the_same_verdict(launches: Launches) -> None:
+    """Nothing of Lockstep in the script: torch's own group, sub-group, DDP and messages are recorded all the same."""
+    script = launches.script(
+        """
+        from datetime import timedelta
+        from pathlib import Path
+        import torch, torch.distributed as dist
+        dist.init_process_group('gloo')
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()  # line 8
+        pair = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        dist.all_reduce(torch.ones(3), group=pair)  # line 10
+        if RANK == 0:
+            dist.send(torch.ones(1), 1)
+            from lockstep.blackbox import read_positions
+            for one in read_positions(Path(os.environ['LOCKSTEP_RENDEZVOUS']), [0])[0]:
+                print(one.group, one.number, one.call, one.site.partition(':')[2], one.inside, sep='; ', flush=True)
+        else:
+            dist.recv(torch.ones(1), 0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        works = [dist.all_reduce(torch.ones(3), group=pair, async_op=True) for _ in range(2)]  # line 19
+        for work in works:
+            work.wait()
+        """
+    )
+    done = launches.run("--nproc", "2", "--grace", "0.2", script)
+    assert done.returncode == 1, done.stderr
+    said = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    assert "torch's DistributedDataParallel; 1; forward pass; 8 in <module>; False" in said
+    group = next(line for line in said if "of ranks [0, 1]" in line).partition(";")[0]
+    assert f"{group}; 1; all_reduce(float32[3]); 10 in <module>; False" in said
+    assert "torch_record.py" not in done.stderr
+    assert opening_of(done.stderr) == (
+        f"lockstep: rank 1 (pid N) did not come to all_reduce #3 of {group} at script.py:19: it was after "
+        f"all_reduce #1 of {group} at script.py:10, and its process is stopped; rank 0 was in all_reduce #3 of {group} "
+        "at script.py:19"
+    )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from lockstep.comm import monitored
+from lockstep.comm import monitored, torch_record
 
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
 
@@ -48,6 +48,7 @@ def _register(module: ModuleType) -> None:
         if name.upper() not in backend._plugins:
             backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     monitored.register(module)
+    torch_record.register(module)
     for registrar in _registrars:
         registrar(module)
 

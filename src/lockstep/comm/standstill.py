@@ -9,10 +9,10 @@ and for whom. While it goes on waiting it looks whether following those awaited 
 
 [Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
 cannot come to any other collective meanwhile: its main thread is the one that waits, no other thread of it has ever
-called a collective, no other group has asynchronous calls left to run, and its wait is no short try. And a circle counts only when it has been
-seen twice, `_CONFIRM_S` apart, with every rank of it in the very same wait, and having looked again in between whether
-those it waits for have come (its *beat*). Then none of them could have come in between: whoever came first would
-have had to stop waiting first.
+called a collective, no other group has asynchronous calls left to run, and its wait is no short try. And a circle
+counts only when it has been seen twice, `_CONFIRM_S` apart, with every rank of it in the very same wait, and having
+looked again in between whether those it waits for have come (its *beat*). Then none of them could have come in
+between: whoever came first would have had to stop waiting first.
 """
 
 from __future__ import annotations

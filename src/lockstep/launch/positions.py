@@ -137,7 +137,7 @@ def find_missing(places: Mapping[int, Place], rank: int) -> tuple[int, ...]:
         rank: one that waited in vain in its latest collective.
     """
     waiting = places[rank].latest if rank in places else None
-    if waiting is None or not waiting.inside:
+    if waiting is None:
         return ()
     missing = []
     for other, place in places.items():

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.frames import is_torch_file
+
 __all__ = ["ErrorReport", "capture", "is_echo", "is_expected", "is_own", "read_reports", "without_leading_frames"]
 
 # A report goes to a terminal in the end. Keeps head and tail of what is longer.
@@ -162,12 +164,10 @@ def _is_timeout(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or type(error).__module__.startswith("lockstep."):
         return False
-    # Of torch's own, only what came out of its communication: a script may have timeouts of another kind.
-    in_torch = any(
-        "/torch/distributed/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
+    # Of others, only what came out of torch: a script may have timeouts of another kind.
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     text = _text_of(error).lower()
-    return in_torch and any(phrase in text for phrase in _TIMEOUT_PHRASES)
+    return any(map(is_torch_file, files)) and any(phrase in text for phrase in _TIMEOUT_PHRASES)
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -192,7 +192,7 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
 
     Args:
         error: the exception.
-        trace: its traceback, already without the bootstrap's frames.
+        trace: what to show of its traceback: without the bootstrap's frames, and others that say nothing.
         rank: of this process.
     """
     file, line = _place_of(error, trace)

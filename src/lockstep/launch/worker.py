@@ -48,7 +48,7 @@ except ModuleNotFoundError:
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from lockstep import env
 
-from lockstep.frames import up_to_user
+from lockstep.frames import up_to_user, without_relays
 from lockstep.launch.rendezvous import announce_failure
 from lockstep.launch.report import capture, is_expected, is_own, without_leading_frames
 
@@ -164,11 +164,10 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
     """Report, print unless quiet, and exit as an uncaught exception does."""
     keep_all = env.LOCKSTEP_DEBUG.get() is True
     trace = error.__traceback__ if keep_all else without_leading_frames(error.__traceback__, _OWN_FILES)
-    if is_own(error) and not keep_all:
-        trace = up_to_user(trace)
+    if not keep_all:
+        trace = up_to_user(trace) if is_own(error) else without_relays(trace)
     # A hook that somebody has put there may do more than print.
     is_quiet = is_quiet or (is_expected(error) and sys.excepthook is sys.__excepthook__)
-    error = error.with_traceback(trace)
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
     if may_report and rank is not None and folder is not None:
         try:
@@ -177,6 +176,7 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
             is_quiet = False
             print(f"lockstep: rank {rank} cannot write its error report: {problem}", file=sys.stderr)
         announce_failure(Path(folder), rank)
+    error = error.with_traceback(trace)
     if not is_quiet:
         try:
             # The script may have installed its own, as rich and IPython do.

@@ -1,0 +1,218 @@
+"""The flight record of torch's own groups (gloo, nccl, …), for the launcher.
+
+Such groups have no flight record that others could read, and do not ask for one: their errors say that somebody is
+late, not who. Under our launcher every rank writes into its black box (`lockstep.blackbox`) which collective it enters,
+from which line; when one of them times out or is killed, the launcher compares and names who is missing.
+
+[Note: where the record is taken] Python calls the verbs of a group as methods of torch's class `ProcessGroup`, and
+waits by its class `Work`. Those methods are wrapped, on the classes, once. That sees what `torch.distributed`, our
+engine, FSDP2 and scripts do, and changes nothing of what the group does: arguments, results and errors pass through
+untouched. Not seen is what C++ calls by itself, which is the reducer of torch's DDP; its forward pass is recorded
+instead.
+
+Rejected: a group of our own around torch's, which DDP's reducer would go through, but which would have to stand for
+nccl's streams, coalescing, splitting and aborts too; TORCH_DISTRIBUTED_DEBUG=DETAIL, which meets before every
+collective; torch's own flight recorder, which a rank that was killed cannot dump.
+
+For nccl a call counts as over when a stream waits for it, not when the GPU is through. That path is written and has not
+run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lockstep import blackbox, env
+from lockstep.blackbox import CALL, FINISHED, NUMBER, RING, SITE, START
+from lockstep.comm.callsite import CallSite, call_site, site_text
+
+__all__ = ["register"]
+
+# Names of one verb in different releases of torch are all there is in that release.
+_VERBS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "barrier": "barrier",
+    "monitored_barrier": "monitored_barrier",
+}
+_MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+_DDP = "torch's DistributedDataParallel"
+
+
+class _Record:
+    """What this rank does in one group of torch's.
+
+    Args:
+        name: how messages call the group.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._box = blackbox.open_section(name)
+        self._calls: dict[str, int] = {}
+        self._sites: dict[CallSite, int] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, text: str, site: CallSite) -> int:
+        """This rank calls something; the number of the call."""
+        box = self._box
+        with self._lock:
+            number = box.words[NUMBER] + 1
+            box.words[CALL] = self._index(self._calls, text, box.write_call, text)
+            box.words[SITE] = self._index(self._sites, site, box.write_site, site_text(site))
+            box.times[START] = time.perf_counter()
+            box.words[NUMBER] = number
+        return number
+
+    def _index(self, known: dict[Any, int], key: Any, write: Callable[[int, str], None], text: str) -> int:
+        """Where in its ring the text stands. A full ring starts again: only the latest call needs its texts."""
+        index = known.get(key)
+        if index is None:
+            if len(known) == RING:
+                known.clear()
+            index = known[key] = len(known)
+            write(index, text)
+        return index
+
+    def finish(self, number: int) -> None:
+        """This rank has come out of that call, and so of all before it."""
+        with self._lock:
+            self._box.words[FINISHED] = max(self._box.words[FINISHED], number)
+
+    def say_waiting(self, text: str) -> None:
+        """This rank waits for a message; empty when it does not any more."""
+        self._box.say_waiting(text)
+
+
+_records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Any, tuple[_Record, int]] = WeakKeyDictionary()
+_messages: WeakKeyDictionary[Any, tuple[_Record, str]] = WeakKeyDictionary()
+_passes: list[_Record] = []
+_module: ModuleType | None = None
+
+
+def register(module: ModuleType) -> None:
+    """Record torch's groups from now on, if a launcher reads it. Local; once is enough.
+
+    Args:
+        module: `torch.distributed.distributed_c10d`.
+    """
+    global _module
+    if _module is not None or env.LOCKSTEP_RENDEZVOUS.get() is None:
+        return
+    _module = module
+    from torch._C import _distributed_c10d as c10d
+
+    for method, name in {**_VERBS, **_MESSAGES}.items():
+        original = getattr(c10d.ProcessGroup, method, None)
+        if original is not None:
+            wrapper = _recorded_message if method in _MESSAGES else _recorded
+            setattr(c10d.ProcessGroup, method, wrapper(original, name))
+    c10d.Work.wait = _recorded_wait(c10d.Work.wait)  # type: ignore[method-assign]
+    reducer = getattr(c10d, "Reducer", None)
+    if reducer is not None:
+        reducer.prepare_for_backward = _recorded_pass(reducer.prepare_for_backward)
+
+
+def _record_of(group: Any) -> _Record:
+    record = _records.get(group)
+    if record is None:
+        assert _module is not None
+        ranks = sorted(_module._world.pg_group_ranks.get(group, ()))
+        is_default = group is _module.GroupMember.WORLD
+        name = "the default group" if is_default else f"group {group.group_name} of ranks {ranks}"
+        record = _records[group] = _Record(name)
+    return record
+
+
+def _describe(name: str, values: tuple[Any, ...]) -> str:
+    """`all_reduce(float32[4])`, by the first tensor among the arguments."""
+    first: Any = values[0] if values else None
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if not hasattr(first, "dtype"):
+        return f"{name}()"
+    return f"{name}({str(first.dtype).removeprefix('torch.')}{list(first.shape)})"
+
+
+def _recorded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(group: Any, *values: Any, **options: Any) -> Any:
+        record = _record_of(group)
+        number = record.enter(_describe(name, values), call_site())
+        work = original(group, *values, **options)
+        if work is None:  # monitored_barrier has waited already
+            record.finish(number)
+        else:
+            _numbers[work] = (record, number)
+        return work
+
+    return call
+
+
+def _recorded_message(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A send or receive is no step of the group: it has no number, and is said only while it is waited for."""
+
+    @functools.wraps(original)
+    def call(group: Any, *values: Any, **options: Any) -> Any:
+        work = original(group, *values, **options)
+        peer = f", rank {values[1]} of the group" if len(values) > 1 and original.__name__ != "recv_anysource" else ""
+        text = f"{_describe(name, values)[:-1]}{peer}) at {site_text(call_site())}"
+        _messages[work] = (_record_of(group), text)
+        return work
+
+    return call
+
+
+def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wait(work: Any, *values: Any, **options: Any) -> Any:
+        message = _messages.get(work)
+        if message is not None:
+            message[0].say_waiting(message[1])
+        done = original(work, *values, **options)
+        if message is not None:
+            message[0].say_waiting("")
+        call = _numbers.get(work)
+        if call is not None:
+            call[0].finish(call[1])
+        return done
+
+    return wait
+
+
+def _recorded_pass(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's DDP reduces gradients from C++: what can be known is after which forward pass."""
+
+    @functools.wraps(original)
+    def prepare(reducer: Any, *values: Any, **options: Any) -> Any:
+        if not _passes:
+            _passes.append(_Record(_DDP))
+        record = _passes[0]
+        record.finish(record.enter("forward pass", call_site()))
+        return original(reducer, *values, **options)
+
+    return prepare
