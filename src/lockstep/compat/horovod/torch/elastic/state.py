@@ -138,8 +138,9 @@ class ObjectState(State):
         self._set_attrs()
 
     def sync(self) -> None:
-        """Take over rank 0's. Collective."""
+        """Take over rank 0's, as they are now. Collective."""
         if self._saved_state:
+            ObjectState.save(self)
             self._saved_state = self._bcast_object(self._saved_state)
             self._set_attrs()
 
