@@ -224,7 +224,8 @@ class EngineProcessGroup(ProcessGroup):
         if whole.numel() != part.numel() * world_size:
             raise InputError(
                 f"{operation}: the tensor for all ranks has {whole.numel()} elements, the one for this rank "
-                f"{part.numel()}; expected {world_size} times as many"
+                f"{part.numel()}; expected {world_size} times as many. Where sizes differ between ranks, call "
+                f"dist.{operation}, which takes a list with a tensor of each rank's size"
             )
         if whole.is_contiguous():
             return list(whole.view(world_size, -1).unbind(0))
