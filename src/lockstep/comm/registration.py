@@ -2,7 +2,8 @@
 
 `import lockstep` calls `ensure`. If torch.distributed is loaded the names are registered at once;
 else when it is. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported by
-who makes a group with it. `dist.monitored_barrier` learns of the groups on the same occasion (`monitored.py`).
+who makes a group with it; "mpi" means the same where torch has no MPI (`mpi/name.py`). `dist.monitored_barrier` learns
+of the groups on the same occasion (`monitored.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.comm import monitored, torch_record
+from lockstep.comm.mpi import name as mpi_name
 
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
 
 BACKEND_NAME = "lockstep"
-# torch keeps "mpi" for a branch of its own, which raises where torch was built without MPI.
+# torch keeps "mpi" for a branch of its own; see [Note: the name "mpi"] in mpi/name.py.
 MPI_BACKEND_NAME = "mpi4py"
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
@@ -48,6 +50,7 @@ def _register(module: ModuleType) -> None:
         if name.upper() not in backend._plugins:
             backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     monitored.register(module)
+    mpi_name.register(module, MPI_BACKEND_NAME)
     torch_record.register(module)
     for registrar in _registrars:
         registrar(module)

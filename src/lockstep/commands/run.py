@@ -10,6 +10,7 @@ from lockstep.commands.parsing import Parser, add_grace, add_nproc, split_at_scr
 from lockstep.launch import slurm
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from
+from lockstep.launch.mpi import is_rank_of_mpirun, run_as_rank
 from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main"]
@@ -138,6 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     if script is None:
         parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
     hosts = hosts_from(chosen)
+    if hosts is None and is_rank_of_mpirun(env.snapshot()):
+        return _run_as_rank_of_mpirun(parser, chosen, script, script_arguments)
     given = {name: value for name, value in vars(chosen).items() if value is not None}
     if not given.pop("with_doors"):
         given["environment"] = variables = env.snapshot()
@@ -146,6 +149,14 @@ def main(arguments: Sequence[str]) -> int:
         return _run_on_hosts(LaunchConfig(target=script, args=script_arguments, **given), hosts)
     slurm.warn_of_other_tasks()
     return launch_job(LaunchConfig(target=script, args=script_arguments, **given))
+
+
+def _run_as_rank_of_mpirun(
+    parser: Parser, chosen: argparse.Namespace, script: str, script_arguments: Sequence[str]
+) -> int:
+    names = ("nproc", "log_dir", "max_restarts", "master_addr", "master_port")
+    given = {f"--{name.replace('_', '-')}" for name in names if getattr(chosen, name) != parser.get_default(name)}
+    return run_as_rank(script, script_arguments, is_module=chosen.is_module, given=given)
 
 
 def _run_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:

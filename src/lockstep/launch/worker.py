@@ -52,7 +52,7 @@ from lockstep.frames import up_to_user, without_relays
 from lockstep.launch.rendezvous import announce_failure
 from lockstep.launch.report import capture, is_expected, is_own, without_leading_frames
 
-__all__ = ["run_module", "run_rank", "run_script"]
+__all__ = ["run_module", "run_rank", "run_script", "run_target"]
 
 # By name, as it stands above this package.
 _DOORS = "lockstep.compat.install"
@@ -61,7 +61,7 @@ _INTERRUPTED_CODE = 128 + signal.SIGINT
 # Frames that stand between the interpreter and the user's code, and say nothing.
 _LIBRARY = Path(os.__file__).parent
 _OWN_FILES = frozenset(
-    {__file__, str(Path(__file__).with_name("payload.py"))}
+    {__file__, str(Path(__file__).with_name("payload.py")), str(Path(__file__).parents[1] / "tools/rehearse/rank.py")}
     | {str(_LIBRARY / name) for name in ("runpy.py", "multiprocessing/spawn.py")}
 )
 
@@ -214,22 +214,31 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
         _fail(error, may_report=is_rank, is_quiet=is_quiet and is_rank)
 
 
+def run_target(target: str, args: list[str], *, is_module: bool) -> None:
+    """Run a script or module as this process's program: exits the process unless it returns; see `run_rank`."""
+    _write_line_by_line()
+    _open_doors()
+    if is_module:
+        run_rank(lambda: run_module(target, args))
+    else:
+        run_rank(lambda: run_script(target, args))
+
+
 def _main(argv: list[str]) -> None:
     _die_with_launcher()
-    _write_line_by_line()
     with contextlib.suppress(Exception):  # Without a stderr there is nowhere to say it.
         faulthandler.enable()  # A crash in native code then at least says where Python was.
     kind, *rest = argv
     if kind == "--call":
         from lockstep.launch.payload import run_call
 
+        _write_line_by_line()
         run_rank(lambda: run_call(int(rest[0]), int(rest[1])), is_quiet=True)
         return
-    _open_doors()
     if kind == "-m":
-        run_rank(lambda: run_module(rest[0], rest[1:]))
+        run_target(rest[0], rest[1:], is_module=True)
     else:
-        run_rank(lambda: run_script(kind, rest))
+        run_target(kind, rest, is_module=False)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import HashStore, Store
 
+from lockstep import env
 from lockstep.comm.mpi.library import is_installed, load
-from lockstep.errors import RendezvousError
+from lockstep.errors import RendezvousError, SetupError
 from lockstep.rendezvous import folder, tcp
 from lockstep.topology import Topology
 from lockstep.topology.mpi import job_id
@@ -84,10 +85,17 @@ def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
 
     Raises:
         BackendUnavailable: mpi4py or the MPI library is missing.
+        SetupError: another launcher has started other ranks than MPI knows.
         RendezvousError: not all ranks came in time; on rank 0, names those that did not.
     """
     world = load().COMM_WORLD
     rank, world_size = world.Get_rank(), world.Get_size()
+    given = env.WORLD_SIZE.get()
+    if given not in (None, world_size):
+        raise SetupError(
+            f"WORLD_SIZE is {given}, but MPI knows of {world_size} rank(s): ranks of an MPI job are started by "
+            f"`mpirun -np {given} python script.py`, or `mpirun -np {given} lockstep run script.py`"
+        )
     if world_size == 1:
         return Topology(0, 1, 0, 1), HashStore()
     deadline = _Deadline(timeout)

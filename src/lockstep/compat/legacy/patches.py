@@ -24,8 +24,6 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import comm
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
-from lockstep.comm.registration import MPI_BACKEND_NAME
 from lockstep.compat.legacy import multigpu
 from lockstep.errors import DataError
 
@@ -104,16 +102,12 @@ def _add_module(name: str, content: dict[str, Any]) -> None:
 
 
 def _take_old_backends(original: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group` with the backends "tcp" and "mpi", and a file without a folder."""
+    """`init_process_group` with the backend "tcp", and a file without a folder."""
 
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, *args: Any, **options: Any
     ) -> None:
         name = backend.lower() if isinstance(backend, str) else ""
-        if name == "mpi" and not dist.is_mpi_available() and is_mpi4py_installed():
-            # As of old, MPI says who is who, whatever the call says. The third parameter is the timeout.
-            timeout = args[0] if args else options.get("timeout")
-            return original(MPI_BACKEND_NAME, init_method="mpi://", timeout=timeout)
         if name == "tcp":
             backend = "gloo"
         return original(backend, _whole_path(init_method), *args, **options)

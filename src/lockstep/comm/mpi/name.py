@@ -1,0 +1,84 @@
+"""The plain name "mpi", where torch has no MPI.
+
+[Note: the name "mpi"] torch keeps "mpi" for a branch of its own, which raises where torch was built without MPI, as
+every wheel is. `register`, called whenever lockstep is imported beside torch, then makes the name mean our group, with
+as little as that takes; where torch has MPI, it does nothing.
+
+* `Backend("mpi")`, through which torch passes every name, says "mpi4py": so `new_group(backend="mpi")`,
+  "cpu:mpi,cuda:nccl" and `DeviceMesh` find our group, and `dist.get_backend()` tells its true name.
+* `init_process_group("mpi")` gets rank and number of ranks from MPI and meets by `mpi://`, whatever it is given; rank
+  and world_size get torch's own warning. That is what torch does with its own.
+
+Nothing else of torch changes; `dist.is_mpi_available()` still says what torch was built with.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+__all__ = ["register"]
+
+_NAME = "mpi"
+_INIT = "init_process_group"
+_IGNORED = ("rank", "world_size", "store")
+
+
+def register(module: ModuleType, backend_name: str) -> None:
+    """Let "mpi" mean our group, unless torch has its own. Local; may be called again. See [Note: the name "mpi"].
+
+    Args:
+        module: `torch.distributed.distributed_c10d`. What `torch.distributed` took from it before is replaced too.
+        backend_name: the name under which torch knows our group.
+    """
+    if module.is_mpi_available() or getattr(module.Backend.__new__, "knows_lockstep", False):
+        return
+    module.Backend.__new__ = _translating(module.Backend.__new__, module.Backend.MPI, backend_name)
+    torchs_own = getattr(module, _INIT)
+    function = _asking_mpi(torchs_own)
+    setattr(module, _INIT, function)
+    package = sys.modules.get("torch.distributed")
+    if getattr(package, _INIT, None) is torchs_own:
+        setattr(package, _INIT, function)
+
+
+def _translating(torchs_own: Callable[..., str], plain: str, backend_name: str) -> Callable[..., str]:
+    """`Backend.__new__`, which gives the name of our group for the plain one."""
+
+    @functools.wraps(torchs_own)
+    def __new__(cls: type, name: str) -> str:  # noqa: N807
+        found = torchs_own(cls, name)
+        return backend_name if found == plain else found
+
+    __new__.knows_lockstep = True  # type: ignore[attr-defined]
+    return __new__
+
+
+def _asking_mpi(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    """`init_process_group`, which asks MPI if the backend is the plain name."""
+    signature = inspect.signature(torchs_own)
+
+    @functools.wraps(torchs_own)
+    def init_process_group(*args: Any, **options: Any) -> None:
+        try:
+            given = signature.bind(*args, **options).arguments
+        except TypeError:
+            given = {}  # torch says itself what is wrong.
+        backend = given.get("backend")
+        if not isinstance(backend, str) or backend.lower() != _NAME:
+            return torchs_own(*args, **options)
+        if given.get("rank", -1) != -1 or given.get("world_size", -1) != -1:
+            warnings.warn(
+                f"For MPI backend, world_size ({given.get('world_size', -1)}) and rank ({given.get('rank', -1)}) are "
+                "ignored since they are assigned by the MPI runtime.",
+                stacklevel=2,
+            )
+        kept = {name: value for name, value in given.items() if name not in _IGNORED}
+        return torchs_own(**{**kept, "init_method": "mpi://"})
+
+    return init_process_group

@@ -1,0 +1,44 @@
+"""`mpirun -np N lockstep run script.py`: mpirun has started the ranks, and the launcher steps aside."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lockstep import env
+from lockstep.errors import LaunchError
+from lockstep.launch.config import check_target
+from lockstep.launch.worker import run_target
+from lockstep.topology.mpi import read_mpi
+
+__all__ = ["is_rank_of_mpirun", "run_as_rank"]
+
+
+def is_rank_of_mpirun(variables: Mapping[str, str]) -> bool:
+    """Whether mpirun started this process as one of several ranks, and no launcher stands in between."""
+    topology = read_mpi(variables) if env.RANK.get(variables) is None else None
+    return topology is not None and topology.world_size > 1
+
+
+def run_as_rank(target: str, args: Collection[str], *, is_module: bool, given: Collection[str]) -> int:
+    """Run the script in this process, as the rank of MPI that it is. Comes back only if the script ends well.
+
+    What a rank under our launcher has of it, a script has here too: Lockstep's names are known to torch.distributed.
+
+    Args:
+        target: path of a script, or name of a module.
+        args: handed to it untouched.
+        is_module: `target` is a module, run as `python -m` does.
+        given: options of the launcher that somebody gave, and that mpirun decides here.
+
+    Raises:
+        LaunchError: there is nothing to run, or such an option was given.
+    """
+    if given:
+        names = ", ".join(sorted(given))
+        raise LaunchError(
+            f"mpirun has started this process as one rank of several, so {names} is not for `lockstep run` to decide: "
+            "leave it out, or start without mpirun"
+        )
+    check_target(target, is_module)
+    run_target(target, list(args), is_module=is_module)
+    return 0

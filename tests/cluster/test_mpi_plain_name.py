@@ -1,0 +1,76 @@
+"""`init_process_group("mpi")`, torch's own name, with a torch that has no MPI."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.comm.mpi import name
+from lockstep.commands.run import main
+from lockstep.errors import LaunchError
+from lockstep.launch.mpi import is_rank_of_mpirun
+from mpi_harness import environ, mpirun, needs_mpi
+
+SCRIPT = str(Path(__file__).with_name("mpi_plain_name.py"))
+NEEDS_NO_MPI = pytest.mark.skipif(dist.is_mpi_available(), reason="this PyTorch has its own MPI, which is then meant")
+
+
+@needs_mpi
+@NEEDS_NO_MPI
+@pytest.mark.parametrize(
+    "program", [(SCRIPT, "--import"), ("-m", "lockstep", "run", SCRIPT)], ids=["python", "lockstep-run"]
+)
+def test_plain_name_reaches_our_group(program: tuple[str, ...]) -> None:
+    """Also in a script that knows nothing of Lockstep, if `lockstep run` runs it."""
+    done = mpirun(2, program)
+    assert done.returncode == 0, done.stderr
+    ignored = "For MPI backend, world_size (0) and rank (0) are ignored since they are assigned by the MPI runtime."
+    for rank, found in enumerate(sorted(map(json.loads, done.stdout.splitlines()))):
+        assert found == [
+            [rank, 2, "mpi4py", 3.0, "mpi4py", 3.0, "mpi4py", 3.0, 3.0],
+            [rank, 3.0, 44.0, [ignored]],
+            ["cpu:mpi", 3.0],
+            False,
+        ]
+
+
+@needs_mpi
+@NEEDS_NO_MPI
+def test_our_launcher_alone_makes_no_mpi_job(tmp_path: Path) -> None:
+    """Taking each rank for an MPI job of its own would train N models."""
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed as dist; dist.init_process_group('mpi')")
+    command = [sys.executable, "-m", "lockstep", "run", "--nproc", "2", str(script)]
+    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.search(
+        r"WORLD_SIZE is 2, but MPI knows of 1 rank\(s\): ranks of an MPI job are started by `mpirun -np 2 python "
+        r"script.py`, or `mpirun -np 2 lockstep run script.py`",
+        done.stderr,
+    )
+
+
+def test_mpirun_decides_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(LaunchError, match=r"so --log-dir, --nproc is not for `lockstep run` to decide: leave it out"):
+        main(["--nproc", "2", "--log-dir", "x", SCRIPT])
+    with pytest.raises(LaunchError, match="not found"):
+        main(["nowhere.py"])
+    assert not is_rank_of_mpirun({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
+    assert not is_rank_of_mpirun({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "0"})
+
+
+def test_torchs_own_mpi_is_left_alone() -> None:
+    """Where it is built in; nothing of torch is touched."""
+    torch_with_mpi = SimpleNamespace(is_mpi_available=lambda: True)
+    name.register(torch_with_mpi, "mpi4py")  # type: ignore[arg-type]
+    assert list(vars(torch_with_mpi)) == ["is_mpi_available"]
