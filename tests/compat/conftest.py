@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
+sys.path.append(str(Path(__file__).with_name("programs")))
 
 from launching import Launches, wait_until
 
