@@ -126,7 +126,7 @@ def test_programs_have_everything() -> None:
     steps = [step for number in range(60) for step in draw_program(seeds_from(number, 60), 3)]
     assert {type(step) for step in steps} == {Make, Drop, Call, Together, Wait}
     calls = [step for step in steps if isinstance(step, Call)]
-    assert len({type(call.operation) for call in calls}) == 17
+    assert len({type(call.operation) for call in calls}) == 18
     assert {call.is_async for call in calls} == {True, False}
     assert {call.operation.dtype for call in calls} >= {torch.bool, torch.bfloat16, torch.float8_e5m2, torch.complex64}
     assert {len(call.operation.shape) for call in calls} == {0, 1, 2, 3}

@@ -34,6 +34,7 @@ __all__ = [
     "AllGather",
     "AllGatherIntoTensor",
     "AllReduce",
+    "AllReduceInPlace",
     "AllToAll",
     "AllToAllSingle",
     "Barrier",
@@ -212,6 +213,16 @@ class AllReduce(_Reduction):
 
     def expected(self, rank: int) -> list[Any]:
         return [reduced(self.op, self.everybodys())]
+
+
+class AllReduceInPlace(AllReduce):
+    """In symmetric memory, where the group has any."""
+
+    def start(self, place: Place, is_async: bool) -> Started:
+        values = self.values(place.rank)
+        allocate = getattr(place.group or dist.group.WORLD, "symmetric_empty", torch.empty)
+        tensor = allocate(values.shape, dtype=values.dtype).copy_(values)
+        return Started(dist.all_reduce(tensor, self.reduce_op, place.group, is_async), [tensor])
 
 
 class Reduce(_Reduction):
@@ -415,6 +426,6 @@ class Objects(Operation):
 
 
 COLLECTIVES: tuple[type[Operation], ...] = (
-    AllReduce, AllReduce, AllReduce, Reduce, ReduceScatter, ReduceScatterTensor, Broadcast, AllGather,
+    AllReduce, AllReduce, AllReduceInPlace, Reduce, ReduceScatter, ReduceScatterTensor, Broadcast, AllGather,
     AllGatherIntoTensor, Gather, Scatter, AllToAll, AllToAllSingle, Barrier, Objects,
 )  # fmt: skip
