@@ -34,6 +34,7 @@ what old scripts use                               here        how
 `tensor.cuda(async=True)`                          refused     a keyword of Python since 3.7: `non_blocking=True`
 `torch.load` of pickled classes                    refused     it would run code of the file; `weights_only=False` if
                                                                you trust it
+`group=0`                                          refused     an error since torch 1.0: leave it out
 `1 - mask`, integer `/`                            refused     torch's arithmetic, which others rely on: `~mask`, `//`
 ================================================== =========== ========================================================
 
