@@ -84,10 +84,15 @@ def run_tests(backend: str, names: Sequence[str], section: Section = SECTIONS[0]
     """
     remaining = list(names)
     while remaining:
-        order = {"backend": backend, "world_size": section.world_size, "pose": section.pose}
-        for result in _run_batch({**order, "tests": remaining[:BATCH_SIZE]}):
+        batch = remaining[:BATCH_SIZE]
+        order = {"backend": backend, "world_size": section.world_size, "pose": section.pose, "tests": batch}
+        for result in _run_batch(order):
             remaining.remove(result.name)
             yield result
+        if remaining[: len(batch)] == batch:
+            raise RuntimeError(
+                f"not one test was begun; see why: echo '{json.dumps(order)}' | python {HERE / 'batch.py'}"
+            )
 
 
 def list_tests() -> list[str]:
