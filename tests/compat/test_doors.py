@@ -179,3 +179,26 @@ def test_program_for_horovod_and_apex_finds_the_doors(launches: Launches) -> Non
     refused = launches.run("--nproc", "1", "--no-compat", script)
     assert refused.returncode == 1
     assert "No module named 'horovod'" in refused.stderr
+
+
+def test_script_without_a_launcher(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "main": """
+import importlib.util, os, pickle, sys
+class Thing: pass
+assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+print(__name__, os.path.basename(sys.argv[0]), sys.argv[1:], importlib.util.find_spec("horovod").origin is not None)
+assert os.getcwd() not in sys.path[1:], sys.path
+"""
+        },
+    )
+    command = [sys.executable, "-m", "lockstep.compat.script"]
+    for target in (["main.py"], ["-m", "main"]):
+        done = subprocess.run([*command, *target, "x"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.stdout, done.stderr) == ("__main__ main.py ['x'] True\n", ""), done.stderr
+    for target, words in ((["gone.py"], "script 'gone.py' not found"), ([], "name a script to run")):
+        done = subprocess.run([*command, *target], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert words in done.stderr

@@ -1,0 +1,54 @@
+"""`python -m lockstep.compat.script TARGET ARGS…`: a script, or `-m MODULE`, with the doors open.
+
+For processes that no launcher of Lockstep's starts, and scripts that nobody wants to edit::
+
+    srun python -m lockstep.compat.script train.py
+    mpirun -np 4 python -m lockstep.compat.script -m package.train --epochs 3
+    torchrun --nproc-per-node 4 -m lockstep.compat.script train.py
+
+The script is the main module, as with plain `python`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lockstep.errors import LaunchError
+from lockstep.launch.config import check_target
+from lockstep.launch.worker import run_module, run_script
+
+__all__ = ["run"]
+
+_USAGE_CODE = 2
+
+
+def run(words: list[str]) -> None:
+    """Open the doors and run what the words name, as `python` would. Local; returns when the script does.
+
+    Args:
+        words: a script, or `-m` and a module, and its arguments.
+
+    Raises:
+        LaunchError: there is no such script or module.
+        BaseException: whatever the script raises.
+    """
+    is_module, rest = words[:1] == ["-m"], words[1:] if words[:1] == ["-m"] else words
+    if not rest:
+        raise LaunchError("name a script to run, or -m and a module: python -m lockstep.compat.script train.py")
+    check_target(rest[0], is_module)
+    import lockstep.compat.install  # noqa: F401  # Its import is what opens them.
+
+    if is_module:
+        run_module(rest[0], rest[1:])
+    else:
+        run_script(rest[0], rest[1:])
+
+
+if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # The current folder, put there by `-m`; a script has its own instead.
+    try:
+        run(sys.argv[1:])
+    except LaunchError as error:
+        print(f"lockstep: error: {error}", file=sys.stderr)
+        sys.exit(_USAGE_CODE)
