@@ -196,6 +196,40 @@ def accumulate_with_amp() -> None:
         check_gradients(plain, model, 1 / dist.get_world_size())
 
 
+def accumulate_wrongly(level: str) -> None:
+    """Without `delay_unscale` the first micro-batch would never be reduced: an error, on every rank."""
+    with clean_amp():
+        model, optimizer = amp.initialize(
+            (net := make_net()), make_sgd(net), opt_level=level, loss_scale=256.0, verbosity=0
+        )
+        model = DistributedDataParallel(model)
+
+        def run(step: int, late: bool = False) -> None:
+            images, labels = own_batch(step)
+            loss = functional.cross_entropy(model(images), labels)
+            with amp.scale_loss(loss, optimizer, delay_unscale=late) as scaled_loss:
+                scaled_loss.backward()
+
+        model.disable_allreduce()
+        run(0)
+        run(1)
+        model.enable_allreduce()
+        if dist.get_world_size() == 1:
+            run(2)
+        else:
+            with pytest.raises(RuntimeError, match="Pass delay_unscale=True"):
+                run(2)
+        for way in (optimizer.step, optimizer.zero_grad):  # what was accumulated is gone: nothing to complain of
+            model.disable_allreduce()
+            optimizer.zero_grad()
+            run(3)
+            way()
+            optimizer.zero_grad()
+            model.enable_allreduce()
+            run(4)
+            optimizer.step()
+
+
 def normalize() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = torch.randn(4 * world_size, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -224,6 +258,8 @@ def test_engine_and_reducer(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_accumulation_under_an_engine(world_size: int) -> None:
     run_ranks(accumulate_with_amp, world_size)
+    for level in ("O1", "O2"):
+        run_ranks(accumulate_wrongly, world_size, level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -75,7 +75,8 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   transformer                                 refused    use torch.distributed.tensor.parallel
 
 What is refused raises an ImportError that names the alternative. As in Apex, gradients that accumulate over several
-backward passes, only the last of which averages over ranks, need `scale_loss(..., delay_unscale=True)` in all others.
+backward passes, only the last of which averages over ranks, need `scale_loss(..., delay_unscale=True)` in all others;
+Apex went wrong in silence without it, here it is an error.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from lockstep.compat.apex.amp._amp_state import AmpError, say
 from lockstep.compat.apex.amp.casts import casts_off
 from lockstep.compat.apex.amp.properties import HALF_DTYPES
 from lockstep.compat.apex.amp.scaler import LossScaler
+from lockstep.compat.apex.parallel.distributed import accumulates
 from lockstep.errors import InputTypeError
 
 __all__ = ["OptimizerState", "process_optimizer"]
@@ -57,6 +58,7 @@ class OptimizerState:
         self.all_fp32_from_fp16_params: list[Tensor] = []
         self.loaded_state: dict[Any, Any] | None = None
         self._held: dict[Tensor, Tensor] = {}
+        self._is_unreduced = False  # what the last backward pass brought is this rank's own, and unscaled
 
     # ---- masters -------------------------------------------------------------------------------
 
@@ -103,8 +105,13 @@ class OptimizerState:
     # ---- one backward pass ---------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Clear the way for the gradients of one loss; see [Note: one backward pass]."""
+        """Clear the way for the gradients of one loss; see [Note: one backward pass].
+
+        Raises:
+            AmpError: gradients of an earlier pass, which was not to be reduced, would never be.
+        """
         self.init_masters()
+        self._check_reduced()
         for parameter in self.all_fp16_params:
             parameter.grad = None  # its master has what there was
         for parameter in self._own_params():
@@ -112,9 +119,22 @@ class OptimizerState:
                 self._held[parameter] = parameter.grad.clone()
                 parameter.grad = None
 
+    def _check_reduced(self) -> None:
+        """An engine adds to what is in `.grad`, and reduces the sum. What is unscaled is out of its sight."""
+        if not self._is_unreduced or accumulates([*self._own_params(), *self.all_fp16_params]):
+            return
+        self._is_unreduced = False
+        if any(each.grad is not None for each in (*self._own_params(), *self.all_fp32_from_fp16_params)):
+            raise AmpError(
+                "gradients of an earlier backward pass, under disable_allreduce(), were unscaled already: this pass "
+                "would reduce its own gradients over ranks and leave those out. Pass delay_unscale=True to scale_loss "
+                "in all passes but the last before a step"
+            )
+
     def finish(self, scaler: LossScaler) -> None:
         """Unscale the gradients that a backward pass has brought, and add those there were before."""
         self.init_masters()
+        self._is_unreduced = accumulates([*self._own_params(), *self.all_fp16_params])
         pairs = [
             (master, model.grad)
             for model, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
@@ -204,6 +224,7 @@ def process_optimizer(optimizer: Any, has_masters: bool) -> None:
 def _make_step(plain_step: Any) -> Any:
     def step(self: Any, closure: Any = None, **kwargs: Any) -> Any:
         stash = self._amp_stash
+        stash._is_unreduced = False
         if closure is not None and (stash.has_masters or stash.skipped_by is not None):
             raise AmpError(_NO_CLOSURE)
         if stash.skipped_by is not None:

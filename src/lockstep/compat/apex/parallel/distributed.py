@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lockstep.log import get_logger, warn_once
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.grad_bucket import GradBucket
 
-__all__ = ["DistributedDataParallel", "Reducer"]
+__all__ = ["DistributedDataParallel", "Reducer", "accumulates"]
 
 _logger = get_logger(__name__)
 
@@ -105,6 +106,7 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_predivide_factor
         self.allreduce_always_fp32 = allreduce_always_fp32
+        _engines.add(self)
         if not gradient_average or gradient_predivide_factor != 1.0 or allreduce_always_fp32:
             self.register_comm_hook(None, self._reduce)
 
@@ -130,6 +132,16 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
     def enable_allreduce(self) -> None:
         """Reduce gradients again, and what has accumulated with them."""
         self.require_backward_grad_sync = True
+
+
+_engines: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def accumulates(parameters: Iterable[Tensor]) -> bool:
+    """Whether an engine over some of these parameters has been told not to reduce, by `disable_allreduce`. Local."""
+    paused = [each for each in _engines if not each.require_backward_grad_sync and each.process_group.size() > 1]
+    wanted = {id(parameter) for parameter in parameters} if paused else set()
+    return any(id(parameter) in wanted for engine in paused for parameter in engine.parameters())
 
 
 class Reducer:
