@@ -475,6 +475,22 @@ def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
     assert same_parameters(other, model)
 
 
+def test_masters_made_by_hand_before_a_checkpoint_is_loaded(state: AmpState) -> None:
+    """As NVIDIA's BERT does it: masters, then the optimizer's state, then the masters' own values."""
+    model, optimizer = amp.initialize((net := make_net()), make_sgd(net), "O2", verbosity=0)
+    train_with_amp(model, optimizer, batches(2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), list(amp.master_params(optimizer))))
+    expected = train_with_amp(model, optimizer, batches(2, seed=5))
+    other, resumed = amp.initialize((net := make_net(9)), make_sgd(net), "O2", verbosity=0)
+    resumed._lazy_init_maybe_master_weights()
+    resumed._amp_stash.lazy_init_called = True
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for master, value in zip(amp.master_params(resumed), saved[2], strict=True):
+        master.data.copy_(value.data)
+    assert train_with_amp(other, resumed, batches(2, seed=5)) == expected
+
+
 def test_state_of_another_number_of_losses(state: AmpState, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(make_net(), opt_level="O1", num_losses=2, verbosity=0)
     state.verbosity = 1

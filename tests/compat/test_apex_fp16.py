@@ -15,6 +15,7 @@ from torch.nn import functional
 from apex_cases import batches, make_net, make_sgd
 from lockstep.compat.apex import fp16_utils, normalization, optimizers
 from lockstep.compat.apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
+from lockstep.compat.apex.multi_tensor_apply import multi_tensor_applier
 
 STEPS = 3
 
@@ -254,6 +255,31 @@ def _lamb_step(weights: list[Tensor], gradients: list[Tensor], decay: float) -> 
     return moved
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_without_bias_correction(decoupled: bool) -> None:
+    """Twice: m and v are running means from zero, and are used as they are; gradients are clipped before."""
+    weight, first, second = torch.tensor([3.0, -4.0]), torch.zeros(2), torch.zeros(2)
+    parameter = nn.Parameter(weight.clone())
+    optimizer = optimizers.FusedAdam(
+        [parameter], lr=0.1, weight_decay=0.3, bias_correction=False, adam_w_mode=decoupled, max_grad_norm=1.0
+    )
+    for gradient in (torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5])):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        gradient = gradient / max(1.0, gradient.norm().item())
+        if decoupled:
+            weight = weight * (1 - 0.1 * 0.3)
+        else:
+            gradient = gradient + 0.3 * weight
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient**2
+        weight = weight - 0.1 * first / (second.sqrt() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), weight)
+    plain = torch.optim.AdamW([parameter])
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.state[parameter]["step"].item() == 2
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_lamb(decay: float) -> None:
     weights = [torch.tensor([3.0, -4.0]), torch.tensor([0.0])]
@@ -275,7 +301,6 @@ def test_lamb(decay: float) -> None:
     ("name", "options"),
     [
         ("FusedAdam", {"amsgrad": True}),
-        ("FusedAdam", {"bias_correction": False}),
         ("FusedAdam", {"master_weights": True}),
         ("FusedSGD", {"lr": 0.1, "wd_after_momentum": True}),
         ("FusedAdagrad", {"adagrad_w_mode": True}),
@@ -293,6 +318,12 @@ def test_set_grad_none() -> None:
         parameter.grad = torch.ones(1)
         optimizers.FusedSGD([parameter], lr=0.1, set_grad_none=chosen).zero_grad()
         assert (parameter.grad is None) == chosen
+
+
+def test_multi_tensor_applier_is_not_available() -> None:
+    assert not multi_tensor_applier.available
+    with pytest.raises(RuntimeError, match="_foreach_mul_"):
+        multi_tensor_applier(None, None, [])
 
 
 def test_normalization() -> None:

@@ -39,6 +39,14 @@ SIGNATURES = {
     "parallel.LARC": "optimizer, trust_coefficient=0.02, clip=True, eps=1e-08",
     "fp16_utils.FP16_Optimizer": "init_optimizer, static_loss_scale=1.0, dynamic_loss_scale=False, "
     "dynamic_loss_args=None, verbose=True",
+    "optimizers.FusedAdam": "params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
+    "weight_decay=0.0, amsgrad=False, set_grad_none=True, capturable=False, master_weights=False, max_grad_norm=0.0",
+    "optimizers.FusedSGD": "params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, "
+    "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=False",
+    "optimizers.FusedLAMB": "params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-06, "
+    "weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, "
+    "use_nvlamb=False",
+    "normalization.FusedLayerNorm": "normalized_shape, eps=1e-05, elementwise_affine=True, memory_efficient=False",
     "fp16_utils.network_to_half": "network",
     "fp16_utils.BN_convert_float": "module",
     "fp16_utils.prep_param_lists": "model, flat_master=False",
@@ -91,6 +99,7 @@ def test_signatures(name: str, expected: str) -> None:
 
 def test_modules_that_scripts_name() -> None:
     from lockstep.compat.apex.amp._amp_state import _amp_state
+    from lockstep.compat.apex.amp.amp import half_function
     from lockstep.compat.apex.normalization.fused_layer_norm import FusedLayerNorm
     from lockstep.compat.apex.parallel.distributed import DistributedDataParallel
     from lockstep.compat.apex.parallel.LARC import LARC
@@ -99,6 +108,8 @@ def test_modules_that_scripts_name() -> None:
     assert apex.normalization.FusedLayerNorm is FusedLayerNorm
     assert apex.parallel.DistributedDataParallel is DistributedDataParallel
     assert apex.parallel.LARC is LARC
+    assert half_function is apex.amp.half_function
+    assert apex.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
 
 
 def test_unknown_names_are_attribute_errors() -> None:

@@ -34,6 +34,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   parallel.convert_syncbn_model               different  refuses a layer whose own forward pass would be lost
   parallel.create_syncbn_process_group        supported
   parallel.LARC                               supported
+  parallel.ReduceOp                           supported
   parallel.multiproc                          different  one process per core where there is no GPU; output of all
                                                          ranks with the rank before it, and no GPU_<rank>.log
   fp16_utils.FP16_Optimizer                   different  state_dict holds the loss scale as plain values; reads both
@@ -53,18 +54,19 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   fp16_utils.tofp16                           supported
   fp16_utils.fp16_to_fp32                     supported
   fp16_utils.fp32_to_fp16                     supported
-  optimizers.FusedAdam                        different  torch.optim.Adam; no bias_correction=False, master_weights
+  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam; no master_weights
   optimizers.FusedSGD                         different  torch.optim.SGD; no wd_after_momentum
   optimizers.FusedAdagrad                     different  torch.optim.Adagrad; no adagrad_w_mode
   optimizers.FusedLAMB                        supported
+  optimizers.FP16_Optimizer                   different  that of fp16_utils
   optimizers.FusedNovoGrad                    refused    use FusedLAMB or torch.optim.AdamW
   optimizers.FusedMixedPrecisionLamb          refused    use FusedLAMB with amp.initialize(opt_level="O2")
-  optimizers.FP16_Optimizer                   refused    use amp.initialize(opt_level="O2")
   normalization.FusedLayerNorm                different  torch.nn.LayerNorm; no memory_efficient
   normalization.FusedRMSNorm                  different  torch.nn.RMSNorm; no memory_efficient
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
-  multi_tensor_apply                          refused    use torch._foreach_mul_ and its like
+  multi_tensor_apply.multi_tensor_applier     different  available is False; use torch._foreach_mul_ and its like
+  multi_tensor_apply.MultiTensorApply         different  the same
   RNN                                         refused    use torch.nn.LSTM and GRU
   reparameterization                          refused    use torch.nn.utils.parametrizations.weight_norm
   mlp                                         refused    use torch.nn.Sequential
@@ -85,20 +87,19 @@ import importlib
 from typing import Any
 
 # What `import apex` brings along, as in Apex.
-_SUBPACKAGES = ("amp", "fp16_utils", "normalization", "optimizers", "parallel")
+_SUBPACKAGES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 
 _REFUSED = {
     "RNN": "use torch.nn.LSTM and torch.nn.GRU",
     "contrib": "use torch.nn.functional.scaled_dot_product_attention, and torch's own layers",
     "fused_dense": "use torch.nn.Linear",
     "mlp": "use torch.nn.Sequential",
-    "multi_tensor_apply": "use torch._foreach_mul_ and its like",
     "pyprof": "use torch.profiler",
     "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
     "transformer": "use torch.distributed.tensor.parallel",
 }
 
-__all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
+__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
 
 def __getattr__(name: str) -> Any:

@@ -210,7 +210,8 @@ def process_optimizer(optimizer: Any, has_masters: bool) -> None:
         )
     stash = OptimizerState(optimizer, has_masters)
     optimizer._amp_stash = stash
-    optimizer._amp_lazy_init = stash.init_masters
+    # Scripts call these before they load a checkpoint.
+    optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = stash.init_masters
     optimizer._prepare_amp_backward = stash.prepare
     optimizer._post_amp_backward = stash.finish
     # Bound methods, since learning rate schedulers take them apart.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.compat.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 from lockstep.compat.apex.optimizers.fused import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedSGD"]
+__all__ = ["FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedSGD"]
 
 _REFUSED = {
-    "FP16_Optimizer": "use amp.initialize(opt_level='O2'), or FP16_Optimizer of apex.fp16_utils",
     "FusedMixedPrecisionLamb": "use FusedLAMB with amp.initialize(opt_level='O2')",
     "FusedNovoGrad": "use FusedLAMB or torch.optim.AdamW",
 }

@@ -31,7 +31,7 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
     Args:
         params: parameters or groups.
         lr: rate.
-        bias_correction: must be True.
+        bias_correction: correct the running means for their start at zero, as torch does.
         betas: of the two running means.
         eps: added to the root.
         adam_w_mode: decoupled weight decay.
@@ -40,6 +40,7 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         set_grad_none: what `zero_grad` does.
         capturable: for CUDA graphs.
         master_weights: must be False; `amp.initialize(opt_level="O2")` keeps masters.
+        max_grad_norm: clip each group's gradients to this norm, as Apex did until 2019; 0 for no limit.
 
     Raises:
         InputError: an argument that is not supported.
@@ -58,17 +59,54 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        max_grad_norm: float = 0.0,
     ) -> None:
         if amsgrad:
             raise InputError("FusedAdam has no AMSGrad variant, here as in Apex: use torch.optim.AdamW(amsgrad=True)")
-        if not bias_correction:
-            raise InputError("FusedAdam(bias_correction=False) is not supported: torch's Adam always corrects")
         if master_weights:
             raise InputError('FusedAdam(master_weights=True) is not supported: amp.initialize(opt_level="O2") has them')
         self.set_grad_none = set_grad_none
+        self.adam_w_mode = adam_w_mode
+        self.bias_correction = bias_correction
+        self.max_grad_norm = max_grad_norm
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=capturable, decoupled_weight_decay=adam_w_mode
         )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step."""
+        if self.max_grad_norm <= 0 and self.bias_correction:
+            return super().step(closure)
+        loss = None if closure is None else closure()
+        if self.max_grad_norm > 0:
+            for group in self.param_groups:
+                torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm)
+        if self.bias_correction:
+            super().step()
+        else:
+            self._step_uncorrected()
+        return loss
+
+    @torch.no_grad()
+    def _step_uncorrected(self) -> None:
+        # torch's Adam always corrects. The state is the same.
+        for group in self.param_groups:
+            (beta1, beta2), decay = group["betas"], group["weight_decay"]
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                if self.adam_w_mode:
+                    parameter.mul_(1 - group["lr"] * decay)
+                elif decay:
+                    gradient = gradient + decay * parameter
+                state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                root = state["exp_avg_sq"].sqrt().add_(group["eps"])
+                parameter.addcdiv_(state["exp_avg"], root, value=-group["lr"])
 
 
 class FusedSGD(_ZeroGrad, torch.optim.SGD):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import ReduceOp
+
 from lockstep.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
 from lockstep.compat.apex.parallel.LARC import LARC
 from lockstep.compat.apex.parallel.sync_batchnorm import (
@@ -13,6 +15,7 @@ from lockstep.compat.apex.parallel.sync_batchnorm import (
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",
