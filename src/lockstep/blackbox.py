@@ -28,11 +28,13 @@ The bytes behind them are allocated before they are mapped: a full disk is no bl
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,6 +73,11 @@ _WAITING = (512, 512)
 _CALLS_START = 4096
 _SITES_START = 4096 + RING * TEXT_BYTES
 _READ_TRIES = 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Section:
@@ -118,6 +125,21 @@ class Section:
             box.release(index)
 
 
+def _map(fd: int, offset: int) -> memoryview:
+    """A section of a file as bytes, mapped for as long as a view of them is alive.
+
+    Not by Python's `mmap`, which keeps a descriptor of its own open.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, SECTION_BYTES, protection, mmap.MAP_SHARED, fd, offset)
+    if address in (None, ctypes.c_void_p(-1).value):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    memory = (ctypes.c_char * SECTION_BYTES).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, SECTION_BYTES).atexit = False
+    return memoryview(memory).cast("B")
+
+
 class _Box:
     """The file of this process.
 
@@ -131,18 +153,26 @@ class _Box:
 
     def __init__(self, folder: str, rank: int) -> None:
         self.owner = folder, rank, os.getpid()
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(_path(Path(folder), rank), flags, 0o600)
-        os.posix_fallocate(self._fd, 0, HEADER_BYTES)
-        os.pwrite(self._fd, _HEADER.pack(_MAGIC, os.getpid()), 0)
+        self._path = _path(Path(folder), rank)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, HEADER_BYTES)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid()), 0)
+        finally:
+            os.close(fd)
         self._num_sections = 0
         self._free: list[int] = []
 
     def open(self, name: str) -> Section:
         index = self._free.pop(0) if self._free else self._num_sections
         start = HEADER_BYTES + index * SECTION_BYTES
-        os.posix_fallocate(self._fd, start, SECTION_BYTES)
-        memory = memoryview(mmap.mmap(self._fd, SECTION_BYTES, offset=start))
+        # Opened anew for each, so that a rank without groups holds no descriptor.
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, start, SECTION_BYTES)
+            memory = _map(fd, start)
+        finally:
+            os.close(fd)
         self._num_sections = max(self._num_sections, index + 1)
         memory[:4096] = bytes(4096)
         section = Section(memory)

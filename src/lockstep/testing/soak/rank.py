@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from lockstep import env
 from lockstep.errors import CollectiveAborted, RankLost
 from lockstep.testing.soak.operations import Operation, Place, Started
 from lockstep.testing.soak.program import Call, Drop, Make, Step, Together, Wait, draw_program
@@ -34,8 +33,7 @@ class Usage:
     """What a process holds.
 
     Attributes:
-        descriptors: open files, by what they are, other than those in the launcher's folder, which last as long as
-            the process.
+        descriptors: open files, by what they are.
         shared_maps: mapped pieces of shared memory.
         threads: of Python.
         malloc_kib: memory that C and C++ hold, tensors among it, in KiB.
@@ -53,15 +51,12 @@ def measure_usage() -> Usage:
     """What this process holds now. Local."""
     gc.collect()
     names = []
-    folder = env.LOCKSTEP_RENDEZVOUS.get() or "\0"
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the folder's own, which listdir has closed
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if not target.startswith(folder):
-                # Without the number of a socket or pipe, which is new each time.
-                names.append(re.sub(r"\d+", "N", target))
+            # Without the number of a socket or pipe, which is new each time.
+            names.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{name}")))
     with open("/proc/self/maps") as maps:
-        shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
+        shared = sum("memfd" in line or "/lockstep-segment-" in line for line in maps)
     return Usage(tuple(sorted(names)), shared, threading.active_count(), _live_malloc_kib(), sys.getallocatedblocks())
 
 
