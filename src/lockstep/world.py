@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -25,11 +25,12 @@ from torch.distributed import distributed_c10d
 
 from lockstep import env
 from lockstep.comm import clock, gloo, registration
-from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup
+from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, interface_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.comm.mpi.library import load as load_mpi
 from lockstep.comm.registration import BACKEND_NAME, MPI_BACKEND_NAME
+from lockstep.comm.wire import choose_wire
 from lockstep.errors import (
     AlreadyInitialized,
     BackendUnavailable,
@@ -41,6 +42,7 @@ from lockstep.errors import (
 )
 from lockstep.log import get_logger, warn_once
 from lockstep.rendezvous import tcp
+from lockstep.rendezvous.interfaces import name_for_engines
 from lockstep.rendezvous.meeting import meet_in_slurm
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.topology import Topology, read_topology
@@ -161,18 +163,21 @@ def init(
     store: Store | None = None,
     device: str | torch.device | None = None,
     timeout: timedelta | float | None = None,
+    wire: str | None = None,
 ) -> World:
     """Join the other ranks of this job and initialise `torch.distributed`. Collective.
 
     Args:
-        backend: "auto" (nccl where there are GPUs, else lockstep, or gloo across hosts), "lockstep", "gloo", "nccl",
-            "mpi", or any name that torch.distributed knows.
+        backend: "auto" (nccl where there are GPUs, else lockstep), "lockstep", "gloo", "nccl", "mpi", or any name
+            that torch.distributed knows.
         rank: instead of the launcher's; with `world_size`.
         world_size: instead of the launcher's; with `rank`.
         init_method: a torch URL (env://, tcp://host:port, file:///path, mpi://) to meet at.
         store: a torch store to meet at.
         device: where this rank computes; default its GPU with nccl, else the CPU.
         timeout: seconds, or a timedelta, after which a rank that does not come is an error; default 30 minutes.
+        wire: what sums of floats travel as between hosts in lockstep groups: "fp32" (exact), "bf16", "fp16" or "int8",
+            see `lockstep.comm.wire`; the same on all ranks. Default what LOCKSTEP_WIRE says, else "fp32".
 
     Returns:
         The world; a context manager.
@@ -199,17 +204,18 @@ def init(
             "lockstep.current_world()"
         )
     if dist.is_initialized():
-        ignored = {"init_method": init_method, "store": store, "timeout": timeout}
+        ignored = {"init_method": init_method, "store": store, "timeout": timeout, "wire": wire}
         _current = _adopt(backend, device, rank, world_size, [name for name, given in ignored.items() if given])
         return _current
     if store is not None and init_method is not None:
         raise SetupError("both store and init_method were given: they are two ways to meet; give one")
     limit = _as_timedelta(timeout)
     if _means_mpi4py(backend) and rank is None and world_size is None:
-        topology, place = _ask_mpi(limit)
+        topology, place = meet_by_mpi(limit)
         store = place if init_method is None and store is None else store
     else:
         topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
+    choose_wire(wire)
     _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)
     chosen_device = _choose_device(backend, topology, device)
@@ -247,7 +253,20 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
             distributed_c10d._world.group_count = names_given
     if "gloo" in backend:
         gloo.await_rest_at_exit()
+    if topology.num_nodes > 1:
+        _tell_engines()
     _meetings[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1
+
+
+def _tell_engines() -> None:
+    """Have Gloo and NCCL, in groups to come, use the interface by which this host reaches the others."""
+    interface = interface_of(dist.group.WORLD)
+    address = env.MASTER_ADDR.get()
+    if interface is None and address is not None:
+        interface = name_for_engines(address)
+    for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME):
+        if interface is not None and variable.get() is None:
+            variable.set(interface)
 
 
 def _adopt(
@@ -312,18 +331,6 @@ def _means_mpi4py(backend: object) -> bool:
     return name == MPI_BACKEND_NAME or (name == _MPI and not dist.is_mpi_available())
 
 
-def _ask_mpi(timeout: timedelta) -> tuple[Topology, Store]:
-    """Who this rank is in MPI's world, and where it meets the others. Collective."""
-    topology, store = meet_by_mpi(timeout)
-    given = env.WORLD_SIZE.get()
-    if given not in (None, topology.world_size):
-        raise SetupError(
-            f"WORLD_SIZE is {given}, but MPI knows of {topology.world_size} rank(s): ranks of an MPI job are started "
-            f"by `mpirun -np {given} python script.py`"
-        )
-    return topology, store
-
-
 def _choose_backend(backend: str, topology: Topology, device: str | torch.device | None) -> str:
     if not isinstance(backend, str):
         raise InputTypeError(f"backend is {backend!r}; give a name such as 'auto', 'lockstep', 'gloo' or 'nccl'")
@@ -332,7 +339,7 @@ def _choose_backend(backend: str, topology: Topology, device: str | torch.device
         wants_cpu = device is not None and _as_device(device).type == "cpu"
         if torch.cuda.is_available() and dist.is_nccl_available() and not wants_cpu:
             return "nccl"
-        return BACKEND_NAME if topology.num_nodes == 1 else "gloo"
+        return BACKEND_NAME
     names = _available_backends()
     chosen = []
     # "cpu:gloo,cuda:nccl" is torch's form for one backend per device type.
@@ -418,18 +425,21 @@ def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None
             "MASTER_PORT are not set. Start the script with `lockstep run --nproc N script.py`, or give init_method or "
             "store"
         )
-    return None, "env://"
+    if env.TORCHELASTIC_USE_AGENT_STORE.get() == "True":
+        return None, "env://"  # torchrun's own process listens there
+    # On one host the port is for this group alone; between hosts it stays, so that who comes again finds it.
+    return _meet_at_master(topology, timeout, tcp.open_store if topology.num_nodes > 1 else tcp.open_brief_store), None
 
 
-def _meet_at_master(topology: Topology, timeout: timedelta) -> Store:
-    """A store on the address that our launcher gave to rank 0, and on no other."""
+def _meet_at_master(topology: Topology, timeout: timedelta, open_store: Callable[..., Store] = tcp.open_store) -> Store:
+    """A store on the address that is rank 0's for all, and on no other."""
     address, port = env.MASTER_ADDR.get(), env.MASTER_PORT.get()
     if address is None or port is None:
         raise RendezvousError(
             f"rank {topology.rank} of {topology.world_size} does not know where to meet the ranks of the other hosts: "
             "MASTER_ADDR and MASTER_PORT, which the launcher sets, are not set here"
         )
-    return tcp.open_store(address, port, topology.rank, topology.world_size, timeout)
+    return open_store(address, port, topology.rank, topology.world_size, timeout)
 
 
 def symmetric_empty(

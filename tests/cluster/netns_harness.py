@@ -89,6 +89,8 @@ class _Namespaces:
         """End all processes in here, and so the namespaces."""
         self._process.kill()
         self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 def _name(number: int) -> str:

@@ -35,7 +35,7 @@ from lockstep.shm.team import Team
 if TYPE_CHECKING:
     from lockstep.comm.hosts.team import HostsTeam
 
-__all__ = ["EngineProcessGroup", "LockstepProcessGroup", "create"]
+__all__ = ["EngineProcessGroup", "LockstepProcessGroup", "create", "interface_of"]
 
 _Tensors = Sequence[torch.Tensor]
 _Check = Callable[[object, str], torch.Tensor]
@@ -392,6 +392,12 @@ class LockstepProcessGroup(EngineProcessGroup):
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor in symmetric memory: `all_reduce` works on it without copies. Collective."""
         return self.engine.symmetric_empty(shape, dtype)
+
+
+def interface_of(group: object) -> str | None:
+    """The network interface by which a lockstep group over several hosts reaches the others; None for other groups."""
+    team: Any = group.engine.team if isinstance(group, LockstepProcessGroup) else None
+    return None if team is None or isinstance(team, Team) else str(team.layout.members[team.rank].interface)
 
 
 def create(options: Any, _backend_options: Any) -> LockstepProcessGroup:

@@ -19,6 +19,7 @@ from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.symmetric import SymmetricTransport
+from lockstep.shm.team import Team
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
@@ -138,6 +139,7 @@ class GroupTransport:
 def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> Transport:
     """The transport for these buckets over that group. Collective."""
     on_cpu = all(plan.device.type == "cpu" for plan in plans)
-    if isinstance(group, LockstepProcessGroup) and on_cpu and group.size() > 1:
+    shares_memory = isinstance(group, LockstepProcessGroup) and isinstance(group.engine.team, Team)
+    if isinstance(group, LockstepProcessGroup) and shares_memory and on_cpu and group.size() > 1:
         return SymmetricTransport(plans, group)
     return GroupTransport(plans, group)

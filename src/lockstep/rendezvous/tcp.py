@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.errors import RendezvousError
 
-__all__ = ["listen", "open_store"]
+__all__ = ["listen", "open_brief_store", "open_store"]
 
 _BACKLOG = 4096
 _ANY_ADDRESS = "::"
@@ -54,27 +54,43 @@ def open_store(
     """
     place = (address, port)
     if place not in _stores:
-        if rank == 0 and listener is None:
-            listener = listen(address, port)
-        try:
-            _stores[place] = TCPStore(
-                address,
-                port,
-                world_size,
-                rank == 0,
-                timeout,
-                # A script that later asks torch for env:// at the same port shares what listens there.
-                multi_tenant=True,
-                # The store takes the descriptor over and closes it.
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
-        except dist.DistError as error:
-            raise RendezvousError(
-                f"rank {rank} of {world_size} did not meet the others at {address}, port {port}, where rank 0 listens: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+        _stores[place] = open_brief_store(address, port, rank, world_size, timeout, listener)
     _openings[place] += 1
     return PrefixStore(f"world{_openings[place]}", _stores[place])
+
+
+def open_brief_store(
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    listener: socket.socket | None = None,
+) -> Store:
+    """The same, but rank 0 listens only for as long as somebody uses the store. Collective.
+
+    Raises:
+        RendezvousError: the port is taken, or not all came in time.
+    """
+    if rank == 0 and listener is None:
+        listener = listen(address, port)
+    try:
+        return TCPStore(
+            address,
+            port,
+            world_size,
+            rank == 0,
+            timeout,
+            # A script that later asks torch for env:// at the same port shares what listens there.
+            multi_tenant=True,
+            # The store takes the descriptor over and closes it.
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"rank {rank} of {world_size} did not meet the others at {address}, port {port}, where rank 0 listens: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -118,6 +118,22 @@ def connect(
         SharedMemoryError: the memory of a host cannot be had.
     """
     notes = Notes(store, rank, ranks, timeout_s, look_out)
+    try:
+        return _connect(notes, store, rank, ranks, timeout_s, look_out, known)
+    except LockstepError as error:
+        notes.give_up(error)
+        raise
+
+
+def _connect(
+    notes: Notes,
+    store: MeetingStore,
+    rank: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    look_out: Callable[[], None],
+    known: list[Member] | None,
+) -> Team | HostsTeam:
     members = known or find_members(notes, rank, len(ranks))
     layout = Layout.of(members)
     here = layout.local_ranks(rank)

@@ -12,6 +12,7 @@ What ranks need to know is exchanged through the store, under keys of this group
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
 __all__ = ["Notes", "find_members"]
 
 _LONGEST_NAP_S = 0.02
+_TROUBLE = "trouble"
 
 
 class Notes:
@@ -75,6 +77,8 @@ class Notes:
             if len(found) == len(ranks):
                 return [found[rank] for rank in ranks]
             self._look_out()
+            if self._has(_TROUBLE):
+                raise RendezvousError(self._store.get(_TROUBLE))
             if time.monotonic() > self._deadline:
                 missing = ", ".join(f"rank {self._global_ranks[rank]}" for rank in ranks if rank not in found)
                 raise RendezvousError(
@@ -83,6 +87,12 @@ class Notes:
                 )
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def give_up(self, error: Exception) -> None:
+        """Let the others know that this rank will not join, so that they need not wait for it."""
+        name = f"rank {self._global_ranks[self._rank]}"
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_TROUBLE, f"{name} could not join: {str(error).splitlines()[0]}")
 
     def _has(self, key: str) -> bool:
         try:

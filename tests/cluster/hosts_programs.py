@@ -1,0 +1,270 @@
+"""What ranks on test hosts do, for `test_hosts.py`. Each function runs on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+import lockstep
+from lockstep import env
+from lockstep.comm.wire import find_wire
+from lockstep.errors import CollectiveError, LockstepError
+
+TIMEOUT_S = 20.0
+
+
+@contextlib.contextmanager
+def world(**options: Any) -> Iterator[lockstep.World]:
+    """A world whose ranks do not wait for long."""
+    with lockstep.init(**{"device": "cpu", "timeout": TIMEOUT_S, **options}) as opened:
+        yield opened
+
+
+def listening() -> list[tuple[str, int]]:
+    """Addresses and ports at which this host listens, from /proc/net."""
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A":
+            address, port = fields[1].split(":")
+            found.append((".".join(str(byte) for byte in bytes.fromhex(address)[::-1]), int(port, 16)))
+    lines = Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    return found + [(line.split()[1], 0) for line in lines if line.split()[3] == "0A"]
+
+
+# ---- without trouble ---------------------------------------------------------------------------------
+
+
+def what_init_says() -> dict[str, Any]:
+    """What a world over several hosts looks like from within."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), world(backend="auto") as opened:
+        ports = listening()
+        value = torch.tensor([opened.rank + 1.0])
+        dist.all_reduce(value)
+        inner = dist.new_group(backend="gloo")
+        dist.all_reduce(value, group=inner)
+        dist.barrier()
+        ports += listening()
+        return {
+            "backend": opened.backend,
+            "sum": value.item(),
+            "said": said.getvalue(),
+            "ports": sorted(set(ports)),
+            "interfaces": (env.GLOO_SOCKET_IFNAME.get(), env.NCCL_SOCKET_IFNAME.get()),
+        }
+
+
+def wrong_interface() -> str:
+    """With a variable that names an interface which is not here."""
+    try:
+        with world():
+            return "nothing was raised"
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def groups() -> dict[str, Any]:
+    """Groups that span hosts, and that do not."""
+    found: dict[str, Any] = {}
+    with world() as opened:
+        for ranks in ([0, 1], [2, 3], [1, 2], [0, 2, 3], [3, 0]):
+            group = dist.new_group(ranks)
+            if opened.rank in ranks:
+                value = torch.full((100_000,), float(opened.rank))
+                dist.all_reduce(value, group=group)
+                assert isinstance(group, dist.ProcessGroup)
+                found[str(ranks)] = (value.unique().tolist(), type(group.engine.team).__name__)  # type: ignore[attr-defined]
+        objects: list[Any] = [None] * opened.world_size
+        dist.all_gather_object(objects, {"rank": opened.rank})
+        found["objects"] = [one["rank"] for one in objects]
+        works = [dist.all_reduce(torch.full((n * 1000,), 1.0), async_op=True) for n in range(1, 30)]
+        for work in works:
+            work.wait()
+        found["async"] = [float(work.result()[0].mean()) for work in works]
+    return found
+
+
+def messages() -> dict[str, Any]:
+    """Point to point: large and small, tags, from any source, to all at once."""
+    found: dict[str, Any] = {}
+    with world() as opened:
+        rank, size = opened.rank, opened.world_size
+        for numel in (3, 1000, 700_000):
+            sends = [dist.isend(torch.full((numel,), float(rank)), peer, tag=rank) for peer in range(size)]
+            got = [torch.empty(numel) for _ in range(size)]
+            for peer in reversed(range(size)):
+                dist.recv(got[peer], peer, tag=peer)
+            for send in sends:
+                assert send is not None
+                send.wait()
+            found[str(numel)] = [one.unique().tolist() for one in got]
+        if rank == 0:
+            any_source = torch.empty(5)
+            found["any"] = sorted((dist.recv(any_source), any_source[0].item()) for _ in range(size - 1))
+        else:
+            dist.send(torch.full((5,), float(rank)), 0)
+    return found
+
+
+def sums(*wires: str | None) -> dict[str, Any]:
+    """For each wire format: sums of random numbers, in bits, and how far they are from exact ones beyond the bound."""
+    return {str(wire): _sums(wire) for wire in wires}
+
+
+def _sums(wire: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with world(wire=wire) as opened:
+        size = opened.world_size
+        layout = opened.process_group.engine.team.layout  # type: ignore[attr-defined]
+        for numel in (7, 3000, 70_001, 2_000_003):
+            parts = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+            bound = _bound(wire or "fp32", parts, layout.hosts)
+            exact = torch.stack(parts).double().sum(0)
+            bits = set()
+            for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, size), (dist.ReduceOp.SUM, 1)):
+                value = parts[opened.rank].clone()
+                dist.all_reduce(value, op)
+                excess = float(((value.double() * divisor - exact).abs() - bound).max())
+                bits.add((divisor, value.numpy().tobytes()[:4096], float(value.double().sum()), excess <= 0.0))
+            found[str(numel)] = sorted(bits)
+        whole = torch.arange(1000)
+        dist.all_reduce(whole)
+        doubles = torch.full((70_000,), 1 / 3, dtype=torch.float64)
+        dist.all_reduce(doubles)
+        found["exact"] = bool((whole == torch.arange(1000) * size).all() and (doubles - size / 3).abs().max() < 1e-15)
+    return found
+
+
+def _bound(wire: str, parts: list[torch.Tensor], hosts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """What `comm/wire.py` says of the error of a sum, for blocks that may lie anywhere."""
+    sums = [torch.stack([parts[rank] for rank in ranks]).sum(0) for ranks in hosts]
+    if len(hosts) > 2:
+        sums.append(torch.stack(sums).sum(0) * 1.05)  # as it is after the first errors
+    rounding = len(parts) * 2.0**-23 * torch.stack(parts).abs().sum(0).double()
+    if wire == "int8":
+        return rounding + sum(float(one.max() - one.min()) for one in sums) / 509
+    if wire == "fp16":
+        return rounding + sum(one.double().abs() * 2.0**-11 + float(one.abs().max()) * 2.0**-29 for one in sums)
+    return rounding + sum(find_wire(wire).error_bound(one) for one in sums)
+
+
+def train(steps: int) -> dict[str, Any]:
+    """Train a small model in float64 on the global batch; weights at the end, and after each step the loss."""
+    torch.manual_seed(0)
+    with world() as opened:
+        generator = torch.Generator().manual_seed(1)
+        data = [
+            (torch.randn(30, generator=generator, dtype=torch.float64), index % 5) for index in range(37)
+        ]  # does not divide evenly
+        loader = lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0)
+        net = torch.nn.Sequential(torch.nn.Linear(30, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)).double()
+        model = lockstep.DistributedDataParallel(net)
+        for _ in range(steps):
+            for inputs, labels in loader:
+                model.zero_grad()
+                cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                with torch.no_grad():  # SGD by hand: torch's optimizers import half of torch first
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                        parameter -= 0.3 * parameter.grad
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return {"rank": opened.rank, "weights": weights.tolist()}
+
+
+# ---- trouble -----------------------------------------------------------------------------------------
+
+_Outcome = tuple[str, str, float, tuple[int, ...]]
+
+
+def raised_by(call: Callable[[], object]) -> _Outcome:
+    """What a call raises: kind, text, seconds until then, and culprits."""
+    started = time.monotonic()
+    try:
+        call()
+    except LockstepError as error:
+        culprits = error.culprits if isinstance(error, CollectiveError) else ()
+        return type(error).__name__, str(error), time.monotonic() - started, culprits
+    return "", "nothing was raised", time.monotonic() - started, ()
+
+
+def mismatches() -> dict[str, _Outcome]:
+    """The last rank comes for something else. The group stays usable."""
+    found = {}
+    with world() as opened:
+        is_odd = opened.rank == opened.world_size - 1
+        dist.barrier()
+        found["shape"] = raised_by(lambda: dist.all_reduce(torch.ones(4 if is_odd else 3)))
+        found["operation"] = raised_by(
+            lambda: dist.broadcast(torch.ones(3), 0) if is_odd else dist.all_reduce(torch.ones(3))
+        )
+        found["large"] = raised_by(lambda: dist.all_reduce(torch.ones(500_001 if is_odd else 500_000)))
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        found["after"] = ("", str(value.tolist()), 0.0, ())
+        found["message"] = raised_by(
+            lambda: dist.send(torch.ones(4), 0) if is_odd else dist.recv(torch.ones(3), 3) if opened.rank == 0 else None
+        )
+    return found
+
+
+def lose_one(culprit: int, how: str) -> dict[str, _Outcome]:
+    """One rank dies or fails while the others wait for it: in a collective, or in the middle of one."""
+    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    dist.all_reduce(torch.ones(100))
+    dist.barrier()
+    if opened.rank == culprit:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "killed in the middle":
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            while True:
+                dist.all_reduce(torch.ones(2_000_000))
+        if how == "raised":
+            opened.abort(ValueError("out of cheese"))
+            return {}
+        opened.shutdown()
+        return {}
+
+    def call() -> None:
+        while True:
+            dist.all_reduce(torch.ones(2_000_000 if how == "killed in the middle" else 1000))
+
+    found = {"first": raised_by(call), "again": raised_by(lambda: dist.all_reduce(torch.ones(1)))}
+    opened.shutdown()
+    return found
+
+
+def never_comes() -> dict[str, _Outcome]:
+    """The last rank does not come in time."""
+    opened = lockstep.init(device="cpu", timeout=1.0)
+    dist.barrier()
+    if opened.rank == opened.world_size - 1:
+        started = time.monotonic()
+        while time.monotonic() - started < 1.5:
+            torch.ones(1000).sum()
+    found = {"all_reduce": raised_by(lambda: dist.all_reduce(torch.ones(10)))}
+    opened.shutdown()
+    return found
+
+
+def lose_partner(culprit: int) -> dict[str, _Outcome]:
+    """A receive from a rank of another host, which is killed."""
+    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    dist.barrier()
+    if opened.rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = {"recv": raised_by(lambda: dist.recv(torch.ones(10), culprit))}
+    opened.shutdown()
+    return found

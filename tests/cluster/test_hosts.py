@@ -1,0 +1,182 @@
+"""The lockstep group over several hosts, which are namespaces of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hosts_programs as programs
+from lockstep.testing.conformance import run_conformance
+from netns_harness import MASTER_PORT, Cluster, RankDied, cluster, needs_namespaces
+
+pytestmark = needs_namespaces
+
+# From the moment the trouble is there until every waiting rank must have raised, on a busy machine.
+AT_ONCE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster(3) as made:
+        yield made
+
+
+def well(outcomes: list[Any]) -> list[dict[str, Any]]:
+    """Outcomes that are no exceptions."""
+    for one in outcomes:
+        if isinstance(one, BaseException):
+            raise one
+    return outcomes
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (2, 1, 1)], ids=str)
+def test_backend_conforms(hosts: Cluster, sizes: tuple[int, ...]) -> None:
+    def launch(fn: Any, _world_size: int, *args: Any, timeout: float = 60.0, **_: Any) -> list[Any]:
+        return hosts.run(fn, sizes, *args, timeout=timeout)
+
+    report = run_conformance("lockstep", sum(sizes), launch=launch)
+    print(report)
+    assert not report.failures, str(report)
+    assert not [result for result in report.results if result.status == "skipped"]
+
+
+def test_init(hosts: Cluster) -> None:
+    ranks = well(hosts.run(programs.what_init_says, (2, 2)))
+    for rank, found in enumerate(ranks):
+        assert found["backend"] == "lockstep"
+        assert found["sum"] == 40.0
+        assert found["interfaces"] == ("eth0", "eth0")
+        own = hosts.hosts[rank // 2].address
+        assert found["ports"], "Gloo listens"
+        assert {address for address, _ in found["ports"]} == {own}
+        line = "[lockstep] 2 hosts: hosta (ranks 0, 1) eth0 10.77.0.1 | hostb (ranks 2, 3) eth0 10.77.0.2\n"
+        assert found["said"] == (line if rank == 0 else "")
+    assert any(port >= MASTER_PORT for _, port in ranks[0]["ports"])
+
+
+def test_interface_that_is_not_there(hosts: Cluster) -> None:
+    ranks = hosts.run(programs.wrong_interface, (1, 1), more=lambda rank: {"GLOO_SOCKET_IFNAME": "ib7"} if rank else {})
+    assert "RendezvousError: GLOO_SOCKET_IFNAME=ib7, but on hostb no such interface is up" in ranks[1]
+    assert "there are: lo (127.0.0.1), eth0 (10.77.0.2)" in ranks[1]
+    assert "rank 1 could not join: GLOO_SOCKET_IFNAME=ib7" in ranks[0], "and the others need not wait"
+
+
+def test_groups(hosts: Cluster) -> None:
+    ranks = well(hosts.run(programs.groups, (2, 2)))
+    for rank, found in enumerate(ranks):
+        assert found.pop("objects") == [0, 1, 2, 3]
+        assert found.pop("async") == [4.0] * 29
+        expected = {"[0, 1]": (1.0, "Team"), "[2, 3]": (5.0, "Team"), "[1, 2]": (3.0, "HostsTeam")}
+        expected |= {"[0, 2, 3]": (5.0, "HostsTeam"), "[3, 0]": (3.0, "HostsTeam")}
+        for name, (total, team) in expected.items():
+            assert found.get(name) == (([total], team) if str(rank) in name else None), name
+
+
+def test_messages(hosts: Cluster) -> None:
+    ranks = well(hosts.run(programs.messages, (3, 1)))
+    for found in ranks:
+        for numel in ("3", "1000", "700000"):
+            assert found[numel] == [[0.0], [1.0], [2.0], [3.0]]
+    assert ranks[0]["any"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 1)], ids=str)
+def test_sums_are_within_the_bound_and_the_same_everywhere(hosts: Cluster, sizes: tuple[int, ...]) -> None:
+    ranks = well(hosts.run(programs.sums, sizes, "fp32", "bf16", "fp16", "int8"))
+    for wire, found in ranks[0].items():
+        assert found.pop("exact"), wire
+        for numel, results in found.items():
+            assert [divisor for divisor, *_ in results] == [1, len(ranks)], f"{wire}, {numel}: not the same bits again"
+            assert all(is_within for *_, is_within in results), f"{wire}, {numel}"
+    for one in ranks[1:]:
+        for found in one.values():
+            assert found.pop("exact")
+        assert one == ranks[0], "the same bits on every rank"
+
+
+def test_environment_chooses_the_wire(hosts: Cluster) -> None:
+    by_argument = well(hosts.run(programs.sums, (1, 1), "bf16"))
+    by_variable = well(hosts.run(programs.sums, (1, 1), None, more=lambda _: {"LOCKSTEP_WIRE": "bf16"}))
+    by_each = by_argument[0]["bf16"], by_variable[0]["None"]
+    bits, same_bits = ([one[:3] for one in found["70001"]] for found in by_each)
+    assert bits == same_bits
+    ranks = hosts.run(programs.sums, (1, 1), None, more=lambda rank: {"LOCKSTEP_WIRE": "bf16"} if rank else {})
+    for found in ranks:
+        assert type(found).__name__ == "SetupError"
+        assert "was given the wire format" in str(found)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
+def test_training_is_that_of_one_process(hosts: Cluster, sizes: tuple[int, ...]) -> None:
+    (alone,) = well(hosts.run(programs.train, (1,), 3))
+    for found in well(hosts.run(programs.train, sizes, 3)):
+        difference = (torch.tensor(found["weights"]) - torch.tensor(alone["weights"])).abs().max()
+        assert float(difference) <= 1e-12
+
+
+def test_mismatches(hosts: Cluster) -> None:
+    for rank, found in enumerate(well(hosts.run(programs.mismatches, (2, 2)))):
+        for name, text in (
+            ("shape", "all_reduce(float32[4], SUM) at "),
+            ("operation", "broadcast(float32[3], root=0) at "),
+            ("large", "all_reduce(float32[500001], SUM) at "),
+        ):
+            kind, said, seconds, culprits = found[name]
+            assert (kind, culprits) == ("CollectiveMismatch", (3,)), said
+            assert "rank 3 (hostb, pid " in said
+            assert text in said
+            assert "hosts_programs.py:" in said
+            assert seconds < AT_ONCE_S
+        assert found["after"][1] == "[4.0, 4.0]"
+        if rank == 0:  # the sender of a small message does not wait for it
+            assert found["message"][0] == "CollectiveMismatch"
+
+
+@pytest.mark.parametrize(
+    ("culprit", "how", "kind", "text"),
+    [
+        (3, "killed", "RankLost", "died: its process is gone"),
+        (1, "killed", "RankLost", "died: its process is gone"),
+        (2, "killed in the middle", "RankLost", "died: its process is gone"),
+        (0, "raised", "RankLost", "ValueError: out of cheese"),
+        (2, "left", "RankLost", "left the group while others still needed it"),
+    ],
+)
+def test_every_rank_names_the_one_that_is_lost(hosts: Cluster, culprit: int, how: str, kind: str, text: str) -> None:
+    ranks = hosts.run(programs.lose_one, (2, 2), culprit, how)
+    for rank, found in enumerate(ranks):
+        if rank == culprit:
+            assert isinstance(found, RankDied) == how.startswith("killed")
+            continue
+        assert isinstance(found, dict), found
+        got, said, seconds, culprits = found["first"]
+        assert (got, culprits) == (kind, (culprit,)), said
+        assert text in said
+        assert f"rank {culprit} (host{'ab'[culprit // 2]}, pid " in said
+        assert "hosts_programs.py:" in said
+        assert seconds < AT_ONCE_S + (0.5 if "middle" in how else 0.0)
+        assert found["again"][0] == kind
+        assert "broke earlier" in found["again"][1]
+
+
+def test_rank_that_never_comes(hosts: Cluster) -> None:
+    ranks = well(hosts.run(programs.never_comes, (2, 2)))
+    for rank, found in enumerate(ranks):
+        kind, said, seconds, culprits = found["all_reduce"]
+        assert (kind, culprits) == ("CollectiveTimeout", (3,)), said
+        if rank != 3:
+            assert "rank 3 (hostb, pid " in said
+            assert seconds < 1.0 + AT_ONCE_S
+
+
+def test_partner_that_is_killed(hosts: Cluster) -> None:
+    ranks = hosts.run(programs.lose_partner, (2, 2), 3)
+    for found in ranks[:3]:
+        assert isinstance(found, dict), found
+        kind, said, seconds, culprits = found["recv"]
+        assert (kind, culprits) == ("RankLost", (3,)), said
+        assert "rank 3 (hostb, pid " in said
+        assert seconds < AT_ONCE_S
