@@ -5,7 +5,9 @@ the ranks of a set meet in rounds. In a round each says what it has asked for si
 bytes by all_gather. Mostly all digests are equal, and everything is run at once. If not, they exchange descriptions
 and keep them in a table, the same on all ranks; what all have asked for is run, in the order of the table, and the
 rest stays there. A rank goes into a round when it waits for something, in the waiting thread; if nobody waits, a
-thread of the channel goes, a millisecond after the first request. A rank that has asked for nothing goes into no
+thread of the channel goes, a millisecond after the first request. An optimizer's gradients, where they are all a rank
+has asked for, are averaged without asking: the flight record of the group finds on all ranks, before anything is
+changed, that one is doing something else, and then they ask. A rank that has asked for nothing goes into no
 round: nothing could run without it. As long as it has something in the table, it goes into one every millisecond.
 
 [Note: own groups] A channel runs everything on groups of its own, made for it, so that the order in which the script
@@ -34,7 +36,7 @@ from lockstep.compat.horovod.torch.execution import Executor, Match, gather_equa
 from lockstep.compat.horovod.torch.meta import Entry, Meta, decode, encode, find_mismatch
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.compat.horovod.torch.timeline import Timeline
-from lockstep.errors import InputError
+from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.log import get_logger
 
 __all__ = ["CYCLE_S", "Channel", "Source"]
@@ -236,10 +238,16 @@ class Channel:
 
     def _meet(self, fresh: list[Request]) -> bool:
         is_clear = not self._table and not self._joined
+        if is_clear and len(fresh) == 1 and fresh[0].is_ready and self._try_fused(fresh[0]):
+            return True
         digest = hashlib.blake2b(b"\n".join(request.meta.signature for request in fresh), digest_size=8).digest()
         agree = is_clear
         if is_clear and len(self.ranks) > 1:
-            numbers = self._gather_numbers(int.from_bytes(digest, "little", signed=True))
+            number = int.from_bytes(digest, "little", signed=True)
+            try:
+                numbers = self._gather_numbers(number)
+            except CollectiveMismatch:  # Another rank tried gradients; it asks now.
+                numbers = self._gather_numbers(number)
             agree = all(number == numbers[0] for number in numbers)
         if agree and not any(request.meta.kind == "join" for request in fresh):
             everyone = range(len(self.ranks))
@@ -250,6 +258,24 @@ class Channel:
             for entry in entries:
                 self._note(rank, entry)
         return self._run_ready()
+
+    def _try_fused(self, request: Request) -> bool:
+        """Run it without asking first, as nearly every round of training can. Collective. See [Note: rounds].
+
+        Returns:
+            False if another rank is in a round for something else; all ranks then know.
+        """
+        assert request.run_fused is not None
+        start_s = time.perf_counter()
+        try:
+            with torch.no_grad():
+                request.run_fused()
+        except CollectiveMismatch:
+            return False
+        request.complete()
+        self._timeline.record([Match(request, {self.rank: request.meta})], start_s)
+        self._finish(request)
+        return True
 
     def _note(self, rank: int, entry: Entry) -> None:
         """Keep what a rank has told."""

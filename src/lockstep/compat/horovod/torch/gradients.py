@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.compat.horovod.torch.channel import Channel
 from lockstep.compat.horovod.torch.compression import Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
@@ -25,7 +26,7 @@ from lockstep.compat.horovod.torch.mpi_ops.reductions import ReductionOp, sparse
 from lockstep.compat.horovod.torch.process_sets import ProcessSet
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.parallel.buckets import BucketPlan, plan_buckets
-from lockstep.parallel.transports import Transport, make_transport
+from lockstep.parallel.symmetric import SymmetricTransport
 
 __all__ = ["Buckets", "Settings", "reduce_dense", "reduce_sparse"]
 
@@ -122,13 +123,43 @@ def reduce_sparse(name: str, parameter: torch.Tensor, settings: Settings) -> Cal
     return finish
 
 
+class _Averaging(SymmetricTransport):
+    """The DDP engine's buckets, averaged in one collective that says whose they are.
+
+    Nothing is reduced before the ranks have met, so nothing is left behind if they turn out to want different things.
+
+    Args:
+        plans: the buckets.
+        group: a lockstep group.
+        key: decides, with all ranks, whether they want the same.
+    """
+
+    def __init__(self, plans: Sequence[BucketPlan], group: LockstepProcessGroup, key: object) -> None:
+        super().__init__(plans, group)
+        self._key = key
+
+    def average(self) -> None:
+        """Average all buckets, which have been filled. Collective.
+
+        Raises:
+            CollectiveMismatch: on all ranks, if one wants something else; no gradient was changed.
+        """
+        try:
+            text = f"DistributedOptimizer's gradient averaging({len(self._plans)} buckets)"
+            self._engine.run_steps(self._key, lambda: text, self._reduce_rest)
+        finally:
+            for kept in self._kept:
+                kept.clear()
+            self._reduced.clear()
+
+
 class Buckets:
     """Gradients in the DDP engine's buckets. Local to make; the buckets come into being in the first round.
 
     Args:
         names: of the parameters.
         parameters: all on the CPU.
-        channel: of the process set.
+        channel: of the process set, over a lockstep group.
 
     Attributes:
         channel: the same.
@@ -138,8 +169,11 @@ class Buckets:
         self._parameters = list(parameters)
         self.channel = channel
         self._plans: list[BucketPlan] = plan_buckets(self._parameters, _BUCKET_BYTES, _FIRST_BUCKET_BYTES)
-        self._transport: Transport | None = None
+        self._transport: _Averaging | None = None
         self._views: list[torch.Tensor] = []
+        # For each bucket: offset, place, and number of the parameter.
+        self._contents: list[list[tuple[int, torch.Tensor, int]]] = []
+        self._dtypes = [parameter.dtype for parameter in parameters]
         self._meta = Meta(
             _bulk_name(names),
             "allreduce",
@@ -149,46 +183,44 @@ class Buckets:
             fused=True,
         )
 
-    def can_take(self) -> bool:
-        """Whether all gradients are there, dense, and of their parameter's dtype. Local."""
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
-                return False
-        return True
-
-    def submit(self) -> Pending:
-        """Ask for the average of all gradients. Local."""
+    def submit(self) -> Pending | None:
+        """Ask for the average of all gradients, if all are there, dense, and of their parameter's dtype. Local."""
         gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        for gradient, dtype in zip(gradients, self._dtypes, strict=True):
+            if gradient is None or gradient.layout is not torch.strided or gradient.dtype is not dtype:
+                return None
         # Where a rank has joined, they are reduced where they are.
-        request = Request(self._meta, gradients, gradients, is_single=False, run_fused=self._run)
+        request = Request(
+            self._meta,
+            gradients,
+            gradients,
+            is_single=False,
+            run_fused=lambda: self._run(gradients),
+            is_ready=self._transport is not None,
+        )
         return Pending(self.channel, self.channel.submit(request))
 
-    def _run(self) -> None:
+    def _run(self, gradients: Sequence[torch.Tensor]) -> None:
         """Average. Collective; in a round."""
-        if self._transport is None:
-            self._make_transport()
-        transport = self._transport
-        assert transport is not None
-        for bucket, plan in enumerate(self._plans):
-            offsets, places, gradients = [], [], []
-            for placement in plan.placements:
-                gradient, view = self._parameters[placement.index].grad, self._views[placement.index]
-                assert gradient is not None
-                if gradient is not view:
-                    offsets.append(placement.offset)
-                    places.append(view)
-                    gradients.append(gradient.detach())
-            transport.fill(bucket, offsets, places, gradients)
-            transport.publish(bucket)
-        transport.finish()
+        transport = self._transport if self._transport is not None else self._make_transport()
+        for bucket, content in enumerate(self._contents):
+            moves = [
+                (offset, place, gradients[index]) for offset, place, index in content if gradients[index] is not place
+            ]
+            if moves:
+                transport.fill(bucket, *zip(*moves, strict=True))
+        transport.average()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
 
-    def _make_transport(self) -> None:
-        self._transport = make_transport(self._plans, self.channel.control)
+    def _make_transport(self) -> _Averaging:
+        group = self.channel.control
+        assert isinstance(group, LockstepProcessGroup)
+        transport = self._transport = _Averaging(self._plans, group, self._meta.signature)
         self._views = [torch.empty(0)] * len(self._parameters)
         for bucket, plan in enumerate(self._plans):
             for placement in plan.placements:
                 like = self._parameters[placement.index]
-                self._views[placement.index] = self._transport.view(bucket, placement.offset, like)
+                self._views[placement.index] = transport.view(bucket, placement.offset, like)
+            self._contents.append([(place.offset, self._views[place.index], place.index) for place in plan.placements])
+        return transport

@@ -212,9 +212,9 @@ class ReducingOptimizer:
                 [self._parameters[index] for index in self._required],
                 self._channel,
             )
-        if self._buckets is not None and self._buckets.can_take():
+        if self._buckets is not None:
             self._bulk = self._buckets.submit()
-        else:
+        if self._bulk is None:
             self._submit(tuple(self._required))
 
     def _fits_buckets(self) -> bool:

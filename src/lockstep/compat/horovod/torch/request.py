@@ -25,6 +25,8 @@ class Request:
             whose result has a size that the other ranks decide on.
         is_single: whether the result is one tensor rather than a list.
         run_fused: does the whole work instead, where nobody has joined; for `Meta.fused`.
+        is_ready: whether `run_fused` may be tried before the ranks have agreed: it then finds out by itself, with all
+            of them, that they want something else (CollectiveMismatch).
 
     Attributes:
         result: what `synchronize` returns, once done.
@@ -40,12 +42,14 @@ class Request:
         outputs: Sequence[torch.Tensor] | None = None,
         is_single: bool = True,
         run_fused: Callable[[], None] | None = None,
+        is_ready: bool = False,
     ) -> None:
         self.meta = meta
         self.inputs = list(inputs)
         self.outputs = None if outputs is None else list(outputs)
         self.is_single = is_single
         self.run_fused = run_fused
+        self.is_ready = is_ready
         self.site = call_site()
         self.submitted_s = time.perf_counter()
         self.result: Any = None
@@ -94,7 +98,9 @@ class Request:
 
 def _record_events(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """An event on the current stream of every GPU that holds one of the tensors."""
-    events = []
+    events: list[Any] = []
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return events
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         with torch.cuda.device(device):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
