@@ -212,6 +212,20 @@ def test_restarted_job_finds_its_store_as_it_was_left(attempt_number: int, tmp_p
     assert outcomes == [expected(rank, "lockstep") for rank in range(2)]
 
 
+def give_up(path: str) -> None:
+    """Rank 0 waits in vain, says so in the store, and ends."""
+    if env.RANK.get() == 0:
+        with pytest.raises(RendezvousError, match="rank 1 did not come"):
+            lockstep.init(store=dist.FileStore(path, 2), timeout=0.2)
+
+
+def test_next_life_does_not_give_up_because_the_last_one_did(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    assert run_ranks(give_up, 2, path, init=False) == [None, None]
+    run_ranks(begin_and_die, 5, str(tmp_path / "other"), init=False, expect_errors=True)  # the next are new processes
+    assert run_ranks(begin_again, 2, path, 0, init=False) == [expected(rank, "lockstep") for rank in range(2)]
+
+
 def make_groups_of_a_kind(store_path: str) -> list[float]:
     """Three default groups one after another over one store, and two sub-groups of the same ranks at once."""
     store = dist.FileStore(store_path, 2)

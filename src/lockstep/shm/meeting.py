@@ -7,7 +7,7 @@ each writes into its block who it is, and all wait until everybody has.
 be handed the segment of the first. So rank 0 deletes the handle once all have come, and nobody leaves
 `Team.connect` before that. Where a killed rank 0 could not delete it, the handle leads nowhere, because
 a segment goes with its maker. If it was published before this process began, it is of an earlier life of
-the job: wait for the next one.
+the job: wait for the next one. So it is with the last word of a rank 0 that gave up.
 """
 
 from __future__ import annotations
@@ -139,7 +139,17 @@ class Meeting:
             return self._introduce(*self._publish(size_bytes))
         except LockstepError as error:
             # Those who come later need not wait for what will not be.
-            self._store.set(_SEGMENT, json.dumps({"error": type(error).__name__, "message": str(error)}))
+            self._store.set(
+                _SEGMENT,
+                json.dumps(
+                    {
+                        "error": type(error).__name__,
+                        "message": str(error),
+                        "boot_id": boot_id(),
+                        "published_at_s": seconds_since_boot(),
+                    }
+                ),
+            )
             raise
 
     def _introduce(self, segment: Segment, published: str) -> Segment:
@@ -185,6 +195,9 @@ class Meeting:
             published = self._await_published()
             found = json.loads(published)
             if "error" in found:
+                if found["boot_id"] == boot_id() and found["published_at_s"] < started_at_s():
+                    self._nap([0])
+                    continue
                 kind = SharedMemoryError if found["error"] == SharedMemoryError.__name__ else RendezvousError
                 raise kind(f"{self.name(0)} gave up: {found['message']}")
             if json.loads(found["handle"])["boot_id"] != boot_id():
