@@ -20,7 +20,7 @@ from lockstep.errors import SetupError
 
 T = TypeVar("T")
 
-__all__ = ["Variable", "registry", "replace", "snapshot"]
+__all__ = ["Variable", "class_of_environment", "registry", "replace", "snapshot"]
 
 registry: dict[str, Variable[object]] = {}
 
@@ -66,6 +66,11 @@ class Variable(Generic[T]):
 def snapshot() -> dict[str, str]:
     """A copy of the process environment, to change and hand to a child."""
     return dict(os.environ)
+
+
+def class_of_environment() -> type:
+    """The class of the process environment, for tools that watch what a script reads of it."""
+    return type(os.environ)
 
 
 def replace(variables: Mapping[str, str]) -> None:

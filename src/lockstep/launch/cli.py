@@ -33,6 +33,11 @@ _COMMANDS = {
     "run": _Command(
         "lockstep.commands.run", "start N processes of any script", "lockstep run --nproc 2 train.py --lr 0.1"
     ),
+    "rehearse": _Command(
+        "lockstep.commands.rehearse",
+        "run a script for GPUs on the CPU, and say what would bite",
+        "lockstep rehearse --nproc 4 train.py",
+    ),
     "launch": _Command(
         "lockstep.commands.launch",
         "the command line of torch.distributed.launch",

@@ -93,7 +93,10 @@ class Supervisor:
             )
             crew.start(environment)
             crew.attempt.wait()
-            return crew.end()
+            outcome = crew.end()
+            if config.on_end is not None:
+                config.on_end(crew.folder)
+            return outcome
 
     def _announce_restart(self, failure: Failure, restart: int) -> None:
         text = (

@@ -1,0 +1,95 @@
+"""`lockstep rehearse`: a script for N GPUs, unedited, on CPU processes, and what would bite on the cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lockstep.commands.parsing import Parser, add_grace, split_at_script
+from lockstep.errors import LaunchError
+from lockstep.tools.rehearse.rehearsal import Rehearsal, rehearse
+
+__all__ = ["main"]
+
+_FLAGS = frozenset({"-m", "--module", "--no-prefix", "--strict", "--no-compat", "-h", "--help"})
+
+_DESCRIPTION = """\
+Run a script written for N GPUs, unedited, on CPU processes: each `cuda` device is a stand-in in CPU memory, nccl is
+a group over shared memory. It ends with a report of what would bite on the cluster: where, why, and the fix.
+Options after the script belong to the script; give it little data and few steps.
+"""
+
+_EPILOG = """\
+The exit code is the script's own where it fails; else 0, or 1 with --strict where there are findings.
+
+examples:
+  lockstep rehearse --nproc 4 train.py --epochs 2
+  lockstep rehearse --nodes 2 --nproc 4 --memory 8GiB train.py
+  lockstep rehearse --nproc 2 --strict --format json --output report.json train.py
+"""
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lockstep rehearse",
+        usage="lockstep rehearse [options] script.py [args ...]\n"
+        "       lockstep rehearse [options] -m module [args ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        *("--nproc", "--nproc-per-node", "--nproc_per_node"),
+        dest="nproc",
+        type=int,
+        metavar="N",
+        default=2,
+        help="ranks on each node, each with a GPU (default: %(default)s)",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that each node pretends to have (default: --nproc)")
+    parser.add_argument("--nodes", type=int, metavar="K", default=1, help="nodes to pretend (default: %(default)s)")
+    parser.add_argument(
+        "--start",
+        choices=("auto", "ranks", "once"),
+        default="auto",
+        help="start the script once per rank (ranks), or once per node (once), for scripts that start their ranks "
+        "themselves or use DataParallel; auto (default) reads the script",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="memory of each GPU, such as 8GiB (default: no limit)")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the report (default: text)")
+    parser.add_argument("--output", metavar="FILE", help="write the report to FILE (default: to stdout, at the end)")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are findings")
+    parser.add_argument(
+        "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
+    )
+    parser.add_argument("--no-prefix", dest="prefix", action="store_false", help="no `[rank]` before lines of output")
+    parser.add_argument(
+        "--no-compat",
+        dest="with_doors",
+        action="store_false",
+        help="let `import horovod` and `import apex` find the real packages only, as in `lockstep run`",
+    )
+    add_grace(parser)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        arguments: the words after `lockstep rehearse`.
+
+    Returns:
+        The exit code: that of the job; 1 if it went well, there are findings and `--strict` was given.
+    """
+    options, script, script_arguments = split_at_script(arguments, _FLAGS)
+    parser = _parser()
+    chosen = parser.parse_args(options)
+    if script is None:
+        parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
+    for name in ("nproc", "nodes", "gpus"):
+        number = getattr(chosen, name)
+        if number is not None and number < 1:
+            raise LaunchError(f"{name} is {number}; expected at least 1")
+    return rehearse(Rehearsal(target=script, args=script_arguments, **vars(chosen)))

@@ -1,0 +1,42 @@
+"""GPUs that are not there: what a script sees of CUDA, on the CPU. See the package's docstring for why this way."""
+
+from __future__ import annotations
+
+__all__ = ["install"]
+
+
+def install(count: int, limit_bytes: int = 0) -> None:
+    """Give this process `count` stand-ins. For the whole process, once.
+
+    Args:
+        count: devices that it sees.
+        limit_bytes: memory of each; 0 for no limit.
+    """
+    import torch
+
+    from lockstep.tools.rehearse.devices import amp, cuda, files, groups, mode, replicas, tensors
+    from lockstep.tools.rehearse.devices.marks import ledger
+    from lockstep.tools.rehearse.devices.place import devices
+    from lockstep.tools.rehearse.patching import replace, wrap
+
+    devices.count = count
+    ledger.limit_bytes = limit_bytes
+    # torch.library and the compiler's entry points read names of torch when they are imported, so first of all.
+    cuda.install()
+    tensors.install()
+    amp.install()
+    files.install()
+    replicas.install()
+    groups.install()
+    mode.install()
+    # What is compiled would bypass the mode; eager execution computes the same.
+    wrap(torch, "compile", lambda original: _no_compile)
+    from lockstep.parallel.batchnorm import SyncBatchNorm
+
+    for module in (torch.nn, torch.nn.modules, torch.nn.modules.batchnorm):
+        replace(module, "SyncBatchNorm", SyncBatchNorm)
+
+
+def _no_compile(model: object = None, **options: object) -> object:
+    """`torch.compile`, as a function and as a decorator with options."""
+    return (lambda function: function) if model is None else model

@@ -1,0 +1,294 @@
+"""`torch.cuda` on stand-ins: who is there, what each has, and what is in use on it."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.tools.rehearse.devices import streams
+from lockstep.tools.rehearse.devices.marks import ledger
+from lockstep.tools.rehearse.devices.mode import generator_of
+from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.patching import replace
+
+__all__ = ["install"]
+
+_NAME = "Lockstep rehearsal stand-in (CPU)"
+# What a device without a limit says of itself; enough for any script that looks before it leaps.
+_TOTAL_BYTES = 80 * 1024**3
+_CAPABILITY = (8, 0)
+
+_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}
+
+
+class _DeviceContext:
+    """`torch.cuda.device(i)`; None and negative numbers change nothing."""
+
+    def __init__(self, device: Any) -> None:
+        is_none = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if is_none else devices.cuda_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = devices.current
+        if self.idx >= 0:
+            devices.select(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        devices.select(self.prev_idx)
+
+
+class _DeviceOf(_DeviceContext):
+    """`torch.cuda.device_of(tensor)`."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(obj.get_device() if getattr(obj, "is_cuda", False) else -1)
+
+
+class _LegacyType(type):
+    """`torch.cuda.FloatTensor` and its like: constructors, names for `.type()`, classes for `isinstance`."""
+
+    _lockstep_name: str
+    _dtype: torch.dtype
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        host = getattr(torch, cls.__name__)(*args)
+        return host.cuda(kwargs.get("device"))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype is cls._dtype
+
+
+def _legacy_types() -> dict[str, Any]:
+    return {
+        name: _LegacyType(name, (), {"_lockstep_name": f"torch.cuda.{name}", "_dtype": dtype})
+        for name, dtype in _TYPES.items()
+    }
+
+
+def _total_bytes() -> int:
+    return ledger.limit_bytes or _TOTAL_BYTES
+
+
+def _properties(device: Any = None) -> Any:
+    devices.cuda_index(device)
+    return types.SimpleNamespace(
+        name=_NAME,
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        total_memory=_total_bytes(),
+        multi_processor_count=1,
+        is_multi_gpu_board=False,
+        is_integrated=False,
+        warp_size=32,
+    )
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    index = devices.cuda_index(device)
+    return {
+        "allocated_bytes.all.current": ledger.used(index),
+        "allocated_bytes.all.peak": ledger.peak(index),
+        "reserved_bytes.all.current": ledger.used(index),
+        "reserved_bytes.all.peak": ledger.peak(index),
+        "allocation.all.allocated": ledger.allocations(index),
+        "num_ooms": 0,
+        "num_alloc_retries": 0,
+    }
+
+
+def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    index = devices.cuda_index(device)
+    return f"cuda:{index} (stand-in): {ledger.used(index)} bytes in use, at most {ledger.peak(index)}"
+
+
+def _select(device: Any) -> None:
+    index = -1 if isinstance(device, int) and device < 0 else devices.cuda_index(device)
+    if index >= 0:
+        devices.select(index)
+
+
+def _seed(seed: int, index: int | None = None) -> None:
+    for one in range(devices.count) if index is None else (index,):
+        generator_of(one).manual_seed(int(seed))
+
+
+def _seed_all_at_random() -> None:
+    seed = generator_of(devices.current).seed()
+    _seed(seed)
+
+
+def _who_and_what() -> dict[str, Any]:
+    return {
+        "is_available": lambda: devices.count > 0,
+        "device_count": lambda: devices.count,
+        "current_device": lambda: devices.current,
+        "set_device": _select,
+        "device": _DeviceContext,
+        "device_of": _DeviceOf,
+        "get_device_name": lambda device=None: _properties(device).name,
+        "get_device_properties": _properties,
+        "get_device_capability": lambda device=None: (devices.cuda_index(device), _CAPABILITY)[1],
+        "get_arch_list": lambda: ["sm_80"],
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "can_device_access_peer": lambda device, peer: device != peer,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "synchronize": lambda device=None: (devices.index_of(device), None)[1],
+        "ipc_collect": lambda: None,
+        "utilization": lambda device=None: 0,
+        "is_current_stream_capturing": lambda: False,
+    }
+
+
+def _memory() -> dict[str, Any]:
+    def used(device: Any = None) -> int:
+        return ledger.used(devices.cuda_index(device))
+
+    def peak(device: Any = None) -> int:
+        return ledger.peak(devices.cuda_index(device))
+
+    def reset(device: Any = None) -> None:
+        ledger.reset_peak(devices.cuda_index(device))
+
+    def info(device: Any = None) -> tuple[int, int]:
+        return max(0, _total_bytes() - used(device)), _total_bytes()
+
+    return {
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), used),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak),
+        **dict.fromkeys(
+            ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+            reset,
+        ),
+        "mem_get_info": info,
+        "memory_stats": _memory_stats,
+        "memory_summary": _memory_summary,
+        "empty_cache": lambda: None,
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
+    }
+
+
+def _random() -> dict[str, Any]:
+    def states() -> list[torch.Tensor]:
+        return [generator_of(index).get_state() for index in range(devices.count)]
+
+    def set_state(state: torch.Tensor, device: Any = None) -> None:
+        generator_of(devices.cuda_index(device)).set_state(state)
+
+    def set_states(new: Any) -> None:
+        for index, state in enumerate(new):
+            generator_of(index).set_state(state)
+
+    return {
+        "manual_seed": lambda seed: _seed(seed, devices.current),
+        "manual_seed_all": _seed,
+        "seed": lambda: _seed(generator_of(devices.current).seed(), devices.current),
+        "seed_all": _seed_all_at_random,
+        "initial_seed": lambda: generator_of(devices.current).initial_seed(),
+        "get_rng_state": lambda device=None: generator_of(devices.cuda_index(device)).get_state(),
+        "set_rng_state": set_state,
+        "get_rng_state_all": states,
+        "set_rng_state_all": set_states,
+    }
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"torch.cuda.{name} records GPU kernels, of which a rehearsal has none; run without it (for a rehearsal "
+            "eager execution computes the same)"
+        )
+
+    return refused
+
+
+class _Generator(type):
+    """`torch.Generator`, which may be asked for a GPU."""
+
+    def __call__(cls, device: Any = "cpu") -> Any:
+        devices.index_of(device)
+        return torch._C.Generator("cpu")
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class _Device(type):
+    """`torch.device`, of which a number alone means a GPU."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        word = args[0] if args else kwargs.get("device", kwargs.get("type"))
+        if len(args) + len(kwargs) == 1 and isinstance(word, int) and not isinstance(word, bool):
+            return _real_device_type("cuda", int(word))
+        return _real_device_type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _real_device_type)
+
+
+_real_device_type = torch.device
+
+
+def _accelerator() -> dict[str, Any]:
+    def current(check_available: bool = False) -> torch.device:
+        return torch.device("cuda")
+
+    return {
+        "is_available": lambda: devices.count > 0,
+        "device_count": lambda: devices.count,
+        "current_accelerator": current,
+        "current_device_index": lambda: devices.current,
+        "current_device_idx": lambda: devices.current,
+        "set_device_index": _select,
+        "set_device_idx": _select,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "current_stream": streams.current_stream,
+        "device_index": _DeviceContext,
+    }
+
+
+def _install_nvtx() -> None:
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        replace(torch.cuda.nvtx, name, lambda *args, **kwargs: 0)
+    replace(torch.cuda.nvtx, "range", lambda *args, **kwargs: contextlib.nullcontext())
+
+
+# What stands for it moves bytes by shared memory; a script that asks wants to know whether it is new enough.
+_NCCL_VERSION = (2, 21, 5)
+
+
+def install() -> None:
+    """Replace the functions of `torch.cuda` and `torch.accelerator`, `torch.device` and `torch.Generator`."""
+    for name, value in {**_who_and_what(), **_memory(), **_random(), **_legacy_types()}.items():
+        replace(torch.cuda, name, value)
+        for module in (torch.cuda.memory, torch.cuda.random):
+            if hasattr(module, name):
+                replace(module, name, value)
+    for name in ("CUDAGraph", "graph", "make_graphed_callables"):
+        replace(torch.cuda, name, _refuse(name))
+    for name, value in _accelerator().items():
+        replace(torch.accelerator, name, value)
+    _install_nvtx()
+    replace(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
+    streams.install()
+    replace(torch, "Generator", _Generator("Generator", (), {"__module__": "torch"}))
+    replace(torch, "device", _Device("device", (), {"__module__": "torch"}))

@@ -1,0 +1,140 @@
+"""`nccl`, and every other backend that a script asks for, as groups over shared memory.
+
+What the script asked for is remembered: `dist.get_backend()` says so to the script, and a tensor in host memory is
+refused by what stands for nccl, because nccl refuses it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lockstep.comm.callsite import is_users
+from lockstep.comm.registration import BACKEND_NAME, ensure
+from lockstep.errors import InputError
+from lockstep.tools.rehearse.devices.marks import mark_of
+from lockstep.tools.rehearse.patching import wrap
+
+__all__ = ["install", "nominal_backend"]
+
+# What these would be on a cluster; here all are Lockstep's.
+_REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "xccl"})
+_WITH_TENSORS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "send", "recv", "isend", "irecv"),
+)
+# Group -> the backend that the script asked for.
+_nominal: dict[Any, str] = {}
+
+
+def _translate(backend: Any) -> tuple[Any, str]:
+    """The backend to take, and the name that the script used."""
+    if backend is None:
+        return BACKEND_NAME, "nccl"
+    name = str(backend).lower()
+    kinds = [part.rpartition(":")[2] for part in name.split(",")]
+    nominal = next((kind for kind in kinds if kind == "nccl"), kinds[0])
+    # Several backends, one for each type of device, take tensors of all those types.
+    nominal = nominal if len(kinds) == 1 else name
+    return (BACKEND_NAME if all(kind in _REPLACED for kind in kinds) else backend), nominal
+
+
+def nominal_backend(group: Any = None) -> str:
+    """What the script asked for when it made this group; empty if it made none."""
+    group = dist.group.WORLD if group is None or group is dist.group.WORLD else group
+    return _nominal.get(group, "") or _nominal.get(dist.group.WORLD, "")
+
+
+def _check_rank(world_size: Any = -1, rank: Any = -1, **others: Any) -> None:
+    """Refuse at once what could only wait for ranks that nobody has."""
+    if isinstance(world_size, int) and isinstance(rank, int) and 0 <= world_size <= rank:
+        raise InputError(
+            f"init_process_group: rank {rank} of world_size {world_size}; ranks are numbered from 0 to world_size - 1. "
+            "Give the number of all processes of the job as world_size"
+        )
+
+
+def _init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ensure()
+        names = ("init_method", "timeout", "world_size", "rank")
+        _check_rank(**{**dict(zip(names, args, strict=False)), **kwargs})
+        taken, nominal = _translate(backend)
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        result = original(taken, *args, **kwargs)
+        _nominal[dist.group.WORLD] = nominal
+        return result
+
+    return init_process_group
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        words = list(args)
+        backend = words[2] if len(words) > 2 else kwargs.get("backend")
+        nominal = nominal_backend()
+        if backend is not None:
+            taken, nominal = _translate(backend)
+            if len(words) > 2:
+                words[2] = taken
+            else:
+                kwargs["backend"] = taken
+        kwargs.pop("pg_options", None)
+        kwargs.pop("device_id", None)
+        group = original(*words, **kwargs)
+        if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _nominal[group] = nominal
+        return group
+
+    return new_group
+
+
+def _get_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_backend(group: Any = None) -> Any:
+        actual = original(group)
+        if not is_users(sys._getframe(1).f_code):
+            return actual
+        return nominal_backend(group) or actual
+
+    return get_backend
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors_in(value)
+
+
+def _like_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        # What torch sends for its own sake is made for the group that is really there.
+        if is_users(sys._getframe(1).f_code) and nominal_backend(kwargs.get("group")) == "nccl":
+            for tensor in _tensors_in([*args, *kwargs.values()]):
+                if mark_of(tensor) is None:
+                    raise RuntimeError(
+                        f"No backend type associated with device type cpu: {original.__name__} of a tensor in host "
+                        "memory on an nccl group. Move it with .cuda(), or make a gloo group for it"
+                    )
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def install() -> None:
+    """Replace the functions of torch.distributed that name a backend or give tensors to one."""
+    makers = {"init_process_group": _init, "new_group": _new_group, "get_backend": _get_backend}
+    makers.update(dict.fromkeys(_WITH_TENSORS, _like_nccl))
+    for name, make in makers.items():
+        wrap(distributed_c10d, name, make)
+        if hasattr(distributed_c10d, name):
+            setattr(dist, name, getattr(distributed_c10d, name))
+    for owner in (dist, distributed_c10d):
+        wrap(owner, "is_nccl_available", lambda original: lambda: True)

@@ -1,0 +1,164 @@
+"""What makes results lie where their inputs do: a `TorchDispatchMode` that is on in every thread of a rehearsal.
+
+It sees every operator below autograd, so also those of backward passes and of C++ code. An operator's fresh
+outputs get the mark of its first marked input; a `device="cuda"` becomes a mark as well. [Note: marks]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.tools.rehearse.devices.marks import mark, mark_of
+from lockstep.tools.rehearse.devices.place import CPU, devices
+from lockstep.tools.rehearse.patching import wrap
+
+__all__ = ["Observer", "StandIn", "enter_here", "generator_of", "install", "observers", "placed"]
+
+# Called with (operator, positional arguments, result) after each operator.
+Observer = Callable[[Any, Sequence[Any], Any], None]
+observers: list[Observer] = []
+
+_aten = torch.ops.aten
+# Operators whose tensor arguments CUDA wants on one device, with nothing in between that C++ code may have
+# made for itself: a mismatch here is the script's.
+_STRICT = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.convolution.default,
+        _aten.embedding.default,
+        _aten.nll_loss_forward.default,
+        _aten.nll_loss2d_forward.default,
+        _aten.mse_loss.default,
+        _aten.native_batch_norm.default,
+        _aten._native_batch_norm_legit.default,
+        _aten.native_layer_norm.default,
+    }
+)
+
+_local = threading.local()
+_generators: dict[int, torch.Generator] = {}
+# Operator -> (has it fresh outputs, does it draw random numbers), read from its schema once.
+_traits: dict[Any, tuple[bool, bool]] = {}
+# Threads of Lockstep's own, which must see memory as it is.
+_OWN_THREADS = "lockstep-"
+
+
+def generator_of(index: int) -> torch.Generator:
+    """The random numbers of a stand-in; from CUDA's own first seed until it is seeded."""
+    generator = _generators.get(index)
+    if generator is None:
+        generator = _generators[index] = torch._C.Generator("cpu")
+        generator.manual_seed(67280421310721)
+    return generator
+
+
+@contextlib.contextmanager
+def placed(index: int | None) -> Iterator[None]:
+    """Whatever is made inside lies on that stand-in, or in host memory for None. In this thread."""
+    before = getattr(_local, "override", ())
+    _local.override = (index,)
+    try:
+        yield
+    finally:
+        _local.override = before
+
+
+def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
+
+
+def _traits_of(func: Any) -> tuple[bool, bool]:
+    found = _traits.get(func)
+    if found is None:
+        schema = func._schema
+        fresh = any(result.alias_info is None for result in schema.returns)
+        found = _traits[func] = fresh, any(argument.name == "generator" for argument in schema.arguments)
+    return found
+
+
+def _check_one_device(func: Any, arguments: Sequence[Any], index: int) -> None:
+    for tensor in _tensors(arguments):
+        other = mark_of(tensor)
+        if other != index and tensor.dim() > 0:
+            name = func._schema.name.removeprefix("aten::")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:{index} and "
+                f"{'cpu' if other is None else f'cuda:{other}'}! (when checking arguments of {name})"
+            )
+
+
+class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """See the module's docstring."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator on CPU memory, and say where its results lie."""
+        kwargs = kwargs or {}
+        index: int | None = None
+        asked = kwargs.get("device")
+        if asked is not None and asked.type == "cuda":
+            index = devices.index_of(asked)
+            kwargs = {**kwargs, "device": CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if index is None:
+            for tensor in _tensors(args):
+                index = mark_of(tensor)
+                if index is not None:
+                    break
+        override = getattr(_local, "override", ())
+        place = override[0] if override else index
+        is_fresh, is_random = _traits_of(func)
+        if index is not None and func in _STRICT and torch._C._current_graph_task_id() == -1:
+            _check_one_device(func, args, index)
+        if is_random and place is not None and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": generator_of(place)}
+        result = func(*args, **kwargs)
+        if is_fresh and place is not None:
+            self._mark(func, result, place)
+        for observer in observers:
+            observer(func, args, result)
+        return result
+
+    @staticmethod
+    def _mark(func: Any, result: Any, place: int) -> None:
+        results = result if isinstance(result, list | tuple) else (result,)
+        for returned, value in zip(func._schema.returns, results, strict=False):
+            # A list of fresh tensors is one return of the schema.
+            single = isinstance(result, list) and len(func._schema.returns) == 1
+            if returned.alias_info is None:
+                for tensor in _tensors(results if single else (value,)):
+                    mark(tensor, place)
+
+
+def enter_here() -> None:
+    """Turn the mode on in this thread, for good."""
+    if not getattr(_local, "entered", False):
+        _local.entered = True
+        StandIn().__enter__()  # type: ignore[no-untyped-call]
+
+
+def install() -> None:
+    """Turn it on in this thread and in every Python thread that starts from now on."""
+    enter_here()
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def bootstrap(self: threading.Thread) -> Any:
+            if not self.name.startswith(_OWN_THREADS):
+                enter_here()
+            return original(self)
+
+        return bootstrap
+
+    wrap(threading.Thread, "_bootstrap_inner", make)

@@ -1,0 +1,249 @@
+"""What a script asks of a tensor, or in order to get one: where it lies, and to have it lie elsewhere.
+
+[Note: moves] `x.to("cuda:1")` is decided here and not below autograd: there both sides look like CPU memory, so torch
+would find nothing to do. A move copies, as it does between real devices, and its gradient moves back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.tools.rehearse.devices.marks import mark, mark_of, real_device
+from lockstep.tools.rehearse.devices.mode import generator_of, placed
+from lockstep.tools.rehearse.devices.place import CPU, devices
+from lockstep.tools.rehearse.patching import replace, wrap
+
+__all__ = ["install", "move"]
+
+_PINNED = "_lockstep_pinned"
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+_FACTORIES = (
+    *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace"),
+    *("eye", "empty_strided", "tril_indices", "triu_indices", "normal", "range", "scalar_tensor"),
+)
+_RANDOM = frozenset({"rand", "randn", "randint", "randperm", "normal"})
+_FROM_DATA = ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+
+_plain_to = torch.Tensor.to
+_plain_type = torch.Tensor.type
+
+
+class _Move(torch.autograd.Function):
+    """A copy to another device. See [Note: moves]."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, index: int | None) -> torch.Tensor:
+        """Copy."""
+        ctx.home = mark_of(tensor)
+        return _copy(tensor, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Copy back."""
+        return _copy(grads[0], ctx.home), None
+
+
+def _copy(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
+    with placed(index):
+        result = tensor.detach().clone()
+    return result if index is None else mark(result, index)
+
+
+def move(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
+    """The tensor on another stand-in, or in host memory for None; itself if it lies there."""
+    if mark_of(tensor) == index:
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Move.apply(tensor, index)  # type: ignore[no-untyped-call,no-any-return]
+    return _copy(tensor, index)
+
+
+def _is_place(word: Any) -> bool:
+    return isinstance(word, str | torch.device) or (isinstance(word, int) and not isinstance(word, bool))
+
+
+def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    words, options = list(args), dict(kwargs)
+    target: Any = options.pop("device", None)
+    other = options.pop("other", None)
+    if words and isinstance(words[0], torch.Tensor):
+        other = words.pop(0)
+    if isinstance(other, torch.Tensor):
+        index = mark_of(other)
+        target = CPU if index is None else torch.device("cuda", index)
+        options["dtype"] = other.dtype
+    elif words and (words[0] is None or _is_place(words[0])):
+        target = words.pop(0)
+    if target is None:
+        return _plain_to(self, *words, **options)
+    known = isinstance(target, int) or torch.device(target).type in ("cpu", "cuda")
+    if not known or real_device(self).type != "cpu":
+        return _plain_to(self, target, *words, **options)
+    options.update(zip(("dtype", "non_blocking", "copy"), words, strict=False))
+    options.pop("non_blocking", None)
+    moved = move(self, devices.index_of(target))
+    if options.get("dtype") is None:
+        options.pop("dtype", None)
+    if moved is not self:
+        options.pop("copy", None)
+    return _plain_to(moved, **options) if options else moved
+
+
+def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    if device is None and mark_of(self) is not None:
+        return self  # As CUDA: without a device, a tensor that lies on one stays there.
+    return move(self, devices.cuda_index(kwargs.get("async", device) if device is None else device))
+
+
+def _cpu(self: torch.Tensor, memory_format: Any = torch.preserve_format) -> torch.Tensor:
+    return move(self, None)
+
+
+def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    if dtype is None:
+        name = _plain_type(self)
+        return name if mark_of(self) is None else name.replace("torch.", "torch.cuda.", 1)
+    kind: Any = dtype if isinstance(dtype, str) else getattr(dtype, "_lockstep_name", None)
+    if isinstance(kind, str) and kind.startswith("torch.cuda."):
+        host = _plain_type(self, kind.replace("torch.cuda.", "torch.", 1))
+        return move(host, devices.current if mark_of(self) is None else mark_of(self))
+    result = _plain_type(self, dtype)
+    # A CPU tensor type by name means host memory; a dtype means the same device.
+    return result if isinstance(dtype, torch.dtype) else move(result, None)
+
+
+def _device(self: torch.Tensor) -> torch.device:
+    index = mark_of(self)
+    return real_device(self) if index is None else torch.device("cuda", index)
+
+
+def _refuse_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        index = mark_of(self)
+        if index is not None and not kwargs.get("force", False):
+            raise TypeError(
+                f"can't convert cuda:{index} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                "memory first."
+            )
+        return original(self, *args, **kwargs)
+
+    return to_numpy
+
+
+def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    if mark_of(self) is not None:
+        raise RuntimeError(f"cannot pin '{_type(self)}' only dense CPU tensors can be pinned")
+    if getattr(self.untyped_storage(), _PINNED, False):
+        return self
+    pinned = self.clone()
+    setattr(pinned.untyped_storage(), _PINNED, True)
+    return pinned
+
+
+def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+    return bool(getattr(self.untyped_storage(), _PINNED, False))
+
+
+def _with_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`device` may be a number, and is checked before anything is made."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None:
+            return original(*args, **kwargs)
+        if isinstance(device, int):
+            kwargs["device"] = device = torch.device("cuda", device)
+        if torch.device(device).type not in ("cpu", "cuda"):
+            return original(*args, **kwargs)
+        index = devices.index_of(device)
+        kwargs["device"] = CPU
+        if index is not None and original.__name__ in _RANDOM and kwargs.get("generator") is None:
+            kwargs["generator"] = generator_of(index)
+        with placed(index):
+            result = original(*args, **kwargs)
+        return result if index is None else mark(result, index)
+
+    return make
+
+
+def _from_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.pop("device", None)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        source = args[0] if args else kwargs.get("data")
+        if device is None and isinstance(source, torch.Tensor):
+            index = mark_of(source)
+        elif device is None or (not isinstance(device, int) and torch.device(device).type == "cpu"):
+            index = None if device is not None else _default_index()
+        elif not isinstance(device, int) and torch.device(device).type != "cuda":
+            return original(*args, device=device, **kwargs)
+        else:
+            index = devices.index_of(device)
+        if index is None and not isinstance(source, torch.Tensor):
+            return original(*args, **kwargs)
+        wants_grad = kwargs.pop("requires_grad", False)
+        result = move(original(*args, **kwargs), index)
+        return result.requires_grad_() if wants_grad else result
+
+    return make
+
+
+def _default_index() -> int | None:
+    """The stand-in that `torch.set_default_device` names, if it names one."""
+    chosen = torch.get_default_device()
+    return devices.index_of(chosen) if chosen.type == "cuda" else None
+
+
+def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What `Module.to` reads its arguments with; a number means a GPU."""
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            args = (torch.device("cuda", int(args[0])), *args[1:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return original(*args, **kwargs)
+
+    return parse
+
+
+def _keep_mark(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A deep copy of a storage lies where the storage does."""
+
+    def deepcopy(self: Any, memo: Any) -> Any:
+        from lockstep.tools.rehearse.devices.marks import _MARK, mark_storage
+
+        result = original(self, memo)
+        index = getattr(self, _MARK, None)
+        if index is not None:
+            mark_storage(result, index)
+        return result
+
+    return deepcopy
+
+
+def install() -> None:
+    """Replace what scripts ask of tensors, and the functions that make them."""
+    replace(torch.Tensor, "device", property(_device))
+    replace(torch.Tensor, "is_cuda", property(lambda self: mark_of(self) is not None))
+    for name, function in (("to", _to), ("cuda", _cuda), ("cpu", _cpu), ("type", _type)):
+        replace(torch.Tensor, name, function)
+    replace(torch.Tensor, "pin_memory", _pin_memory)
+    replace(torch.Tensor, "is_pinned", _is_pinned)
+    replace(torch.Tensor, "get_device", lambda self: -1 if mark_of(self) is None else mark_of(self))
+    replace(torch.Tensor, "record_stream", lambda self, stream: None)
+    for name in ("numpy", "__array__"):
+        wrap(torch.Tensor, name, _refuse_numpy)
+    for name in (*_FACTORIES, *_LIKE):
+        wrap(torch, name, _with_device)
+    for name in _FROM_DATA:
+        wrap(torch, name, _from_data)
+    for name in _NEW:
+        wrap(torch.Tensor, name, _with_device)
+    wrap(torch._C._nn, "_parse_to", _parse_to)
+    wrap(torch.UntypedStorage, "__deepcopy__", _keep_mark)

@@ -1,0 +1,29 @@
+"""The kinds of findings, and who makes them.
+
+A kind is a stable id, why it matters, what to do, and a function from what the ranks saw to findings. A finding is
+precise or it is not made: where what was seen may be right, nothing is said.
+"""
+
+from __future__ import annotations
+
+from lockstep.tools.rehearse.findings import checkpoints, collectives, identity, means, metrics, sampling, steps
+from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.record import Job
+
+__all__ = ["KINDS", "Finding", "Kind", "judge"]
+
+KINDS: dict[str, Kind] = {
+    kind.id: kind
+    for module in (sampling, means, collectives, checkpoints, identity, steps, metrics)
+    for kind in module.KINDS
+}
+
+
+def judge(job: Job) -> list[Finding]:
+    """All findings, by file and line; what was seen twice is said once."""
+    found: dict[tuple[str, object], Finding] = {}
+    for kind in KINDS.values():
+        for finding in kind.judge(job):
+            found.setdefault((finding.id, finding.sites[:1]), finding)
+    order = list(KINDS)
+    return sorted(found.values(), key=lambda one: (one.sites[:1], order.index(one.id)))

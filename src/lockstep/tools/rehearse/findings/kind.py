@@ -1,0 +1,47 @@
+"""What a finding is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lockstep.tools.rehearse.line import Site
+from lockstep.tools.rehearse.record import Job
+
+__all__ = ["Finding", "Kind"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that would bite on the cluster.
+
+    Attributes:
+        id: of its kind.
+        sites: the line to change first, then who led there; may be empty where no line is to blame.
+        what: what was seen, with numbers, as a sentence without full stop.
+        ranks: that saw it; empty for a matter of all.
+    """
+
+    id: str
+    sites: tuple[Site, ...]
+    what: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding.
+
+    Attributes:
+        id: stable, for scripts that read reports.
+        title: in a few words.
+        why: what it does to a job on a cluster.
+        fix: what to write instead.
+        judge: finds all of this kind in what a job's processes saw.
+    """
+
+    id: str
+    title: str
+    why: str
+    fix: str
+    judge: Callable[[Job], Iterable[Finding]]

@@ -1,0 +1,59 @@
+"""Reductions that are made for nothing, or more often than needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.record import Job
+
+__all__ = ["KINDS"]
+
+_MIN_TIMES = 2
+
+
+def _thrown_away(job: Job) -> Iterator[Finding]:
+    """Nothing on any rank that gets the result ever looks at it."""
+    for sites, seen in job.by_sites("reduced").items():
+        getters = [
+            event.data for process, event in seen if event.data["root"] is None or event.data["root"] == process.rank
+        ]
+        instances = sum(data["instances"] for data in getters)
+        if (
+            instances
+            and min(data["instances"] for data in getters) >= _MIN_TIMES
+            and not any(data["reads"] for data in getters)
+        ):
+            times = getters[0]["instances"]
+            what = f"the value was reduced {times} times, and nothing on any rank looked at the result"
+            # Who called the function that reduces is who threw the result away.
+            yield Finding("reduced-value-unused", sites, what)
+
+
+def _bursts(job: Job) -> Iterator[Finding]:
+    """Several reductions of single numbers in a row, time and again."""
+    for sites, seen in job.by_sites("burst").items():
+        data = max((event.data for _, event in seen), key=lambda one: one["times"])
+        if data["times"] >= _MIN_TIMES:
+            first = "a barrier and " if data["barrier"] else ""
+            what = f"{first}{data['reductions']} reductions of single numbers in a row, {data['times']} times"
+            yield Finding("reductions-one-by-one", sites, what)
+
+
+KINDS = (
+    Kind(
+        "reduced-value-unused",
+        "a reduced value is thrown away",
+        "the ranks wait for each other and the result is dropped: what is logged is one rank's own value",
+        "use what the reduction returns (or, with all_reduce, the tensor that it was given), or leave it out",
+        _thrown_away,
+    ),
+    Kind(
+        "reductions-one-by-one",
+        "several collectives where one would do",
+        "each costs the latency of the slowest rank, in every step; a barrier before a reduction adds one more and "
+        "changes nothing, as a reduction waits too",
+        "stack the numbers into one tensor and reduce it once, without a barrier; best once per epoch",
+        _bursts,
+    ),
+)

@@ -1,0 +1,90 @@
+"""Who gets which samples, and what is done to them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.line import Site
+from lockstep.tools.rehearse.record import Event, Job
+
+__all__ = ["KINDS"]
+
+
+def _sites(event: Event, name: str) -> tuple[Site, ...]:
+    return tuple(Site.load(values) for values in event.data[name])
+
+
+def _forgotten_epochs(job: Job) -> Iterator[Finding]:
+    """Two training passes in the same shuffled order, over a sampler that was never told of an epoch."""
+    for process in job.processes:
+        trained: dict[object, list[Event]] = defaultdict(list)
+        for event in process.of("pass"):
+            if event.data["has_sampler"] and event.data["shuffles"] and event.data["trained"]:
+                trained[_sites(event, "sampler")].append(event)
+        for events in trained.values():
+            repeats = [event for event in events if event.data["number"] > 0 and not event.data["was_told"]]
+            if repeats and len({event.data["epoch"] for event in events}) == 1:
+                what = f"{len(events)} passes over the data came in one and the same order"
+                yield Finding("set-epoch-forgotten", repeats[0].sites, what)
+
+
+def _padded_evaluation(job: Job) -> Iterator[Finding]:
+    """A whole pass that trains nothing, over more samples than there are."""
+    for process, event in job.each("pass"):
+        data = event.data
+        is_evaluation = data["finished"] and not data["trained"] and not data["backwards"]
+        if is_evaluation and data["padding"] > 0 and process.world_size > 1:
+            total = data["length"] + data["padding"]
+            what = (
+                f"{total} samples are evaluated where the data set has {data['length']}: {data['padding']} of them "
+                f"twice, so that each of {process.world_size} ranks has as many"
+            )
+            yield Finding("padded-evaluation", _sites(event, "sampler") or event.sites, what)
+
+
+def _same_draws(job: Job) -> Iterator[Finding]:
+    """All ranks make a batch of a training loader from random numbers that begin in the same state."""
+    training = {
+        _sites(event, "loader") for _, event in job.each("pass") if event.data["trained"] or event.data["backwards"]
+    }
+    states: dict[tuple[tuple[Site, ...], str, int, int], dict[int, str]] = defaultdict(dict)
+    for process, event in job.each("draw"):
+        if process.rank is not None and event.sites in training:
+            key = (event.sites, event.data["library"], event.data["worker"], event.data["number"])
+            states[key].setdefault(process.rank, event.data["state"])
+    for (sites, library, worker, _), by_rank in states.items():
+        if len(by_rank) == job.world_size > 1 and len(set(by_rank.values())) == 1:
+            where = "" if worker < 0 else f" (in worker {worker} of its loader)"
+            what = f"every rank draws the same numbers from {library}'s generator to make its batches{where}"
+            yield Finding("same-augmentation-seed", sites, what)
+
+
+KINDS = (
+    Kind(
+        "set-epoch-forgotten",
+        "set_epoch is never called",
+        "a DistributedSampler shuffles by its epoch, which stays 0: every epoch shows the samples in the same order, "
+        "and each rank the same ones for ever",
+        "call sampler.set_epoch(epoch) at the top of every epoch",
+        _forgotten_epochs,
+    ),
+    Kind(
+        "padded-evaluation",
+        "evaluation counts samples twice",
+        "DistributedSampler repeats samples until the ranks have as many, so metrics change with the number of ranks",
+        "use lockstep.DataLoader, which hands out every sample once, and reduce sums and counts together; or leave the "
+        "repeated ones out of the count",
+        _padded_evaluation,
+    ),
+    Kind(
+        "same-augmentation-seed",
+        "every rank augments alike",
+        "the ranks are seeded alike, so they draw the same crops and flips: the global batch has less variety than it "
+        "seems to have, and N times the same noise",
+        "seed the model alike and the data differently: after the model is made, seed with seed + rank (torch, numpy, "
+        "random), or give the DataLoader a generator of its own; lockstep.DataLoader draws per sample",
+        _same_draws,
+    ),
+)

@@ -1,0 +1,95 @@
+"""How a script wants to be started, read from its text: never by running it.
+
+[Note: ways to start] A script that starts its ranks itself (`mp.spawn`), or drives all devices from one process
+(`DataParallel`), is started once per node. All others are started once per device, with the variables of torchrun.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Needs", "dotted_name", "read_script"]
+
+_SPAWNERS = frozenset({"spawn", "start_processes"})
+_JOINERS = frozenset({"init_process_group", "init"})
+_LOCAL_RANK_OPTIONS = frozenset({"--local_rank", "--local-rank"})
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a script wants of who starts it.
+
+    Attributes:
+        starts_ranks: it starts its ranks itself.
+        joins: it joins a group of ranks.
+        is_parallel: it uses DataParallel.
+        declares_local_rank: it has an option for its local rank, which torch.distributed.launch passes.
+        reads_slurm: it reads variables that Slurm sets.
+        uses_horovod: it imports horovod.torch.
+    """
+
+    starts_ranks: bool = False
+    joins: bool = False
+    is_parallel: bool = False
+    declares_local_rank: bool = False
+    reads_slurm: bool = False
+    uses_horovod: bool = False
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether it is started once per node. See [Note: ways to start]."""
+        return self.starts_ranks or (self.is_parallel and not self.joins)
+
+
+def _modules_of(tree: ast.Module) -> dict[str, str]:
+    """Local name -> the dotted name that it was imported as."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def dotted_name(node: ast.expr, imported: dict[str, str]) -> str:
+    """`torch.multiprocessing.spawn` for `mp.spawn` under `import torch.multiprocessing as mp`; empty for no name."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        base = dotted_name(node.value, imported)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def read_script(path: str) -> Needs:
+    """What the script at `path` wants; nothing in particular where it is no Python text."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return Needs()
+    imported = _modules_of(tree)
+    starts = joins = parallel = False
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted_name(node.func, imported)
+        owner, _, last = name.rpartition(".")
+        starts = starts or (last in _SPAWNERS and ("multiprocessing" in owner or owner == "lockstep"))
+        joins = joins or (last in _JOINERS and owner.split(".")[0] in ("torch", "horovod", "lockstep"))
+        parallel = parallel or last == "DataParallel"
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return Needs(
+        starts_ranks=starts,
+        joins=joins,
+        is_parallel=parallel,
+        declares_local_rank=bool(_LOCAL_RANK_OPTIONS.intersection(texts)),
+        reads_slurm=any(text.startswith("SLURM_") for text in texts),
+        uses_horovod=any(name.startswith("horovod") for name in imported.values()),
+    )

@@ -1,0 +1,89 @@
+"""What runs in a rank of a rehearsal, between the launcher's worker and the user's script.
+
+`python worker.py -m lockstep.tools.rehearse.rank script.py args…`: puts the stand-ins in place, starts to watch, and
+then runs the script exactly as the worker would have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lockstep import env
+from lockstep.launch import worker
+from lockstep.tools.rehearse.settings import Settings
+
+__all__ = ["install", "set_variables"]
+
+# What a job number looks like; any will do.
+_SLURM_JOB = 4711
+
+
+def install() -> None:
+    """Make this process one of the rehearsal: stand-ins for GPUs, and everything watched. For good."""
+    from lockstep.tools.rehearse import devices, spawned, watch
+
+    settings = Settings.load()
+    devices.install(settings.devices, settings.memory_bytes)
+    watch.install(with_horovod=settings.horovod)
+    spawned.install()
+
+
+def set_variables(settings: Settings) -> None:
+    """Say to the script which node it is on, as the launcher of several nodes would.
+
+    Raises:
+        AssertionError: this is no rank of ours.
+    """
+    rank, per_node = env.RANK.get(), settings.processes_per_node
+    assert rank is not None
+    node, local_rank = divmod(rank, per_node)
+    env.LOCAL_RANK.set(local_rank)
+    env.LOCAL_WORLD_SIZE.set(per_node)
+    env.GROUP_RANK.set(node)
+    env.GROUP_WORLD_SIZE.set(settings.nodes)
+    if not settings.slurm:
+        return
+    tasks = settings.nodes * per_node
+    shape = f"{per_node}(x{settings.nodes})" if settings.nodes > 1 else str(per_node)
+    names = "localhost" if settings.nodes == 1 else f"node[1-{settings.nodes}]"
+    for job in (env.SLURM_JOB_ID, env.SLURM_JOBID):
+        job.set(_SLURM_JOB)
+    for step in (env.SLURM_STEP_ID, env.SLURM_STEPID):
+        step.set(0)
+    env.SLURM_PROCID.set(rank)
+    env.SLURM_LOCALID.set(local_rank)
+    env.SLURM_NODEID.set(node)
+    for total in (env.SLURM_NTASKS, env.SLURM_NPROCS, env.SLURM_STEP_NUM_TASKS):
+        total.set(tasks)
+    for nodes in (env.SLURM_NNODES, env.SLURM_STEP_NUM_NODES):
+        nodes.set(settings.nodes)
+    for text in (env.SLURM_TASKS_PER_NODE, env.SLURM_STEP_TASKS_PER_NODE):
+        text.set(shape)
+    for listed in (env.SLURM_NODELIST, env.SLURM_JOB_NODELIST, env.SLURM_STEP_NODELIST):
+        listed.set(names)
+    env.SLURM_GPUS_ON_NODE.set(settings.devices)
+
+
+def _main(arguments: list[str]) -> None:
+    # Where `-m` put the current folder; the script gets its own.
+    if sys.path and sys.path[0] == os.getcwd():
+        del sys.path[0]
+    settings = Settings.load()
+    set_variables(settings)
+    install()
+    if settings.local_rank_option:
+        # Where torch.distributed.launch puts it: before the script's own.
+        arguments[1:1] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
+    from lockstep.tools.rehearse.watch.recorder import recorder
+
+    kind, *rest = arguments
+    with recorder.watching_the_end():
+        if kind == "-m":
+            worker.run_module(rest[0], rest[1:])
+        else:
+            worker.run_script(kind, rest)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

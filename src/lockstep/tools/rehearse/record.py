@@ -1,0 +1,123 @@
+"""What every process of a rehearsal saw, on its way through a file to who judges it. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.tools.rehearse.line import Site
+from lockstep.tools.rehearse.settings import Settings
+
+__all__ = ["Event", "Job", "Process", "read_records"]
+
+_PATTERN = "rehearsal-*.json"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that was seen.
+
+    Attributes:
+        kind: which watcher saw it, and what.
+        sites: the lines of the user's code that led there, the innermost first; may be empty.
+        data: the rest, as the watcher says in its docstring.
+    """
+
+    kind: str
+    sites: tuple[Site, ...]
+    data: Mapping[str, Any]
+
+    @property
+    def site(self) -> Site | None:
+        """The innermost line, or None."""
+        return self.sites[0] if self.sites else None
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the job.
+
+    Attributes:
+        rank: in the group that it joined, else the number that its starter gave it; None for none.
+        world_size: of that group, else 1.
+        joined: whether it was in a group.
+        finished: the script came to its end there.
+        pid: its number.
+        events: what it saw, in the order of time.
+    """
+
+    rank: int | None
+    world_size: int
+    joined: bool
+    finished: bool
+    pid: int
+    events: tuple[Event, ...]
+
+    def of(self, kind: str) -> Iterator[Event]:
+        """Its events of one kind."""
+        return (event for event in self.events if event.kind == kind)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All of it.
+
+    Attributes:
+        processes: those that left a record, ranks in order; workers of data loaders come by their rank too.
+        settings: of the rehearsal.
+        unread: records that could not be read.
+    """
+
+    processes: tuple[Process, ...]
+    settings: Settings
+    unread: tuple[str, ...] = field(default=())
+
+    @property
+    def world_size(self) -> int:
+        """Of the largest group that a process joined."""
+        return max((process.world_size for process in self.processes), default=1)
+
+    def each(self, kind: str) -> Iterator[tuple[Process, Event]]:
+        """All events of one kind, with who saw them."""
+        for process in self.processes:
+            for event in process.of(kind):
+                yield process, event
+
+    def by_sites(self, kind: str) -> dict[tuple[Site, ...], list[tuple[Process, Event]]]:
+        """Events of one kind by the lines that led to them."""
+        found: dict[tuple[Site, ...], list[tuple[Process, Event]]] = {}
+        for process, event in self.each(kind):
+            found.setdefault(event.sites, []).append((process, event))
+        return found
+
+
+def _load(path: Path) -> Process:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    events = tuple(
+        Event(one["kind"], tuple(Site.load(values) for values in one["sites"]), one["data"]) for one in raw["events"]
+    )
+    return Process(raw["rank"], raw["world_size"], raw["joined"], raw["finished"], raw["pid"], events)
+
+
+def _load_or_say(path: Path) -> Process | str:
+    """A record, or why there is none."""
+    try:
+        return _load(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{path.name}: {error}"
+
+
+def read_records(folder: Path, settings: Settings) -> Job:
+    """What all processes left in the job's private folder. A damaged record is left out, and named."""
+    processes, unread = [], []
+    for path in sorted(folder.glob(_PATTERN)):
+        found = _load_or_say(path)
+        if isinstance(found, str):
+            unread.append(found)
+        else:
+            processes.append(found)
+    processes.sort(key=lambda process: (process.rank is None, process.rank or 0, process.pid))
+    return Job(tuple(processes), settings, tuple(unread))

@@ -1,0 +1,129 @@
+"""One rehearsal, from the command line to the report. Never imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import env
+from lockstep.compat.legacy.spelling import find_spelling
+from lockstep.errors import LaunchError
+from lockstep.launch.config import LaunchConfig, check_target
+from lockstep.launch.output import say
+from lockstep.launch.supervisor import launch_job
+from lockstep.tools.rehearse.findings import Finding, judge
+from lockstep.tools.rehearse.plan import Needs, read_script
+from lockstep.tools.rehearse.record import Job, read_records
+from lockstep.tools.rehearse.report import format_json, format_text
+from lockstep.tools.rehearse.settings import Settings, parse_memory
+
+__all__ = ["Rehearsal", "rehearse"]
+
+_RANK_MODULE = "lockstep.tools.rehearse.rank"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What to rehearse, and how to report.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        args: handed to it untouched.
+        nproc: ranks on each node.
+        gpus: GPUs that each node pretends to have; None for one per rank.
+        nodes: how many nodes to pretend.
+        start: "ranks", `nproc` processes per node; "once", one per node; "auto", what the script's text asks for.
+        memory: of each GPU, such as "8GiB"; None for no limit.
+        format: of the report, "text" or "json".
+        output: file for the report; None for stdout.
+        strict: exit with 1 if there are findings.
+        is_module: `target` is a module.
+        prefix: put `[rank] ` before every line of the ranks.
+        with_doors: let scripts for Horovod, Apex and old releases of torch find Lockstep's doors.
+        grace_s: seconds from asking a rank to stop to SIGKILL.
+    """
+
+    target: str
+    args: Sequence[str] = ()
+    nproc: int = 2
+    gpus: int | None = None
+    nodes: int = 1
+    start: str = "auto"
+    memory: str | None = None
+    format: str = "text"
+    output: str | None = None
+    strict: bool = False
+    is_module: bool = False
+    prefix: bool = True
+    with_doors: bool = True
+    grace_s: float = 5.0
+
+
+def _settings(rehearsal: Rehearsal, needs: Needs) -> Settings:
+    once = needs.is_one_process if rehearsal.start == "auto" else rehearsal.start == "once"
+    passes_local_rank = needs.declares_local_rank and not once
+    return Settings(
+        devices=rehearsal.nproc if rehearsal.gpus is None else rehearsal.gpus,
+        nodes=rehearsal.nodes,
+        processes_per_node=1 if once else rehearsal.nproc,
+        memory_bytes=0 if rehearsal.memory is None else parse_memory(rehearsal.memory),
+        slurm=needs.reads_slurm,
+        horovod=needs.uses_horovod and rehearsal.with_doors and importlib.util.find_spec("horovod") is None,
+        local_rank_option=(find_spelling(rehearsal.target).option or "") if passes_local_rank else "",
+    )
+
+
+def rehearse(rehearsal: Rehearsal) -> int:
+    """Run it, and report. Local.
+
+    Returns:
+        The exit code: that of the job where it is not 0; 1 if `strict` and there are findings; else 0.
+
+    Raises:
+        LaunchError: it cannot be started as asked; nothing has been started.
+    """
+    check_target(rehearsal.target, rehearsal.is_module)
+    needs = Needs() if rehearsal.is_module else read_script(rehearsal.target)
+    settings = _settings(rehearsal, needs)
+    variables = env.snapshot()
+    env.LOCKSTEP_REHEARSAL.set(settings.dump(), variables)
+    # A GPU that is really here has no part in it.
+    env.CUDA_VISIBLE_DEVICES.set("", variables)
+    if not rehearsal.with_doors:
+        env.LOCKSTEP_COMPAT.set(False, variables)
+    jobs: list[Job] = []
+    code = launch_job(
+        LaunchConfig(
+            target=_RANK_MODULE,
+            args=(*(("-m",) if rehearsal.is_module else ()), rehearsal.target, *rehearsal.args),
+            nproc=settings.nodes * settings.processes_per_node,
+            is_module=True,
+            prefix=rehearsal.prefix,
+            grace_s=rehearsal.grace_s,
+            environment=variables,
+            on_end=lambda folder: jobs.append(read_records(folder, settings)),
+        )
+    )
+    findings = judge(jobs[-1]) if jobs else []
+    _write(rehearsal, findings, jobs[-1] if jobs else None, code)
+    return code if code != 0 else int(rehearsal.strict and bool(findings))
+
+
+def _write(rehearsal: Rehearsal, findings: Sequence[Finding], job: Job | None, code: int) -> None:
+    what = dataclasses.replace(rehearsal, args=tuple(rehearsal.args))
+    make = format_json if rehearsal.format == "json" else format_text
+    text = make(what.target, findings, job, code)
+    if rehearsal.output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        Path(rehearsal.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"the report cannot be written to {rehearsal.output!r}: {error}") from error
+    count = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}" if findings else "nothing found"
+    say(f"lockstep: {count}; the report is in {rehearsal.output}\n")

@@ -1,0 +1,96 @@
+"""The report, for people and for programs.
+
+The JSON form is an object with
+
+* `version`: 1; fields may be added under it, none changes its meaning;
+* `script`, `exit_code` (its own), `ranks`, `nodes`, `gpus_per_node`: what was rehearsed;
+* `findings`: a list of objects with `id`, `title`, `file`, `line` and `function` (null where no line is to blame),
+  `called_from` (objects with `file`, `line` and `function`, the innermost caller first), `what` was seen, `why` it
+  bites, the `fix`, and `ranks`, empty where it concerns all.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+
+from lockstep.tools.rehearse.findings import KINDS, Finding
+from lockstep.tools.rehearse.line import Site
+from lockstep.tools.rehearse.record import Job
+
+__all__ = ["format_json", "format_text"]
+
+_VERSION = 1
+_WIDTH = 100
+
+
+def _as_dict(site: Site) -> dict[str, object]:
+    return {"file": site.file, "line": site.line, "function": site.function}
+
+
+def format_json(script: str, findings: Sequence[Finding], job: Job | None, exit_code: int) -> str:
+    """The report as JSON; see the module's docstring.
+
+    Args:
+        script: what was rehearsed.
+        findings: of the job.
+        job: what its processes saw; None if none started.
+        exit_code: of the script.
+    """
+    content = {
+        "version": _VERSION,
+        "script": script,
+        "exit_code": exit_code,
+        "ranks": 0 if job is None else job.world_size,
+        "nodes": 0 if job is None else job.settings.nodes,
+        "gpus_per_node": 0 if job is None else job.settings.devices,
+        "findings": [
+            {
+                "id": one.id,
+                "title": KINDS[one.id].title,
+                **(_as_dict(one.sites[0]) if one.sites else {"file": None, "line": None, "function": None}),
+                "called_from": [_as_dict(site) for site in one.sites[1:]],
+                "what": one.what,
+                "why": KINDS[one.id].why,
+                "fix": KINDS[one.id].fix,
+                "ranks": list(one.ranks),
+            }
+            for one in findings
+        ],
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _paragraph(label: str, text: str) -> str:
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=f"    {label:5}", subsequent_indent=" " * 9, break_on_hyphens=False
+    )
+
+
+def _describe(finding: Finding) -> str:
+    kind = KINDS[finding.id]
+    place = str(finding.sites[0]) if finding.sites else "(no line)"
+    lines = [f"{place}: {kind.title} [{finding.id}]", _paragraph("seen", finding.what + ".")]
+    callers = [str(site) for site in finding.sites[1:] if site.function != "<module>"][:2]
+    if callers:
+        lines.append(_paragraph("from", ", called from ".join(callers)))
+    return "\n".join([*lines, _paragraph("why", kind.why + "."), _paragraph("fix", kind.fix + ".")])
+
+
+def format_text(script: str, findings: Sequence[Finding], job: Job | None, exit_code: int) -> str:
+    """The report for people; the arguments are those of `format_json`."""
+    ranks = 0 if job is None else job.world_size
+    where = f"{script} on {ranks} rank{'' if ranks == 1 else 's'}"
+    if job is not None and job.settings.nodes > 1:
+        where += f" of {job.settings.nodes} pretended nodes"
+    if not findings:
+        ending = "" if exit_code == 0 else " before it failed"
+        lines = [f"lockstep rehearse: nothing found in {where}{ending}"]
+    else:
+        count = f"{len(findings)} thing{'' if len(findings) == 1 else 's'}"
+        lines = [f"lockstep rehearse: {count} in {where} would bite on a cluster", ""]
+        lines += ["\n\n".join(map(_describe, findings))]
+    if job is not None and job.unread:
+        lines += ["", f"lockstep rehearse: records that could not be read: {'; '.join(job.unread)}"]
+    return "\n".join([*lines, ""])

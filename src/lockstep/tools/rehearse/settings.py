@@ -1,0 +1,73 @@
+"""What the command tells every process of a rehearsal, on its way through one environment variable."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+from lockstep import env
+from lockstep.errors import InputError, LaunchError
+
+__all__ = ["Settings", "parse_memory"]
+
+_UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_MEMORY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of a text such as `8GiB`, `512 MB` or `1000000`.
+
+    Raises:
+        LaunchError: not of that form, or nothing.
+
+    >>> parse_memory("8GiB"), parse_memory("1.5 kB")
+    (8589934592, 1500)
+    """
+    found = _MEMORY.fullmatch(text)
+    if found is None:
+        raise LaunchError(f"memory is {text!r}; expected a number with a unit, such as 8GiB or 512MB")
+    number, unit, binary = found.group(1), (found.group(2) or "").upper(), bool(found.group(3))
+    size = int(float(number) * (1024 if binary else 1000) ** (_UNITS[unit] if unit else 0))
+    if size < 1:
+        raise LaunchError(f"memory is {text!r}; a device has at least one byte")
+    return size
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One rehearsal.
+
+    Attributes:
+        devices: stand-ins that each (pretended) node has.
+        nodes: how many nodes to pretend.
+        processes_per_node: ranks that the rehearsal itself starts on each.
+        memory_bytes: of each stand-in; 0 for no limit.
+        slurm: whether to set the variables of a Slurm step.
+        local_rank_option: the option in which the script wants its local rank, or empty.
+        horovod: whether the script finds Lockstep's door for Horovod, and uses it.
+    """
+
+    devices: int
+    nodes: int = 1
+    processes_per_node: int = 1
+    memory_bytes: int = 0
+    slurm: bool = False
+    local_rank_option: str = ""
+    horovod: bool = False
+
+    def dump(self) -> str:
+        """The text of the environment variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls) -> Settings:
+        """The settings of the rehearsal that this process belongs to.
+
+        Raises:
+            InputError: it belongs to none.
+        """
+        text = env.LOCKSTEP_REHEARSAL.get()
+        if text is None:
+            raise InputError("this process belongs to no rehearsal; start one with `lockstep rehearse script.py`")
+        return cls(**json.loads(text))

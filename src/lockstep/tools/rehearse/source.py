@@ -1,0 +1,121 @@
+"""What the text of a script says about a line that was seen to run. Never imports torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["argument_at", "assigned_values", "assignments_at", "parse", "tests_around"]
+
+
+@functools.lru_cache(maxsize=256)
+def parse(file: str) -> ast.Module | None:
+    """The syntax tree of a file, or None if there is none to be had."""
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _nodes(file: str) -> Iterator[ast.AST]:
+    tree = parse(file)
+    return iter(()) if tree is None else ast.walk(tree)
+
+
+def _covers(node: ast.AST, line: int) -> bool:
+    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
+    return first is not None and last is not None and first <= line <= last
+
+
+def tests_around(file: str, line: int) -> list[frozenset[str]]:
+    """The names in the conditions of each `if` statement that the line stands in, in lower case."""
+    return [
+        frozenset(name.lower() for name in _names_in(node.test))
+        for node in _nodes(file)
+        if isinstance(node, ast.If) and _covers(node, line) and not _covers(node.test, line)
+    ]
+
+
+def _names_in(node: ast.expr) -> Iterator[str]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            yield each.id
+        elif isinstance(each, ast.Attribute):
+            yield each.attr
+
+
+def argument_at(file: str, line: int, function: str, name: str, position: int | None = None) -> ast.expr | None:
+    """The argument of a call on that line.
+
+    Args:
+        file: of the script.
+        line: that the call stands on, or spans.
+        function: last part of the called name; empty for any.
+        name: of the argument.
+        position: of the argument, where it may be given without its name.
+
+    Returns:
+        Its expression; None if there is not exactly one such call, or the call does not have it.
+    """
+    calls = [
+        node
+        for node in _nodes(file)
+        if isinstance(node, ast.Call) and _covers(node, line) and _last_name(node.func).endswith(function)
+    ]
+    found: list[ast.expr] = []
+    for call in calls:
+        found.extend(keyword.value for keyword in call.keywords if keyword.arg == name)
+        if (
+            position is not None
+            and len(call.args) > position
+            and not any(isinstance(each, ast.Starred) for each in call.args)
+        ):
+            found.append(call.args[position])
+    return found[0] if len(found) == 1 else None
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    if isinstance(node, ast.AnnAssign | ast.AugAssign):
+        return [node.target]
+    if isinstance(node, ast.For):
+        return [node.target]
+    if isinstance(node, ast.NamedExpr):
+        return [node.target]
+    return []
+
+
+def assigned_values(file: str, text: str) -> list[ast.expr | None]:
+    """Everything that is ever assigned to a name such as `rank` or `args.rank` in the file.
+
+    None stands for what has no expression of its own: a loop's variable, a part of a tuple, `+=`, a parameter.
+    """
+    found: list[ast.expr | None] = []
+    for node in _nodes(file):
+        for target in _targets(node):
+            if ast.unparse(target) == text:
+                plain = isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
+                found.append(node.value if plain else None)  # type: ignore[attr-defined]
+            elif isinstance(target, ast.Tuple | ast.List) and text in [ast.unparse(each) for each in target.elts]:
+                found.append(None)
+        if isinstance(node, ast.arguments):
+            names = [each.arg for each in (*node.posonlyargs, *node.args, *node.kwonlyargs)]
+            found.extend(None for name in names if name == text)
+    return found
+
+
+def assignments_at(file: str, line: int) -> list[tuple[str, ast.expr]]:
+    """Names and values of the plain assignments on that line."""
+    return [
+        (ast.unparse(target), node.value)
+        for node in _nodes(file)
+        if isinstance(node, ast.Assign) and _covers(node, line)
+        for target in node.targets
+    ]

@@ -1,0 +1,304 @@
+"""Collectives: which ones this rank came to, and what became of the values that it reduced.
+
+Notes
+* `sequence`: per group (its name and `ranks`), `calls` is a list of [index into `texts`, index into `sites`], in order;
+* `reduced`: per line that reduces: `instances`, `reads` (of them, whose value anything has looked at), `root` (the rank
+  that gets it; None for all), and `means`, one for each instance that was divided by the number of ranks:
+  [samples in this rank's batch, samples of the pass so far, whether the pass had ended];
+* `burst`: several reductions of single numbers in a row, none of them looked at before the next: `reductions`,
+  `barrier`, `times`.
+
+[Note: reads] A reduced value's storage carries a tag. Scaling it, in place or not, views and copies carry the tag on;
+every other operator, `.item()`, `.tolist()`, NumPy and pickling are reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lockstep.comm.callsite import is_users
+from lockstep.comm.flight import Flight
+from lockstep.tools.rehearse.devices.marks import storage_of
+from lockstep.tools.rehearse.devices.mode import observers
+from lockstep.tools.rehearse.line import Site
+from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.rehearse.sites import chain
+from lockstep.tools.rehearse.watch import passes, training
+from lockstep.tools.rehearse.watch.recorder import recorder
+
+__all__ = ["Reduced", "install", "saw_reduction"]
+
+_TAG = "_lockstep_reduced"
+_MAX_CALLS = 20_000
+_MAX_INSTANCES = 500
+_MAX_SCALARS = 4  # a loss, a sum and a count: what one thinks of as numbers rather than data
+
+_SCALINGS = frozenset({"aten::mul", "aten::mul_", "aten::div", "aten::div_", "aten::neg", "aten::neg_"})
+_COPIES = frozenset(
+    {"aten::clone", "aten::_to_copy", "aten::detach", "aten::alias", "aten::view", "aten::lift_fresh", "aten::squeeze"}
+    | {"aten::unsqueeze", "aten::reshape", "aten::_unsafe_view", "aten::detach_", "aten::_reshape_alias"}
+)
+
+
+class Reduced:
+    """One line that reduces.
+
+    Attributes:
+        sites: the line, and who led there.
+        root: the rank that gets the result; None for all.
+        instances: how often.
+        reads: how many of the results anything has looked at.
+        means: of those divided by the number of ranks; see `reduced` in the module's docstring.
+    """
+
+    def __init__(self, sites: tuple[Site, ...], root: int | None) -> None:
+        self.sites = sites
+        self.root = root
+        self.instances = self.reads = 0
+        self.means: list[list[Any]] = []
+
+
+class _Tag:
+    """One result, wherever it goes."""
+
+    def __init__(self, line: Reduced, moment: list[Any], world_size: int) -> None:
+        self.line = line
+        self.moment = moment
+        self.world_size = world_size
+        self.is_read = self.is_mean = False
+
+    def read(self) -> None:
+        if not self.is_read:
+            self.is_read = True
+            self.line.reads += 1
+
+    def divide(self, factor: float, *, by: bool) -> None:
+        wanted = self.world_size if by else 1 / self.world_size
+        if not self.is_mean and self.world_size > 1 and abs(factor - wanted) < 1e-9:
+            self.is_mean = True
+            if len(self.line.means) < _MAX_INSTANCES:
+                self.line.means.append(self.moment)
+
+
+_lines: dict[tuple[tuple[Site, ...], int | None], Reduced] = {}
+# Texts and lines of the sequences, each once.
+_sequences: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+_texts: dict[str, int] = {}
+_sites: dict[tuple[str, int, str], int] = {}
+_described: dict[Any, str] = {}
+
+
+def _moment() -> list[Any]:
+    now = passes.current()
+    return [-1, -1, False] if now is None else [now.last_size, now.samples, now.is_finished]
+
+
+def saw_reduction(tensor: torch.Tensor, world_size: int, root: int | None, is_mean: bool) -> None:
+    """A result has come: from now on it is known who looks at it. Local.
+
+    Args:
+        tensor: the result.
+        world_size: ranks of the group.
+        root: the rank that gets it; None for all.
+        is_mean: it is a mean over ranks already.
+    """
+    sites = chain()
+    line = _lines.setdefault((sites, root), Reduced(sites, root))
+    line.instances += 1
+    tag = _Tag(line, _moment(), world_size)
+    if is_mean:
+        tag.divide(world_size, by=True)
+    storage = storage_of(tensor)
+    if storage is not None:
+        setattr(storage, _TAG, tag)
+        _bursts.add(tag, tensor, sites)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    return None
+
+
+def _observe(func: Any, args: Sequence[Any], result: Any) -> None:
+    """After every operator. See [Note: reads]."""
+    if not _lines:
+        return
+    name = func._schema.name
+    for position, argument in enumerate(args):
+        values = argument if isinstance(argument, list | tuple) else (argument,)
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                continue
+            tag: _Tag | None = getattr(storage_of(value), _TAG, None)
+            if tag is not None and not _carry_on(tag, name, position, args, result):
+                tag.read()
+
+
+def _carry_on(tag: _Tag, name: str, position: int, args: Sequence[Any], result: Any) -> bool:
+    """Whether the operator only scales or copies; then its result carries the tag."""
+    if position != 0 or not isinstance(result, torch.Tensor):
+        return False
+    if name in _SCALINGS:
+        factor = _number(args[1]) if len(args) > 1 else 1.0
+        if factor is None:
+            return False
+        if name.startswith("aten::div"):
+            tag.divide(factor, by=True)
+        elif name.startswith("aten::mul"):
+            tag.divide(factor, by=False)
+    elif name not in _COPIES:
+        return False
+    setattr(storage_of(result), _TAG, tag)
+    return True
+
+
+def _reads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What looks at a tensor without an operator."""
+
+    def look(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        tag: _Tag | None = getattr(storage_of(self), _TAG, None)
+        if tag is not None:
+            tag.read()
+        return original(self, *args, **kwargs)
+
+    return look
+
+
+class _Bursts:
+    """Reductions of single numbers, one after the other, that nobody looks at in between."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[tuple[Site, ...], int, bool], int] = {}
+        self._run: list[tuple[_Tag, Any, tuple[Site, ...]]] = []
+        self._barrier: tuple[Site, ...] | None = None
+
+    def add(self, tag: _Tag, tensor: torch.Tensor, sites: tuple[Site, ...]) -> None:
+        if tensor.numel() > _MAX_SCALARS:
+            self.end()
+            return
+        form = (tensor.dtype, tag.world_size, tag.line.root)
+        if self._run and (self._run[0][1] != form or any(one.is_read for one, _, _ in self._run)):
+            self.end()
+        self._run.append((tag, form, sites))
+
+    def add_barrier(self, sites: tuple[Site, ...]) -> None:
+        self.end()
+        self._barrier = sites
+
+    def end(self) -> None:
+        number, barrier = len(self._run), self._barrier
+        if number >= 3 or (barrier is not None and number >= 2):
+            first = barrier if barrier is not None else self._run[0][2]
+            key = (first, number, barrier is not None)
+            self.counts[key] = self.counts.get(key, 0) + 1
+        self._run.clear()
+        self._barrier = None
+
+
+_bursts = _Bursts()
+
+
+def _looks_like_barrier(tensor: torch.Tensor) -> bool:
+    """A single 0 or 1 is reduced to wait for each other, and its value is nobody's concern."""
+    return tensor.numel() == 1 and tensor.detach().to(torch.float64).item() in (0.0, 1.0)
+
+
+def _reduction(original: Callable[..., Any]) -> Callable[..., Any]:
+    is_rooted = original.__name__ == "reduce"
+
+    def reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            not is_users(sys._getframe(1).f_code)
+            or not isinstance(tensor, torch.Tensor)
+            or tensor.layout is not torch.strided
+        ):
+            return original(tensor, *args, **kwargs)
+        words = list(args)
+        root = (words.pop(0) if words else kwargs.get("dst")) if is_rooted else None
+        op = words[0] if words else kwargs.get("op", dist.ReduceOp.SUM)
+        group = words[1] if len(words) > 1 else kwargs.get("group")
+        is_trivial = tensor.numel() == 1 and _looks_like_barrier(tensor)
+        result = original(tensor, *args, **kwargs)
+        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and tensor.is_floating_point() and not is_trivial:
+            saw_reduction(tensor, dist.get_world_size(group), root, op == dist.ReduceOp.AVG)
+        return result
+
+    return reduce
+
+
+def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code):
+            _bursts.add_barrier(chain())
+        return original(*args, **kwargs)
+
+    return barrier
+
+
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Every collective of every front door comes by here before it waits for anybody."""
+
+    def enter(self: Any, key: Any, describe: Callable[[], str], site: Any, *rest: Any) -> Any:
+        calls = _sequences.setdefault((self.group_name, self._global_ranks), [])
+        if len(calls) < _MAX_CALLS:
+            text = _described.get(key)
+            if text is None:
+                text = _described[key] = describe()
+            calls.append((_texts.setdefault(text, len(_texts)), _sites.setdefault(site, len(_sites))))
+        return original(self, key, describe, site, *rest)
+
+    return enter
+
+
+def _join(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        names = ("backend", "init_method", "timeout", "world_size", "rank")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        recorder.note("init", chain(), world_size=str(given.get("world_size", "")), rank=str(given.get("rank", "")))
+        result = original(*args, **kwargs)
+        recorder.rank, recorder.world_size, recorder.joined = dist.get_rank(), dist.get_world_size(), True
+        return result
+
+    return init_process_group
+
+
+def _finish() -> None:
+    _bursts.end()
+    for line in _lines.values():
+        recorder.note(
+            "reduced", line.sites, instances=line.instances, reads=line.reads, root=line.root, means=line.means
+        )
+    for (sites, number, has_barrier), times in _bursts.counts.items():
+        recorder.note("burst", sites, reductions=number, barrier=has_barrier, times=times)
+    for (group, ranks), calls in _sequences.items():
+        recorder.note("sequence", (), group=group, ranks=ranks, calls=calls, texts=list(_texts), lines=list(_sites))
+
+
+def _wrap_in_torch(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    wrap(distributed_c10d, name, make)
+    setattr(dist, name, getattr(distributed_c10d, name))
+
+
+def install() -> None:
+    """Watch torch.distributed, and every collective of a Lockstep group."""
+    for name, make in (
+        ("all_reduce", _reduction),
+        ("reduce", _reduction),
+        ("barrier", _barrier),
+        ("init_process_group", _join),
+    ):
+        _wrap_in_torch(name, make)
+    for name in ("numpy", "tolist", "__array__", "__reduce_ex__"):
+        wrap(torch.Tensor, name, _reads)
+    wrap(Flight, "enter", _enter)
+    observers.append(_observe)
+    passes.on_batch(_bursts.end)
+    training.on_step(_bursts.end)
+    recorder.finishers.append(_finish)

@@ -1,0 +1,92 @@
+"""Checkpoints: who writes which file, what is in it, and onto which device it comes back.
+
+Notes `save` (`path`, or None for what is no file; `prefixed`: names that begin with `module.`, of `names`) and `load`
+(`has_map_location`, `has_weights_only`, `foreign`: devices other than its own onto which this rank loaded).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lockstep.comm.callsite import is_users
+from lockstep.tools.rehearse.devices import files
+from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.patching import replace, wrap
+from lockstep.tools.rehearse.sites import chain
+from lockstep.tools.rehearse.watch.recorder import recorder
+
+__all__ = ["install"]
+
+_PREFIX = "module."
+_MAX_DEPTH = 3
+
+_restored: list[int] = []
+
+
+def _path_of(target: Any) -> str | None:
+    name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
+    if not isinstance(name, str | os.PathLike):
+        return None
+    return os.path.realpath(os.fspath(name))
+
+
+def _state_dicts(thing: Any, depth: int = 0) -> Iterator[list[str]]:
+    """Names of every dict of tensors in what is saved."""
+    if not isinstance(thing, dict) or depth > _MAX_DEPTH:
+        return
+    names = [name for name in thing if isinstance(name, str)]
+    if names and len(names) == len(thing) and all(isinstance(value, torch.Tensor) for value in thing.values()):
+        yield names
+    for value in thing.values():
+        yield from _state_dicts(value, depth + 1)
+
+
+def _save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code):
+            dicts = list(_state_dicts(obj))
+            prefixed = [names for names in dicts if all(name.startswith(_PREFIX) for name in names)]
+            recorder.note(
+                "save",
+                chain(),
+                path=_path_of(f),
+                prefixed=sum(map(len, prefixed)),
+                example=prefixed[0][0] if prefixed else "",
+            )
+        return original(obj, f, *args, **kwargs)
+
+    return save
+
+
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not is_users(sys._getframe(1).f_code):
+            return original(f, map_location, *args, **kwargs)
+        _restored.clear()
+        sites = chain()
+        try:
+            return original(f, map_location, *args, **kwargs)
+        finally:
+            recorder.note(
+                "load",
+                sites,
+                has_map_location=map_location is not None,
+                has_weights_only=kwargs.get("weights_only") is not None,
+                foreign=sorted({index for index in _restored if index != devices.current}),
+                own=devices.current,
+            )
+
+    return load
+
+
+def install() -> None:
+    """Watch torch.save and torch.load."""
+    files.restored.append(_restored.append)
+    for name, make in (("save", _save), ("load", _load)):
+        wrap(torch.serialization, name, make)
+        replace(torch, name, getattr(torch.serialization, name))

@@ -1,0 +1,211 @@
+"""Passes over data: which loader the script reads from, how much it has had, and whether it trains meanwhile.
+
+Notes `pass` for every pass over a `torch.utils.data.DataLoader`: `number` (of the loader's passes), `epoch`,
+`shuffles`, `was_told` (the sampler's `set_epoch` was ever called), `padding` (samples that the sampler adds), `length`
+(of the data set), `batches`, `samples`, `trained` (optimizer steps meanwhile), `finished`; and under `made` where
+the loader and its sampler were made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep.tools.rehearse.line import Site
+from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.rehearse.sites import chain
+from lockstep.tools.rehearse.watch.recorder import recorder
+
+__all__ = ["Pass", "current", "install", "loader_of_data", "made_at", "on_batch", "size_of"]
+
+_MADE = "_lockstep_made_at"
+_TOLD = "_lockstep_was_told"
+
+
+class Pass:
+    """One pass over a loader.
+
+    Attributes:
+        loader: over which.
+        sites: where it began.
+        number: 0 for the loader's first.
+        batches: had so far.
+        samples: had so far.
+        last_size: samples in the last batch.
+        backwards: backward passes meanwhile.
+        steps: optimizer steps meanwhile.
+        is_finished: the loader has nothing more.
+    """
+
+    def __init__(self, loader: Any, sites: tuple[Site, ...], number: int) -> None:
+        self.loader = loader
+        self.sites = sites
+        self.number = number
+        self.batches = self.samples = self.last_size = self.backwards = self.steps = 0
+        self.is_finished = False
+        self.sampler = _distributed_sampler(loader)
+        self.epoch = None if self.sampler is None else self.sampler.epoch
+
+    def take(self, batch: Any) -> None:
+        """Another batch."""
+        size = size_of(batch)
+        self.batches += 1
+        self.last_size = 0 if size is None else size
+        self.samples += self.last_size
+
+
+class _Current:
+    """The pass that gave the last batch."""
+
+    def __init__(self) -> None:
+        self.value: Pass | None = None
+        self.listeners: list[Callable[[], None]] = []
+
+
+_current = _Current()
+_passes: list[Pass] = []
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# Id of a data set -> where the loader over it was made, for its workers, which see no loader.
+loader_of_data: dict[int, tuple[Site, ...]] = {}
+
+
+def current() -> Pass | None:
+    """The pass that the script is in or has just finished."""
+    return _current.value
+
+
+def size_of(batch: Any) -> int | None:
+    """Samples in a batch: the first dimension of its first tensor."""
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.dim() else None
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for item in batch:
+            size = size_of(item)
+            if size is not None:
+                return size
+    return None
+
+
+def _distributed_sampler(loader: Any) -> Any:
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        sampler = getattr(holder, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
+
+
+def made_at(thing: Any) -> tuple[Site, ...]:
+    """Where a loader or sampler was made."""
+    return getattr(thing, _MADE, ())
+
+
+def _remember_maker(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(self, _MADE):
+            object.__setattr__(self, _MADE, chain())
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    def iterate(self: Any) -> Any:
+        loader_of_data[id(self.dataset)] = made_at(self)
+        number = _counts.get(self, 0)
+        _counts[self] = number + 1
+        one = Pass(self, chain(), number)
+        iterator = original(self)
+        iterator._lockstep_pass = one
+        _passes.append(one)
+        return iterator
+
+    return iterate
+
+
+def _next(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take_next(self: Any) -> Any:
+        one: Pass | None = getattr(self, "_lockstep_pass", None)
+        try:
+            batch = original(self)
+        except StopIteration:
+            if one is not None:
+                one.is_finished = True
+            raise
+        if one is not None:
+            one.take(batch)
+            _current.value = one
+            for listener in _current.listeners:
+                listener()
+        return batch
+
+    return take_next
+
+
+def on_batch(listener: Callable[[], None]) -> None:
+    """Call `listener` whenever the script gets another batch."""
+    _current.listeners.append(listener)
+
+
+def _told(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_epoch(self: Any, epoch: int) -> None:
+        object.__setattr__(self, _TOLD, True)
+        original(self, epoch)
+
+    return set_epoch
+
+
+def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if _current.value is not None:
+            _current.value.backwards += 1
+        return original(*args, **kwargs)
+
+    return backward
+
+
+def _lines(sites: tuple[Site, ...]) -> list[list[Any]]:
+    return [[site.file, site.line, site.function] for site in sites]
+
+
+def _finish() -> None:
+    for one in _passes:
+        sampler = one.sampler
+        length = len(sampler.dataset) if sampler is not None else 0
+        padding = 0 if sampler is None or sampler.drop_last else sampler.total_size - length
+        recorder.note(
+            "pass",
+            one.sites,
+            number=one.number,
+            loader=_lines(made_at(one.loader)),
+            sampler=_lines(made_at(sampler)),
+            has_sampler=sampler is not None,
+            epoch=one.epoch,
+            shuffles=bool(sampler is not None and sampler.shuffle),
+            was_told=bool(getattr(sampler, _TOLD, False)),
+            padding=padding,
+            length=length,
+            batches=one.batches,
+            batch_size=getattr(one.loader, "batch_size", None),
+            samples=one.samples,
+            backwards=one.backwards,
+            trained=one.steps,
+            finished=one.is_finished,
+        )
+
+
+def install() -> None:
+    """Watch loaders and samplers."""
+    wrap(DataLoader, "__init__", _remember_maker)
+    wrap(DataLoader, "__iter__", _begin)
+    wrap(DistributedSampler, "__init__", _remember_maker)
+    wrap(DistributedSampler, "set_epoch", _told)
+    wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _next)
+    wrap(torch.Tensor, "backward", _backward)
+    wrap(torch.autograd, "backward", _backward)
+    recorder.finishers.append(_finish)

@@ -1,0 +1,131 @@
+"""What a script sees of CUDA; each line of it holds on a machine with that many GPUs."""
+
+import copy
+import io
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+
+def devices_and_moves():
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 2
+    assert torch.cuda.get_device_properties(0).total_memory == 64 * 2**20
+    torch.cuda.set_device(1)
+    host = torch.arange(4.0)
+    assert host.cuda().device == torch.device("cuda:1") == host.to("cuda").device
+    assert host.to(0).get_device() == 0 == torch.device(0).index
+    assert host.device.type == "cpu"
+    assert host.cuda().cpu().equal(host)
+    moved = host.cuda()
+    assert moved.to("cuda:1") is moved
+    moved += 1
+    assert host.tolist() == [0, 1, 2, 3]
+    assert moved.type() == "torch.cuda.FloatTensor"
+    assert moved.type(torch.DoubleTensor).device.type == "cpu"
+    assert host.type("torch.cuda.HalfTensor").dtype is torch.float16
+    with torch.cuda.device(0):
+        assert torch.zeros(2, device="cuda").device.index == 0
+    assert torch.tensor([1, 2], device=0).device.index == 0
+    assert moved.new_zeros(3).device.index == 1
+    assert torch.zeros_like(moved, device="cpu").device.type == "cpu"
+    assert (moved[1:3] * 2).sum().device.index == 1
+    assert host.pin_memory().is_pinned()
+    assert copy.deepcopy(moved).device.index == 1
+    with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
+        moved.numpy()
+    assert isinstance(moved.cpu().numpy(), numpy.ndarray)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        host.cuda(2)
+
+
+def modules_and_gradients():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())  # made before the model moves, and still right
+    model.cuda(0)
+    inputs = torch.randn(3, 1, 4, 4)
+    with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu"):
+        model(inputs)
+    with torch.amp.autocast("cuda"):
+        outputs = model(inputs.cuda(0))
+        assert torch.is_autocast_enabled()
+    assert outputs.dtype is torch.float16
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+    scaler.scale(nn.functional.cross_entropy(outputs, torch.tensor([0, 1, 0], device="cuda:0"))).backward()
+    assert {parameter.grad.device.index for parameter in model.parameters()} == {0}
+    before = model[0].weight.detach().clone()
+    scaler.step(optimizer)
+    assert not before.equal(model[0].weight)
+    first = torch.ones(2, 2, device="cuda:0", requires_grad=True)
+    (first.to("cuda:1") * 2).sum().backward()
+    assert first.grad.device.index == 0
+
+
+def replicas():
+    seen = []
+
+    class Net(nn.Linear):
+        def forward(self, inputs):
+            seen.append((inputs.device.index, self.weight.device.index, len(inputs)))
+            return super().forward(inputs)
+
+    net = Net(4, 2).to("cuda:0")
+    inputs = torch.randn(5, 4, device="cuda:0")
+    outputs = nn.DataParallel(net, device_ids=[0, 1])(inputs)
+    assert sorted(seen) == [(0, 0, 3), (1, 1, 2)]
+    outputs.square().sum().backward()
+    gradient = net.weight.grad.clone()
+    net.zero_grad()
+    net(inputs).square().sum().backward()
+    torch.testing.assert_close(gradient, net.weight.grad)
+
+
+def streams_and_memory():
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.Stream()
+    start.record()
+    with torch.cuda.stream(stream):
+        torch.ones(3, device="cuda")
+    torch.cuda.current_stream().wait_stream(stream)
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) > 0
+    before = torch.cuda.memory_allocated(0)
+    block = torch.zeros(2**20, device="cuda:0")
+    assert torch.cuda.memory_allocated(0) == before + 4 * 2**20
+    assert block[:5].device.index == 0  # a view takes nothing
+    assert torch.cuda.memory_allocated(0) == before + 4 * 2**20
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"allocate 64.00 MiB. GPU 0 .* 4.00 MiB is in use"):
+        torch.zeros(2**24, device="cuda:0")
+    del block
+    assert torch.cuda.memory_allocated(0) == before
+    assert torch.cuda.max_memory_allocated(0) >= before + 4 * 2**20
+
+
+def files_and_random_numbers():
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.ones(2, device="cuda:1")}, buffer)
+    for where, index in ((None, 1), ("cuda:0", 0), ({"cuda:1": "cuda:0"}, 0)):
+        buffer.seek(0)
+        loaded = torch.load(buffer, map_location=where, weights_only=True)
+        assert loaded["weight"].device.index == index
+    buffer.seek(0)
+    assert torch.load(buffer, map_location="cpu", weights_only=True)["weight"].device.type == "cpu"
+    torch.manual_seed(3)
+    first, host = torch.randn(2, device="cuda"), torch.randn(2)
+    torch.manual_seed(3)
+    assert host.equal(torch.randn(2))  # the GPU has a generator of its own
+    assert first.equal(torch.randn(2, device="cuda"))
+    torch.randn(1, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda")
+
+
+if __name__ == "__main__":
+    torch.cuda.empty_cache()
+    files_and_random_numbers()
+    streams_and_memory()
+    devices_and_moves()
+    modules_and_gradients()
+    replicas()
+    print("all of it holds")

@@ -1,0 +1,123 @@
+"""`lockstep rehearse` on whole scripts: every kind of finding where there is one, none where there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.tools.rehearse.findings import KINDS
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).with_name("rehearsals")
+DOCS = ROOT / "docs" / "rehearse.md"
+_FAULT = re.compile(r"# fault: (.+)")
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One rehearsal: how it ended, what was printed, and its report."""
+
+    code: int
+    output: str
+    report: dict[str, Any]
+
+    @property
+    def found(self) -> set[tuple[str, int]]:
+        """Kind and line of every finding."""
+        return {(one["id"], one["line"]) for one in self.report["findings"]}
+
+
+def rehearse(tmp_path: Path, *words: str) -> Rehearsed:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "lockstep", "rehearse", "--format", "json", "--output", str(report), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    output = done.stdout + done.stderr
+    assert report.exists(), output
+    return Rehearsed(done.returncode, output, json.loads(report.read_text()))
+
+
+def marked(name: str) -> set[tuple[str, int]]:
+    """Kind and line of every fault that the program says it has."""
+    lines = (PROGRAMS / name).read_text().splitlines()
+    return {
+        (kind.strip(), number)
+        for number, line in enumerate(lines, 1)
+        if (found := _FAULT.search(line))
+        for kind in found.group(1).split(",")
+    }
+
+
+def test_every_kind_has_a_program_and_a_row_in_the_manual() -> None:
+    shown = {kind for program in PROGRAMS.glob("*.py") for kind, _ in marked(program.name)}
+    assert shown == set(KINDS)
+    rows = re.findall(r"^\| `([a-z][a-z-]+)` \| (.+?) \| (.+?) \|$", DOCS.read_text(), re.MULTILINE)
+    assert rows == [(kind.id, kind.title, kind.fix) for kind in KINDS.values()]
+
+
+def test_faults_of_training_are_found_at_their_lines(tmp_path: Path) -> None:
+    done = rehearse(
+        tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / "faulty_training.py"), "--checkpoint", "state.pt"
+    )
+    assert done.found == marked("faulty_training.py"), done.output
+    assert done.code == 1  # the script itself went well
+    assert done.report["exit_code"] == 0
+    assert (done.report["version"], done.report["ranks"], done.report["gpus_per_node"]) == (1, 2, 2)
+    unused = next(one for one in done.report["findings"] if one["id"] == "reduced-value-unused")
+    assert unused["called_from"][0]["function"] == "main"  # who threw the value away
+
+
+def test_nothing_is_found_in_what_is_right(tmp_path: Path) -> None:
+    done = rehearse(
+        tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / "clean_training.py"), "--checkpoint", "state.pt"
+    )
+    assert done.report["findings"] == []
+    assert done.code == 0, done.output
+    assert "nothing found" in done.output
+
+
+def test_wrong_identities_are_found(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_identity.py"))
+    assert done.found == marked("faulty_identity.py"), done.output
+    assert done.code == 0  # not strict
+
+
+def test_a_second_node_shows_what_a_global_rank_does(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_identity.py"))
+    assert done.code == 1
+    assert "cuda:1 is asked for, but this node has 1 device(s)" in done.output
+    assert ("shared-gpu", 12) not in done.found  # one rank on each node
+    assert done.report["nodes"] == 2
+
+
+@pytest.mark.parametrize(("which", "kind"), [("rank", "rank-only-collective"), ("data", "branch-dependent-collective")])
+def test_ranks_that_part_are_found_instead_of_a_hang(tmp_path: Path, which: str, kind: str) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_branches.py"), which)
+    assert done.code == 1
+    assert done.found == {(found, line) for found, line in marked("faulty_branches.py") if found == kind}, done.output
+
+
+def test_the_number_of_slurm_tasks_is_not_the_number_of_ranks(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_slurm.py"))
+    assert done.code == 1
+    assert done.found == marked("faulty_slurm.py"), done.output
+
+
+def test_what_a_script_sees_of_cuda(tmp_path: Path) -> None:
+    words = ("--nproc", "2", "--start", "once", "--memory", "64MiB")
+    done = rehearse(tmp_path, *words, str(PROGRAMS / "stand_ins.py"))
+    assert done.code == 0, done.output
+    assert "all of it holds" in done.output
+    assert {one["id"] for one in done.report["findings"]} == set()
+
+
+@pytest.mark.parametrize("name", ["horovod_sgd.py", "distributed_sgd.py", "apex_amp.py"])
+def test_nothing_is_found_in_the_examples(tmp_path: Path, name: str) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", "--strict", str(ROOT / "examples" / name))
+    assert (done.report["findings"], done.code) == ([], 0), done.output
