@@ -29,8 +29,8 @@ def is_users(code: CodeType) -> bool:
 
 def call_site() -> CallSite:
     """The innermost frame of the user's code that led here."""
-    # Who calls this is ours.
-    frame: FrameType | None = sys._getframe(1).f_back
+    # Who calls this is ours, and so is who called that: a method of the engine.
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         file = code.co_filename

@@ -54,7 +54,8 @@ class Engine:
         algorithms: how the team moves data: a module with the functions of `lockstep.shm.algorithms`.
 
     Attributes:
-        locate: finds the user's line that made a call; benchmarks put something in its place.
+        locate: finds the user's line that made a call; benchmarks put something in the place of this and the next.
+        note_caller: learns that the current thread makes collectives.
     """
 
     def __init__(self, team: Team, flight: Flight, timeout_s: float, algorithms: ModuleType = algorithms) -> None:
@@ -62,6 +63,7 @@ class Engine:
         self.flight = flight
         self.timeout_s = timeout_s
         self.locate = call_site
+        self.note_caller = note_caller
         self._algorithms = algorithms
         self._runner = Runner("lockstep-collectives")
         self._p2p: PointToPoint | None = None  # from the first send or receive on
@@ -113,7 +115,7 @@ class Engine:
         if self._closed:
             raise NotInitialized(f"{describe()} on {self.flight.group_name}: {self._closed}")
         site = self.locate()
-        note_caller()
+        self.note_caller()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not is_async and not self._runner.unfinished:
             self._run(key, describe, body, site, limit_s)

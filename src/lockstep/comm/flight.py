@@ -88,6 +88,12 @@ class Flight:
         self._sites: dict[CallSite, tuple[int, int]] = {}
         self._site_keys: list[CallSite | None] = [None] * RING
         self._record_words = team.board.record_words
+        # For even and odd collectives: this rank's record, and where those of the others begin.
+        own = self._record_words[self._rank]
+        self._own = (self._words[own : own + 4], self._words[own + 8 : own + 12])
+        peers = [word for rank, word in enumerate(self._record_words) if rank != self._rank]
+        self._peers = (tuple(peers), tuple(word + 8 for word in peers))
+        self._stamp = 0  # first word of this rank's latest record
         self._box = blackbox.open_section(group_name)
         self._box_words, self._box_times = self._box.words, self._box.times
         self._swaps = Swaps()
@@ -115,12 +121,11 @@ class Flight:
         fingerprint_, call = self._calls.get(key) or self._add_call(key, describe())
         line, site_index = self._sites.get(site) or self._add_site(site)
         self.number = number = self.number + 1
-        words = self._words
-        word = self._record_words[self._rank] + (number & 1) * 8
-        words[word] = fingerprint_ | line
-        words[word + 1] = number
-        words[word + 2] = call
-        words[word + 3] = site_index
+        own = self._own[number & 1]
+        own[0] = self._stamp = fingerprint_ | line
+        own[1] = number
+        own[2] = call
+        own[3] = site_index
         box = self._box_words
         box[CALL] = call
         box[SITE] = site_index
@@ -168,11 +173,9 @@ class Flight:
         Raises:
             CollectiveMismatch: not all came for the same. The group stays usable: every rank raises.
         """
-        words = self._words
-        parity = (self.number & 1) * 8
-        mine = words[self._record_words[self._rank] + parity]
-        for word in self._record_words:
-            if words[word + parity] != mine:
+        words, stamp = self._words, self._stamp
+        for word in self._peers[self.number & 1]:
+            if words[word] != stamp:
                 self._compare()
                 return
 
