@@ -26,7 +26,7 @@ SUBSET = {
     """,
     run.SECTIONS[1].title: "test_gather_object_subgroup test_new_subgroups_with_group_param",
     run.SECTIONS[2].title: """
-        test_all_reduce_group_sum test_all_gather_group test_reduce_group_max test_barrier_timeout_group
+        test_all_reduce_group_sum test_all_gather_group test_reduce_group_max test_barrier_group
         test_monitored_barrier_failure_order test_monitored_barrier_wait_all_ranks
     """,
     run.SECTIONS[3].title: """
