@@ -38,6 +38,6 @@ def test_restarts_of_two_hosts(launches: Launches) -> None:
     zero, one = (launches.start(*place, "--node-rank", str(number), *arguments, env=variables) for number in range(2))
     out, err = zero.communicate(timeout=TIMEOUT_S)
     assert zero.returncode == 0, err[-3000:]
-    check(out, err, "gloo", r" on \S+")
+    check(out, err, "lockstep", r" on \S+")
     out, err = one.communicate(timeout=30)
     assert (one.returncode, out) == (0, "")
