@@ -23,14 +23,21 @@ def _unequal(moments: Sequence[Sequence[Any]]) -> str:
     return f"{', '.join(map(str, counts))} samples on ranks 0 to {len(counts) - 1}"
 
 
+def _by_call(means: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
+    """Number of the call -> the moment it was made in."""
+    return {number: moment for number, *moment in means}
+
+
 def _means_of_means(job: Job) -> Iterator[Finding]:
     """A value divided by the number of ranks, where the ranks have seen different numbers of samples."""
     for sites, seen in job.by_sites("reduced").items():
-        by_rank = {process.rank: event.data["means"] for process, event in seen}
+        by_rank = {process.rank: _by_call(event.data["means"]) for process, event in seen}
         if job.world_size < 2 or set(by_rank) != set(range(job.world_size)):
             continue
-        for moments in zip(*(by_rank[rank] for rank in range(job.world_size)), strict=False):
-            difference = _unequal(moments)
+        for call in sorted(by_rank[0]):
+            if not all(call in moments for moments in by_rank.values()):
+                continue
+            difference = _unequal([by_rank[rank][call] for rank in range(job.world_size)])
             if difference:
                 yield Finding(
                     "mean-of-unequal-means", sites, f"a mean over ranks gives each the same weight: {difference}"

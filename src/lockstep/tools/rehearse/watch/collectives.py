@@ -3,8 +3,8 @@
 Notes
 * `sequence`: per group (its name and `ranks`), `calls` is a list of [index into `texts`, index into `sites`], in order;
 * `reduced`: per line that reduces: `instances`, `reads` (of them, whose value anything has looked at), `root` (the rank
-  that gets it; None for all), and `means`, one for each instance that was divided by the number of ranks:
-  [samples in this rank's batch, samples of the pass so far, whether the pass had ended];
+  that gets it; None for all), and `means`, one for each call whose result was divided by the number of ranks:
+  [number of the call, samples in this rank's batch, samples of the pass so far, whether the pass had ended];
 * `burst`: several reductions of single numbers in a row, none of them looked at before the next: `reductions`,
   `barrier`, `times`.
 
@@ -52,7 +52,8 @@ class Reduced:
     Attributes:
         sites: the line, and who led there.
         root: the rank that gets the result; None for all.
-        instances: how often.
+        calls: how often.
+        instances: of them, those whose value may matter; see `_looks_like_barrier`.
         reads: how many of the results anything has looked at.
         means: of those divided by the number of ranks; see `reduced` in the module's docstring.
     """
@@ -60,23 +61,26 @@ class Reduced:
     def __init__(self, sites: tuple[Site, ...], root: int | None) -> None:
         self.sites = sites
         self.root = root
-        self.instances = self.reads = 0
+        self.calls = self.instances = self.reads = 0
         self.means: list[list[Any]] = []
 
 
 class _Tag:
     """One result, wherever it goes."""
 
-    def __init__(self, line: Reduced, moment: list[Any], world_size: int) -> None:
+    def __init__(self, line: Reduced, world_size: int, is_trivial: bool) -> None:
         self.line = line
-        self.moment = moment
+        self.moment = [line.calls, *_moment()]
         self.world_size = world_size
+        self.is_trivial = is_trivial
         self.is_read = self.is_mean = False
+        line.calls += 1
+        line.instances += not is_trivial
 
     def read(self) -> None:
         if not self.is_read:
             self.is_read = True
-            self.line.reads += 1
+            self.line.reads += not self.is_trivial
 
     def divide(self, factor: float, *, by: bool) -> None:
         wanted = self.world_size if by else 1 / self.world_size
@@ -99,7 +103,9 @@ def _moment() -> list[Any]:
     return [-1, -1, False] if now is None else [now.last_size, now.samples, now.is_finished]
 
 
-def saw_reduction(tensor: torch.Tensor, world_size: int, root: int | None, is_mean: bool) -> None:
+def saw_reduction(
+    tensor: torch.Tensor, world_size: int, root: int | None, *, is_mean: bool, is_trivial: bool = False
+) -> None:
     """A result has come: from now on it is known who looks at it. Local.
 
     Args:
@@ -107,11 +113,10 @@ def saw_reduction(tensor: torch.Tensor, world_size: int, root: int | None, is_me
         world_size: ranks of the group.
         root: the rank that gets it; None for all.
         is_mean: it is a mean over ranks already.
+        is_trivial: nobody need look at it.
     """
     sites = chain()
-    line = _lines.setdefault((sites, root), Reduced(sites, root))
-    line.instances += 1
-    tag = _Tag(line, _moment(), world_size)
+    tag = _Tag(_lines.setdefault((sites, root), Reduced(sites, root)), world_size, is_trivial)
     if is_mean:
         tag.divide(world_size, by=True)
     storage = storage_of(tensor)
@@ -226,8 +231,9 @@ def _reduction(original: Callable[..., Any]) -> Callable[..., Any]:
         group = words[1] if len(words) > 1 else kwargs.get("group")
         is_trivial = tensor.numel() == 1 and _looks_like_barrier(tensor)
         result = original(tensor, *args, **kwargs)
-        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and tensor.is_floating_point() and not is_trivial:
-            saw_reduction(tensor, dist.get_world_size(group), root, op == dist.ReduceOp.AVG)
+        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and tensor.is_floating_point():
+            is_mean = op == dist.ReduceOp.AVG
+            saw_reduction(tensor, dist.get_world_size(group), root, is_mean=is_mean, is_trivial=is_trivial)
         return result
 
     return reduce

@@ -25,7 +25,7 @@ def _returning(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(tensor, average, name, *args, **kwargs)
         if is_users(sys._getframe(1).f_code) and isinstance(result, torch.Tensor) and result.is_floating_point():
             is_mean = average is not False and kwargs.get("op") in (None, hvd.Average)
-            saw_reduction(result, hvd.size(), None, is_mean)
+            saw_reduction(result, hvd.size(), None, is_mean=is_mean)
         return result
 
     return allreduce
