@@ -206,6 +206,13 @@ def test_old_script_runs_unedited(launches: Launches) -> None:
         correct = pred.eq(target.view(1, -1).expand_as(pred))
         print('accuracy', [correct[:k].view(-1).float().sum(0).item() for k in (1, 2)])
         v = Variable(torch.ones(2), volatile=True)
+        optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+        schedulers = torch.optim.lr_scheduler
+        schedulers.ReduceLROnPlateau(optimizer, 'min', patience=2, verbose=True).step(1.0)
+        step = schedulers.StepLR(optimizer, 1, gamma=0.5, verbose=True)
+        optimizer.step()
+        step.step()
+        assert optimizer.param_groups[0]['lr'] == 0.5
         dist.destroy_process_group()
         """
     )

@@ -40,7 +40,7 @@ _COMMANDS = {
     ),
     "launch": _Command(
         "lockstep.commands.launch",
-        "the command line of torch.distributed.launch",
+        "torch.distributed.launch's command line",
         "lockstep launch --nproc_per_node=2 main.py",
     ),
     "horovodrun": _Command(

@@ -22,6 +22,7 @@ what old scripts use                               here        how
 `Sampler.__init__(data_source)`                    supported   the argument is ignored, as it was
 `pred.t().eq(target)[:k].view(-1)`                 supported   2-d results of `Tensor.eq` lie in memory as until torch
                                                                1.6, so that `view` takes them
+`StepLR(…, verbose=True)` and other schedulers     different   taken, and nothing is printed
 `torch._six`, `torch.cuda.comm`                    supported   the names that they had
 `python -m torch.distributed.launch`               supported   `lockstep launch`, in every spelling it ever had
 `--local_rank` or `--local-rank`                   supported   passed as the script declares it; `spelling.py`

@@ -101,9 +101,18 @@ def _make_parser() -> _Parser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(*_spellings("--nproc_per_node"), "--nproc", dest="nproc", default="1", metavar="N")
+    parser.add_argument(
+        *_spellings("--nproc_per_node"),
+        "--nproc",
+        dest="nproc",
+        default="1",
+        metavar="N",
+        help="processes on this host: a number (default: %(default)s), gpu, cpu, or auto",
+    )
     parser.add_argument(*_spellings("--master_addr"), metavar="ADDR", help="address of host number 0")
-    parser.add_argument(*_spellings("--master_port"), type=int, metavar="PORT", help="a free port there")
+    parser.add_argument(
+        *_spellings("--master_port"), type=int, metavar="PORT", help="a port there (default: a free one, or 29500)"
+    )
     parser.add_argument(
         *_spellings("--use_env"), action="store_true", help="pass no --local_rank; the script reads LOCAL_RANK"
     )
@@ -111,9 +120,7 @@ def _make_parser() -> _Parser:
     parser.add_argument(
         *_spellings("--no_python"), action="store_true", help="run a program that is no Python script; with --use_env"
     )
-    parser.add_argument(
-        "--no-compat", dest="with_doors", action="store_false", help="as for `lockstep run`; not torch's"
-    )
+    parser.add_argument("--no-compat", dest="with_doors", action="store_false", help="as with `lockstep run`")
     parser.add_argument("--logdir", metavar="DIR", help="write the output to DIR/rank<r>.log")
     parser.add_argument(*_spellings("--log_dir"), metavar="DIR", help="the same, with -r")
     parser.add_argument("-r", "--redirects", default="0", metavar="WHAT", help="other than 0: write files to --log_dir")

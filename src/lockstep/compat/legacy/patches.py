@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import importlib.util
+import inspect
 import math
 import os
 import queue
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import comm
+from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lockstep.compat.legacy import multigpu
@@ -43,6 +45,9 @@ def install() -> None:
     _wrap(DataLoader, "__init__", _take_whole_floats)
     _wrap(BatchSampler, "__init__", _take_whole_floats)
     _wrap(torch.Tensor, "eq", _lay_out_in_order)
+    for scheduler in vars(lr_scheduler).values():
+        if isinstance(scheduler, type) and issubclass(scheduler, lr_scheduler.LRScheduler):
+            _accept_verbose(scheduler)
     if Sampler.__init__ is object.__init__:
         Sampler.__init__ = _init_sampler  # type: ignore[method-assign,assignment]
     setattr(dist, _MARK, True)
@@ -158,6 +163,19 @@ def _lay_out_in_order(original: Callable[..., torch.Tensor]) -> Callable[..., to
         return result
 
     return eq
+
+
+def _accept_verbose(scheduler: Any) -> None:
+    """Schedulers of the learning rate, which announced each change until torch 2.6 if told `verbose=True`."""
+    original = scheduler.__dict__.get("__init__")
+    if original is None or "verbose" in inspect.signature(original).parameters:
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, verbose: object = False, **options: Any) -> None:  # noqa: N807
+        original(self, *args, **options)
+
+    scheduler.__init__ = __init__
 
 
 def _init_sampler(self: Sampler[Any], data_source: object = None) -> None:
