@@ -139,7 +139,7 @@ class _Job:
         if failures:
             say(format_verdict(failures, num_ranks, self._config.log_dir))
         code = 1 if absent or not failures else failures[0].exit_code
-        self._rendezvous.close("the job failed", code)
+        self._rendezvous.close(f"{self._rendezvous.host} has ended the job after a failure", code)
         return code
 
     def _leave(self, number: int) -> None:
