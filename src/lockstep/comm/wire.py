@@ -38,7 +38,7 @@ __all__ = ["BLOCK", "WIRES", "Wire", "choose_wire", "current_wire", "find_wire"]
 
 BLOCK = 1024
 _INT8_STEPS = 255
-_INT8_EXPONENT = 100
+_INT8_LIFT = 2.0**48
 _SCALE_BYTES = 4
 _INT8_HEAD_BYTES = 8  # scale and minimum, behind each block: the layout of torch's row-wise quantisation
 # 65504 is float16's largest number; 2**15 leaves room for rounding.
@@ -72,12 +72,15 @@ class Wire(abc.ABC):
         """
 
     @abc.abstractmethod
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Decode what `encode` wrote.
 
         Args:
             data: uint8, shape (num_bytes(n),).
-            out: float32, shape (n,), contiguous.
+            out: float32, shape (n,), contiguous; memory that may be used.
+
+        Returns:
+            float32, shape (n,): `out`, or memory of its own where that is faster.
         """
 
     @abc.abstractmethod
@@ -104,8 +107,8 @@ class _Fp32(Wire):
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         out.view(torch.float32).copy_(values)
 
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(data.view(torch.float32))
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(data.view(torch.float32))
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         return torch.zeros(values.shape, dtype=torch.float64)
@@ -125,8 +128,8 @@ class _Bf16(Wire):
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         out.view(torch.bfloat16).copy_(values)
 
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(data.view(torch.bfloat16))
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(data.view(torch.bfloat16))
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         return values.double().abs().mul(2.0**-8).clamp_(min=2.0**-134)
@@ -155,9 +158,10 @@ class _Fp16(Wire):
             scales[~largest.isfinite()] = torch.nan
             target.copy_(source * torch.exp2(shifts).unsqueeze(1))
 
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         for target, source, scales in self._parts(out, data):
             torch.mul(source, scales.unsqueeze(1), out=target)
+        return out
 
     def _parts(
         self, values: torch.Tensor, data: torch.Tensor
@@ -196,24 +200,29 @@ class _Int8(Wire):
         if blocks.numel() == 0:
             return
         rows = out.view(blocks.size(0), BLOCK + _INT8_HEAD_BYTES)
-        highest, lowest = blocks.amax(dim=1), blocks.amin(dim=1)
-        # The quantisation passes over a NaN; these do not.
-        is_odd = ~(highest - lowest).isfinite()
-        if bool(is_odd.any()):
-            blocks = blocks.masked_fill(is_odd.unsqueeze(1), 0.0)
-            highest, lowest = blocks.amax(dim=1), blocks.amin(dim=1)
-        # It adds 1e-8 to every range, which would be the end of small gradients: lift them far above that.
-        largest = torch.maximum(highest.max(), -lowest.min())
-        lift = float(2.0 ** min(_INT8_EXPONENT - math.frexp(float(largest))[1], _LARGEST_EXPONENT))
-        rows.copy_(torch.ops.quantized.embedding_bag_byte_prepack(blocks * lift))
-        heads = rows[:, BLOCK:].contiguous().view(torch.float32).div_(lift)
+        # The quantisation adds 1e-8 to every range, the end of small gradients: lift them far above that.
+        lifted = blocks * _INT8_LIFT
+        if not math.isfinite(float(lifted.sum())):  # It also passes over a NaN; a sum does not.
+            self._encode_carefully(blocks, rows)
+            return
+        rows.copy_(torch.ops.quantized.embedding_bag_byte_prepack(lifted))
+        heads = rows[:, BLOCK:].contiguous().view(torch.float32).div_(_INT8_LIFT)
+        rows[:, BLOCK:] = heads.view(torch.uint8)
+
+    def _encode_carefully(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """The same for values that may be too large to be lifted, or not finite: their blocks come out as NaN."""
+        is_odd = ~(blocks.amax(dim=1) - blocks.amin(dim=1)).isfinite()
+        rows.copy_(torch.ops.quantized.embedding_bag_byte_prepack(blocks.masked_fill(is_odd.unsqueeze(1), 0.0)))
+        heads = rows[:, BLOCK:].contiguous().view(torch.float32)
         heads[is_odd] = torch.nan
         rows[:, BLOCK:] = heads.view(torch.uint8)
 
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         rows = data.view(-1, BLOCK + _INT8_HEAD_BYTES)
-        if rows.numel():
-            out.copy_(torch.ops.quantized.embedding_bag_byte_unpack(rows).view(-1)[: out.numel()])
+        if not rows.numel():
+            return out
+        values: torch.Tensor = torch.ops.quantized.embedding_bag_byte_unpack(rows)
+        return values.view(-1)[: out.numel()]
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         wide = values.double()

@@ -176,6 +176,7 @@ def _open_links(
     other = next((peer for peer, one in enumerate(found) if one[3] != wire), None)
     if other is not None:
         entrance.close()
+        notes.part(range(len(ranks)))
         raise SetupError(
             f"rank {ranks[rank]} was given the wire format {wire}, rank {ranks[other]} {found[other][3]}; give all "
             "ranks the same, by lockstep.init(wire=…) or LOCKSTEP_WIRE"

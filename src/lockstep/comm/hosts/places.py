@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep import env
 from lockstep.comm.hosts.layout import Member
-from lockstep.errors import RendezvousError, SharedMemoryError
+from lockstep.errors import LockstepError, RendezvousError, SharedMemoryError
 from lockstep.rendezvous.interfaces import Door, candidates, reachable
 from lockstep.shm.liveness import PeerIdentity, own_identity, pid_namespace
 from lockstep.shm.meeting import Store
@@ -31,6 +31,7 @@ __all__ = ["Notes", "find_members"]
 
 _LONGEST_NAP_S = 0.02
 _TROUBLE = "trouble"
+_PARTING_S = 5.0
 
 
 class Notes:
@@ -87,6 +88,13 @@ class Notes:
                 )
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def part(self, ranks: Sequence[int]) -> None:
+        """Before all raise the same: wait a moment until all know. The store may go with the first that ends."""
+        self._deadline = min(self._deadline, time.monotonic() + _PARTING_S)
+        with contextlib.suppress(LockstepError):
+            self.write("parting", True)
+            self.read("parting", ranks)
 
     def give_up(self, error: Exception) -> None:
         """Let the others know that this rank will not join, so that they need not wait for it."""

@@ -1,0 +1,199 @@
+"""PowerSGD: gradients travel as products of two thin matrices, and what that leaves out is made up for in later steps.
+
+A communication hook for `lockstep.DistributedDataParallel` and for torch's, over any group:
+
+    >>> import lockstep, torch
+    >>> with lockstep.init(device="cpu") as world:
+    ...     model = lockstep.DistributedDataParallel(torch.nn.Linear(64, 64))
+    ...     model.register_comm_hook(PowerSGDState(matrix_rank=4), powersgd_hook)
+
+[Note: algorithm] Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", NeurIPS 2019, algorithms 1 and 2. A gradient of shape (n, …) is a matrix M of n rows and m columns. Each
+rank adds the error that it kept from the last step. Then, with Q of m x r from the last step::
+
+    P = orthonormal basis of mean(M Q)        n x r travel
+    Q = mean(M^T P)                           m x r travel
+    result = P Q^T                            the same on all ranks
+    error = M - result                        kept by each rank
+
+[Note: bounds] The result is the orthogonal projection of mean(M) on r directions. So
+
+* what is left out, mean(error) = (1 - P P^T) mean(M), is never larger than mean(M) itself, in the Frobenius norm;
+* a mean(M) of rank r or less comes out as it is, but for rounding (for a Q that is not orthogonal to its rows);
+* nothing is lost: the results of T steps add up to the mean gradients of T steps, less the mean error that is
+  kept at the end.
+
+Vectors, and matrices that would hardly shrink, travel as they are. So do all gradients in the first steps, whose
+directions say little about later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from lockstep.errors import InputError
+
+__all__ = ["PowerSGDState", "powersgd_hook"]
+
+
+class _Bucket(Protocol):
+    """What the hook uses of torch's `GradBucket`, and of ours."""
+
+    def buffer(self) -> torch.Tensor: ...
+
+    def gradients(self) -> Sequence[torch.Tensor]: ...
+
+    def parameters(self) -> Sequence[torch.Tensor]: ...
+
+    def is_last(self) -> bool: ...
+
+
+@dataclass
+class _Memory:
+    """What is kept of one parameter from step to step: its error, and Q."""
+
+    error: torch.Tensor  # as the matrix: (n, m)
+    q: torch.Tensor  # (m, r)
+
+
+class PowerSGDState:
+    """What PowerSGD keeps between steps, on one rank.
+
+    Args:
+        process_group: over which gradients are averaged; default the default group.
+        matrix_rank: r, columns of the thin matrices. More is more exact and more bytes; 1 to 4 are usual.
+        start_step: so many steps at the beginning are exact.
+        min_compression: a matrix that would not shrink by this factor travels as it is.
+        seed: of the first Q; the same on all ranks.
+
+    Attributes:
+        step: steps so far.
+        sent_numel: elements that this rank has handed to all_reduce so far.
+        exact_numel: elements that it would have without compression.
+
+    Raises:
+        InputError: a number that makes no sense.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        matrix_rank: int = 2,
+        start_step: int = 10,
+        min_compression: float = 2.0,
+        seed: int = 0,
+    ) -> None:
+        if matrix_rank < 1 or start_step < 0 or min_compression < 1:
+            raise InputError(
+                f"PowerSGDState(matrix_rank={matrix_rank}, start_step={start_step}, "
+                f"min_compression={min_compression}): expected a rank of at least 1, a step of at least 0 and a factor "
+                "of at least 1"
+            )
+        self.process_group = process_group
+        self.matrix_rank = matrix_rank
+        self.start_step = start_step
+        self.min_compression = min_compression
+        self.seed = seed
+        self.step = 0
+        self.sent_numel = 0
+        self.exact_numel = 0
+        self._memories: dict[torch.Tensor, _Memory] = {}  # by parameter, so buckets may change
+
+    def compresses(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient of that shape travels as thin matrices. Local."""
+        if gradient.dim() < 2 or gradient.numel() == 0:
+            return False
+        rows = gradient.size(0)
+        columns = gradient.numel() // rows
+        rank = min(self.matrix_rank, rows, columns)
+        return (rows + columns) * rank * self.min_compression <= gradient.numel()
+
+    def memory(self, parameter: torch.Tensor) -> _Memory:
+        """What is kept of a parameter; at first no error, and a random Q that is the same on all ranks. Local."""
+        kept = self._memories.get(parameter)
+        if kept is None:
+            rows = parameter.size(0)
+            columns = parameter.numel() // rows
+            generator = torch.Generator().manual_seed(self.seed + len(self._memories))
+            q = torch.randn(columns, min(self.matrix_rank, rows, columns), generator=generator)
+            dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+            error = torch.zeros(rows, columns, dtype=dtype, device=parameter.device)
+            kept = self._memories[parameter] = _Memory(error, q.to(device=parameter.device, dtype=dtype))
+        return kept
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite tensors of one dtype by their mean over ranks. Collective; one call for all of them."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.sent_numel += flat.numel()
+        dist.all_reduce(flat, group=self.process_group)
+        flat.div_(dist.get_world_size(self.process_group))
+        for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+
+
+def powersgd_hook(state: PowerSGDState, bucket: Any) -> Future[torch.Tensor]:
+    """Average one bucket of gradients by PowerSGD; see [Note: algorithm]. Collective.
+
+    Mirrors `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook`.
+
+    Args:
+        state: the same arguments on all ranks.
+        bucket: torch's `GradBucket`, or ours.
+
+    Returns:
+        A finished future of the bucket's flat tensor, which holds the mean.
+    """
+    given: _Bucket = bucket
+    buffer = given.buffer()
+    with torch.no_grad():
+        state.exact_numel += buffer.numel()
+        if state.step < state.start_step:
+            state.average([buffer])
+        else:
+            _average_compressed(state, given.gradients(), given.parameters())
+    if given.is_last():
+        state.step += 1
+    future: Future[torch.Tensor] = Future()
+    future.set_result(buffer)
+    return future
+
+
+# torch compares these with the types themselves.
+powersgd_hook.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
+
+
+def _average_compressed(
+    state: PowerSGDState, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> None:
+    plain = [gradient for gradient in gradients if not state.compresses(gradient)]
+    matrices: list[tuple[torch.Tensor, torch.Tensor, _Memory]] = []  # gradient, M, memory
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        if state.compresses(gradient):
+            memory = state.memory(parameter)
+            matrices.append((gradient, memory.error.add_(gradient.reshape(memory.error.shape)), memory))
+    bases = [matrix @ memory.q for _, matrix, memory in matrices]
+    for group in _by_dtype([*plain, *bases]):
+        state.average(group)
+    bases = [torch.linalg.qr(basis).Q for basis in bases]
+    for basis, (_, matrix, memory) in zip(bases, matrices, strict=True):
+        memory.q = matrix.T @ basis
+    for group in _by_dtype([memory.q for *_, memory in matrices]):
+        state.average(group)
+    for basis, (gradient, matrix, memory) in zip(bases, matrices, strict=True):
+        gradient.copy_((basis @ memory.q.T).view(gradient.shape))
+        # What this rank has not got across: M itself is the place where errors are kept.
+        matrix.sub_(gradient.reshape(matrix.shape))
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
