@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import lockstep
 from apex_cases import Net, batches, clean_amp, make_net, make_sgd, same_parameters
-from lockstep import errors
+from lockstep import errors, parallel
 from lockstep.compat.apex import amp
 from lockstep.compat.apex.amp._amp_state import AmpState
 from lockstep.compat.apex.amp.scaler import LossScaler
@@ -536,6 +537,27 @@ def test_copies_and_pickles_of_a_cast_model_run_themselves(state: AmpState) -> N
             other.head.bias += 1
         assert not torch.equal(other(images), expected)
     assert torch.equal(model(images), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_replicas_of_a_cast_model_run_themselves(state: AmpState, level: str) -> None:
+    """Inside `DataParallel` the gradients are those of the model alone on the whole batch."""
+    images, labels = batches(1)[0]
+    gradients = []
+    for wrap in (lambda model: model, lambda model: lockstep.DataParallel(model, ["cpu:0", "cpu:1"])):
+        model, optimizer = amp.initialize((net := make_net().eval()), make_sgd(net), level, verbosity=0)
+        with amp.scale_loss(functional.cross_entropy(wrap(model)(images), labels), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        gradients.append([each.grad for each in amp.master_params(optimizer)])
+    for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=1e-3)
+    with torch.no_grad():
+        expected = model(images)
+        for replica in parallel.replicate(model, ["cpu:0", "cpu:1"]):
+            assert torch.equal(replica(images), expected)
+            replica.head.bias = replica.head.bias + 1
+            assert not torch.equal(replica(images), expected)
+            assert torch.equal(model(images), expected)
 
 
 class Nested(nn.Linear):

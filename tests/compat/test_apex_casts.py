@@ -116,6 +116,43 @@ def test_registrations(state: AmpState) -> None:
         amp.register_half_function(module, "missing")
 
 
+def test_what_users_register_wins_over_autocast(state: AmpState) -> None:
+    matrix = torch.ones(2, 2)
+    amp.register_float_function(torch, "matmul")
+    amp.register_half_function(functional, "cross_entropy")
+    amp.initialize(nn.Linear(1, 1), verbosity=0)
+    assert torch.matmul(matrix, matrix).dtype == torch.float32
+    assert torch.mm(matrix, matrix).dtype == torch.float16
+    assert functional.cross_entropy(matrix, torch.tensor([0, 1])).dtype == torch.float16
+
+    @amp.float_function
+    def own(inputs: Tensor) -> Tensor:
+        return inputs @ inputs
+
+    assert own(matrix).dtype == torch.float16, "inside of a user's function the usual casts hold, as in Apex"
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @amp.half_function
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        assert inputs.dtype == product() == torch.float16
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_decorated_autograd_functions(state: AmpState) -> None:
+    amp.initialize(nn.Linear(1, 1), verbosity=0)
+    for apply in (Doubled.apply, amp.half_function(Doubled.apply)):
+        inputs = torch.ones(2, requires_grad=True)
+        apply(inputs).float().sum().backward()
+        assert inputs.grad is not None
+        assert (inputs.grad.dtype, inputs.grad.tolist()) == (torch.float32, [2.0, 2.0])
+
+
 def test_binary_cross_entropy_is_banned_with_advice(state: AmpState) -> None:
     original = functional.binary_cross_entropy
     net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())

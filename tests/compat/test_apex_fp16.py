@@ -145,6 +145,24 @@ def test_optimizer_with_a_dynamic_scale(capsys: pytest.CaptureFixture[str]) -> N
         pickle.dumps(optimizer)
 
 
+def test_optimizer_accumulates() -> None:
+    """Several passes, each of which unscales: as if the losses had been added, for 16-bit parameters and others."""
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).half()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    gradients = []
+    for model, together in zip(models, (True, False), strict=True):
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0)
+        for _ in range(2):  # once more, over gradients of zero
+            losses = [model[1](model[0](torch.full((1, 2), x)).half()).sum() for x in (1.0, 2.0, 4.0)]
+            for loss in [sum(losses)] if together else losses:
+                optimizer.backward(loss)  # type: ignore[arg-type]
+            gradients.append([each.grad.clone() for group in optimizer.param_groups for each in group["params"]])
+            optimizer.zero_grad(set_grads_to_None=False)
+    for ours, theirs in zip(gradients[0], gradients[2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(gradients[2], gradients[3], strict=True))
+
+
 def test_optimizer_with_a_closure() -> None:
     """LBFGS asks several times, and sees the model move each time."""
     model = nn.Linear(2, 1).half()

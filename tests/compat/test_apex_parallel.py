@@ -101,6 +101,26 @@ def accumulate() -> None:
     check_gradients(plain, model, 1 / dist.get_world_size())
 
 
+def switch_between_the_passes() -> None:
+    """As NVIDIA's BERT does it: what holds is what was said last before the backward pass."""
+    plain = make_net()
+    model = DistributedDataParallel(make_net(), delay_allreduce=True)
+    for step in range(4):
+        images, labels = own_batch(step)
+        loss = functional.cross_entropy(model(images), labels)
+        last = step % 2 == 1
+        (model.enable_allreduce if last else model.disable_allreduce)()
+        loss.backward()
+        backward(plain, step)
+        if last:
+            check_gradients(plain, model, 1 / dist.get_world_size())
+            plain.zero_grad()
+            model.zero_grad()
+        else:
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +169,7 @@ def all_engine_checks() -> None:
     reduce_gradients()
     sum_halves_in_float32()
     accumulate()
+    switch_between_the_passes()
     leave_parameters_unused()
     refuse()
     reduce_when_told()

@@ -146,7 +146,15 @@ def _is_castable(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
+def _is_torchs(function: _Function) -> bool:
+    """Whether autocast may have a view of its own on the dtype that a function runs in."""
+    module = getattr(function, "__module__", None) or "torch"  # builtins name none
+    return module.partition(".")[0] == "torch" and module != "torch.autograd.function"
+
+
 def _casting(choice: _Choice, function: _Function) -> _Function:
+    is_torchs = _is_torchs(function)
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         handle = _amp_state.handle
@@ -159,7 +167,10 @@ def _casting(choice: _Choice, function: _Function) -> _Function:
                 if tensor.dtype != dtype:
                     print(f"{tensor.dtype} -> {dtype} ({getattr(function, '__name__', function)})")
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_castable(leaf) else leaf, (args, kwargs))
-        return function(*args, **kwargs)
+        if not is_torchs:  # a function of the user's, inside of which the usual casts hold
+            return function(*args, **kwargs)
+        with handle._disable_casts():
+            return function(*args, **kwargs)
 
     return wrapper
 

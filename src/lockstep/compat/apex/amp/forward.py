@@ -31,6 +31,19 @@ class CastForward:
         self._inputs = inputs
         self._outputs = outputs
 
+    def install(self) -> None:
+        """Take the place of the module's `forward`, and of those of replicas that `DataParallel` makes of it."""
+        vars(self._module).update(forward=self, _replicate_for_data_parallel=self._replicate)
+
+    def _replicate(self) -> nn.Module:
+        replica: nn.Module = type(self._module)._replicate_for_data_parallel(self._module)  # type: ignore[no-untyped-call]
+        del vars(replica)["_replicate_for_data_parallel"]
+        vars(replica)["forward"] = self._replaced
+        if self._replaced is None:
+            del vars(replica)["forward"]
+        CastForward(replica, self._inputs, self._outputs).install()
+        return replica
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass."""
         if self._inputs is not None:

@@ -164,7 +164,7 @@ def _cast_model(model: nn.Module, properties: Properties, outputs: torch.dtype |
             keep_state_dict_wide(model)
         outputs = outputs or torch.float32
     if dtype or outputs:
-        model.forward = CastForward(model, dtype or None, outputs)
+        CastForward(model, dtype or None, outputs).install()
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -94,6 +94,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
+        self._is_unscaled = False  # gradients of parameters that need no master
 
     def _take_over(self, group: dict[str, Any]) -> None:
         halves, masters, others = [], [], []
@@ -132,12 +133,17 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """The backward pass of the scaled loss, and unscaled gradients for the masters.
 
+        Gradients that are there already are added to, in the model and so in the masters.
+
         Args:
             loss: 16-bit ones are made float32 first.
             update_master_grads: False leaves that out; after the last of several losses call
                 `update_master_grads()`.
             retain_graph: keep the graph for another backward pass.
         """
+        if self._is_unscaled:
+            self._multiply_gradients(self.fp32_from_fp32_groups, self.loss_scale)
+            self._is_unscaled = False
         self.loss_scaler.backward(loss.float() if loss.element_size() < 4 else loss, retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
@@ -156,11 +162,14 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
                 return
         for halves, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
             model_grads_to_master_grads(halves, masters)
-        if self.loss_scale != 1.0:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(1.0 / self.loss_scale)
+        self._multiply_gradients((*self.fp32_from_fp16_groups, *self.fp32_from_fp32_groups), 1.0 / self.loss_scale)
+        self._is_unscaled = True
+
+    @torch.no_grad()
+    def _multiply_gradients(self, groups: Sequence[list[Tensor]], factor: float) -> None:
+        gradients = [each.grad for group in groups for each in group if each.grad is not None]
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | int:
         """Clip the gradients of masters and of parameters that need none. Returns their norm, -1 after an overflow."""

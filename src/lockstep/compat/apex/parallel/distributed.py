@@ -106,6 +106,7 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_predivide_factor
         self.allreduce_always_fp32 = allreduce_always_fp32
+        self._is_paused = False
         _engines.add(self)
         if not gradient_average or gradient_predivide_factor != 1.0 or allreduce_always_fp32:
             self.register_comm_hook(None, self._reduce)
@@ -126,12 +127,17 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         return future
 
     def disable_allreduce(self) -> None:
-        """Accumulate gradients without reducing them, in forward passes from now on. Local, on all ranks alike."""
-        self.require_backward_grad_sync = False
+        """Accumulate gradients without reducing them, in backward passes from now on. Local, on all ranks alike."""
+        self._is_paused = True
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients again, and what has accumulated with them."""
-        self.require_backward_grad_sync = True
+        """Reduce gradients again, and what has accumulated with them, in backward passes from now on. Local."""
+        self._is_paused = False
+
+    def _backward_begins(self) -> None:
+        # Not decided in the forward pass, as by `no_sync`: scripts switch between the two passes.
+        if not self._is_paused:
+            super()._backward_begins()
 
 
 _engines: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -139,7 +145,7 @@ _engines: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 def accumulates(parameters: Iterable[Tensor]) -> bool:
     """Whether an engine over some of these parameters has been told not to reduce, by `disable_allreduce`. Local."""
-    paused = [each for each in _engines if not each.require_backward_grad_sync and each.process_group.size() > 1]
+    paused = [each for each in _engines if each._is_paused and each.process_group.size() > 1]
     wanted = {id(parameter) for parameter in parameters} if paused else set()
     return any(id(parameter) in wanted for engine in paused for parameter in engine.parameters())
 
