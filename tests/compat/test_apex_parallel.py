@@ -63,6 +63,7 @@ def reduce_gradients() -> None:
         ({"gradient_average": False, "gradient_predivide_factor": 4.0}, 0.25),
         ({"gradient_average_split_factor": 2.0}, 1 / world_size),
         ({"allreduce_always_fp32": True}, 1 / world_size),
+        ({"device_ids": [0], "num_allreduce_streams": 2}, 1 / world_size),
     ]
     for options, factor in cases:
         plain = make_net(dist.get_rank())

@@ -28,7 +28,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   parallel.DistributedDataParallel            different  allreduce_trigger_params, num_allreduce_streams, prof: no
                                                          effect; shared_param, retain_allreduce_buffers and
                                                          allreduce_communicators are refused; parameters may go
-                                                         unused; device_ids, which Apex did not take, is as in torch
+                                                         unused; device_ids, which Apex did not take: no effect
   parallel.Reducer                            supported
   parallel.SyncBatchNorm                      supported  any device and any split of the batch
   parallel.convert_syncbn_model               different  refuses a layer whose own forward pass would be lost

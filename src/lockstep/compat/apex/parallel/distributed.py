@@ -47,7 +47,7 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         gradient_predivide_factor: divide by this before the sum, and by the rest of the number of ranks after it.
         gradient_average_split_factor: older name of `gradient_predivide_factor`.
         prof: no effect.
-        device_ids: no argument of Apex's, which scripts give nevertheless; as for torch's engine.
+        device_ids: no argument of Apex's, which scripts give nevertheless; no effect.
         output_device: the same.
 
     Raises:
@@ -91,12 +91,10 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
                 "their bucket is full (message_size)",
             )
         if device_ids is not None or output_device is not None:
-            warn_once(_logger, "apex's DistributedDataParallel has no device_ids: leave them out")
+            warn_once(_logger, "apex's DistributedDataParallel has no device_ids: ignored")
         bucket_mib = message_size * _FLOAT32_BYTES / _MIB
         super().__init__(
             module,
-            device_ids=device_ids,
-            output_device=output_device,
             broadcast_buffers=False,
             bucket_cap_mb=_ALL_MIB if delay_allreduce else bucket_mib,
             find_unused_parameters=True,
