@@ -107,6 +107,7 @@ def test_a_program_that_is_no_script(launches: Launches) -> None:
         (["--use-env"], {"local_rank_option": None}),
         (["--use_env=True"], {"local_rank_option": None}),
         (["--use_env=False"], {"local_rank_option": "--local_rank"}),
+        (["--nproc_per", "2", "--use-env=1", "--master_port", "7"], {"local_rank_option": None, "nproc": "2"}),
         (["--standalone", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--rdzv_id", "x"], {"nproc": "1"}),
         (["--max_restarts=3"], {"max_restarts": 3}),
         (["--max-restarts", "3", "--shutdown-timeout=2"], {"max_restarts": 3, "grace_s": 2.0}),
@@ -116,10 +117,10 @@ def test_a_program_that_is_no_script(launches: Launches) -> None:
     ],
 )
 def test_every_spelling(started: list[LaunchConfig], words: list[str], expected: dict[str, Any]) -> None:
-    assert cli.main(["launch", *words, "main.py", "--lr", "1", "--nproc_per_node=9"]) == 0
+    assert cli.main(["launch", *words, "main.py", "--lr", "1", "--nproc_per_node=9", "--use_env=False"]) == 0
     (config,) = started
     assert config.target == "main.py"
-    assert config.args == ("--lr", "1", "--nproc_per_node=9")
+    assert config.args == ("--lr", "1", "--nproc_per_node=9", "--use_env=False")
     assert {name: getattr(config, name) for name in expected} == expected
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from lockstep.compat.after_import import call_after_import
 from lockstep.compat.finder import DoorFinder
+from lockstep.log import get_logger
 
 __all__ = ["install"]
 
@@ -33,7 +34,10 @@ def install() -> None:
 
 
 def _add_legacy_names() -> None:
-    importlib.import_module("lockstep.compat.legacy").install()
+    try:
+        importlib.import_module("lockstep.compat.legacy").install()
+    except Exception as error:  # A torch of tomorrow, which must be importable all the same.
+        get_logger(__name__).warning("names for old scripts cannot be added to this torch: %r", error)
 
 
 class _Reopening:

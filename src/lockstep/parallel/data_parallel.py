@@ -83,7 +83,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         else:
             super().__init__(module, [device.index for device in devices], None, dim)
         self.output_device: Any = output if output.type == "cpu" else output.index
-        # By training mode: whether forward draws random numbers; None while nobody knows.
+        # By training mode: whether forward is known to draw random numbers.
         self._draws: dict[bool, bool] = {}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -120,8 +120,9 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         devices = self.device_ids[: len(replicas)]
         if len(replicas) == 1 or self.src_device_obj.type != "cpu":
             return parallel_apply(replicas, inputs, kwargs, devices)
-        draws = self._draws.setdefault(self.training, self.training and seems_to_draw(self.module))
-        if draws:
+        if self.training not in self._draws:
+            self._draws[self.training] = self.training and seems_to_draw(self.module)
+        if self._draws[self.training]:
             return parallel_apply(replicas, inputs, kwargs, devices, in_turn=True)
         before = torch.get_rng_state()
         outputs = parallel_apply(replicas, inputs, kwargs, devices)

@@ -88,6 +88,11 @@ class _Parser(argparse.ArgumentParser):
             hint = f", did you mean {close[0]}?" if close else ""
         raise LaunchError(f"{message}{hint}; see `lockstep launch --help`")
 
+    def takes_value(self, name: str) -> bool:
+        """Whether the next word belongs to this option, which may be abbreviated."""
+        meant = [action for option, action in self._option_string_actions.items() if option.startswith(name)]
+        return bool(meant) and meant[0].nargs != 0
+
 
 def _spellings(name: str) -> tuple[str, ...]:
     dashed = "--" + name.removeprefix("--").replace("_", "-")
@@ -149,8 +154,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         LaunchError: options that do not exist, do not go together, or are refused.
     """
-    words = [_without_value(word) for word in arguments]
-    chosen = _make_parser().parse_args([word for word in words if word is not None])
+    parser = _make_parser()
+    chosen = parser.parse_args(_spelled_out(parser, arguments))
     for name, advice in _REFUSED.items():
         if getattr(chosen, name[2:]):
             raise LaunchError(f"{name} is not supported here; {advice}")
@@ -167,12 +172,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
-def _without_value(word: str) -> str | None:
-    """`--use_env=True`, which torch's documentation shows, as the flag it is; None for `=False`."""
-    name, equals, value = word.partition("=")
-    if name.replace("_", "-") != "--use-env" or not equals:
-        return word
-    return name if value.lower() in ("1", "true", "yes") else None
+def _spelled_out(parser: _Parser, arguments: Sequence[str]) -> list[str]:
+    """`--use_env=True`, which torch's documentation shows, as the flag it is; `=False` left out. Up to the script."""
+    words: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        is_use_env = name.replace("_", "-") == "--use-env"
+        if not is_use_env or not equals:
+            words.append(word)
+        elif value.lower() in ("1", "true", "yes"):
+            words.append(name)
+        if not equals and rest and parser.takes_value(name):
+            words.append(rest.pop(0))
+    return [*words, *rest]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
