@@ -6,6 +6,7 @@ import io
 import numpy
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 
@@ -61,6 +62,31 @@ def modules_and_gradients():
     first = torch.ones(2, 2, device="cuda:0", requires_grad=True)
     (first.to("cuda:1") * 2).sum().backward()
     assert first.grad.device.index == 0
+
+
+def what_is_made_in_between():
+    """Tensors that C++ or Python makes on the way lie where they belong."""
+    inputs = torch.randn(2, 5, 3, device="cuda:1")
+    net = nn.LSTM(3, 4, batch_first=True).to("cuda:1")
+    packed = nn.utils.rnn.pack_padded_sequence(inputs, torch.tensor([5, 2]), batch_first=True)
+    outputs, lengths = nn.utils.rnn.pad_packed_sequence(net(packed)[0], batch_first=True)
+    assert (outputs.device.index, lengths.device.type) == (1, "cpu")
+    outputs.sum().backward()
+    assert net.weight_hh_l0.grad.device.index == 1
+    assert nn.functional.one_hot(torch.tensor([1, 2], device="cuda:1")).device.index == 1
+    assert inputs.new_tensor([1.0]).device.index == 1
+    assert inputs[torch.tensor([0, 1])].device.index == 1  # indices may lie on the host
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).to("cuda:1")
+    torch.utils.checkpoint.checkpoint(layer, outputs.detach(), use_reentrant=False).sum().backward()
+    assert {parameter.grad.device.index for parameter in layer.parameters()} == {1}
+    torch.set_default_device("cuda:0")
+    assert nn.Linear(2, 2).weight.device.index == 0 == torch.tensor([1.0]).device.index
+    torch.set_default_device("cpu")
+    with torch.device("cuda", 1):
+        assert torch.zeros(2).device.index == 1
+    assert torch.zeros(2).device.type == "cpu"
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert (inputs @ inputs.mT).dtype is torch.bfloat16
 
 
 def replicas():
@@ -127,5 +153,6 @@ if __name__ == "__main__":
     streams_and_memory()
     devices_and_moves()
     modules_and_gradients()
+    what_is_made_in_between()
     replicas()
     print("all of it holds")

@@ -289,6 +289,8 @@ def install() -> None:
         replace(torch.accelerator, name, value)
     _install_nvtx()
     replace(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
+    # Asked of every RNN; the answer for a CPU build comes with a warning.
+    replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
     streams.install()
     replace(torch, "Generator", _Generator("Generator", (), {"__module__": "torch"}))
     replace(torch, "device", _Device("device", (), {"__module__": "torch"}))

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.callsite import is_users
 from lockstep.comm.registration import BACKEND_NAME, ensure
 from lockstep.errors import InputError
 from lockstep.tools.rehearse.devices.marks import mark_of
+from lockstep.tools.rehearse.devices.mode import placed
 from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["install", "nominal_backend"]
@@ -128,6 +130,21 @@ def _like_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
+def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP's buckets, which C++ makes without saying where, lie where the parameters do."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = args[0] if args and original.__name__ == "__init__" else self
+        parameter = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
+        index = None if parameter is None else mark_of(parameter)
+        if index is None:
+            return original(self, *args, **kwargs)
+        with placed(index):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
 def install() -> None:
     """Replace the functions of torch.distributed that name a backend or give tensors to one."""
     makers = {"init_process_group": _init, "new_group": _new_group, "get_backend": _get_backend}
@@ -136,5 +153,7 @@ def install() -> None:
         wrap(distributed_c10d, name, make)
         if hasattr(distributed_c10d, name):
             setattr(dist, name, getattr(distributed_c10d, name))
+    for name in ("__init__", "_pre_forward"):
+        wrap(DistributedDataParallel, name, _on_its_device)
     for owner in (dist, distributed_c10d):
         wrap(owner, "is_nccl_available", lambda original: lambda: True)

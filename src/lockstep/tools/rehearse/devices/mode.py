@@ -43,10 +43,15 @@ _STRICT = frozenset(
     }
 )
 
+# Results that CUDA's own operators leave in host memory, by their position.
+_IN_HOST_MEMORY = {_aten._pack_padded_sequence.default: frozenset({1})}
+
 _local = threading.local()
 _generators: dict[int, torch.Generator] = {}
-# Operator -> (has it fresh outputs, does it draw random numbers), read from its schema once.
-_traits: dict[Any, tuple[bool, bool]] = {}
+# Operator -> (has it fresh outputs, does it draw random numbers, does it write into its first argument).
+_traits: dict[Any, tuple[bool, bool, bool]] = {}
+# What may write from one device into another.
+_COPIES = frozenset({"aten::copy_", "aten::set_", "aten::resize_as_", "aten::_foreach_copy_"})
 # Threads of Lockstep's own, which must see memory as it is.
 _OWN_THREADS = "lockstep-"
 
@@ -79,12 +84,15 @@ def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(argument)
 
 
-def _traits_of(func: Any) -> tuple[bool, bool]:
+def _traits_of(func: Any) -> tuple[bool, bool, bool]:
     found = _traits.get(func)
     if found is None:
         schema = func._schema
         fresh = any(result.alias_info is None for result in schema.returns)
-        found = _traits[func] = fresh, any(argument.name == "generator" for argument in schema.arguments)
+        draws = any(argument.name == "generator" for argument in schema.arguments)
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        writes = first is not None and first.is_write and schema.name not in _COPIES
+        found = _traits[func] = fresh, draws, writes and schema.name.startswith("aten::")
     return found
 
 
@@ -119,7 +127,7 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     break
         override = getattr(_local, "override", ())
         place = override[0] if override else index
-        is_fresh, is_random = _traits_of(func)
+        is_fresh, is_random, writes = _traits_of(func)
         if index is not None and func in _STRICT and torch._C._current_graph_task_id() == -1:
             _check_one_device(func, args, index)
         if is_random and place is not None and kwargs.get("generator") is None:
@@ -127,6 +135,9 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if is_fresh and place is not None:
             self._mark(func, result, place)
+        if writes and index is not None and isinstance(args[0], torch.Tensor):
+            # CUDA takes no other tensor there: it is one that C++ has made for itself.
+            mark(args[0], index)
         for observer in observers:
             observer(func, args, result)
         return result
@@ -134,10 +145,11 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def _mark(func: Any, result: Any, place: int) -> None:
         results = result if isinstance(result, list | tuple) else (result,)
-        for returned, value in zip(func._schema.returns, results, strict=False):
+        in_host_memory = _IN_HOST_MEMORY.get(func, frozenset())
+        for position, (returned, value) in enumerate(zip(func._schema.returns, results, strict=False)):
             # A list of fresh tensors is one return of the schema.
             single = isinstance(result, list) and len(func._schema.returns) == 1
-            if returned.alias_info is None:
+            if returned.alias_info is None and position not in in_host_memory:
                 for tensor in _tensors(results if single else (value,)):
                     mark(tensor, place)
 

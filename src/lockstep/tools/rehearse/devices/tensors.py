@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from lockstep.tools.rehearse.devices.marks import mark, mark_of, real_device
 from lockstep.tools.rehearse.devices.mode import generator_of, placed
@@ -148,15 +150,27 @@ def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
     return bool(getattr(self.untyped_storage(), _PINNED, False))
 
 
+def _default_device() -> torch.device | None:
+    """What `torch.set_default_device`, or `with torch.device(…)`, names in this thread."""
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
 def _with_device(original: Callable[..., Any]) -> Callable[..., Any]:
     """`device` may be a number, and is checked before anything is made."""
+    has_default = original.__name__ in _FACTORIES
 
     def make(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
+        if device is None and has_default:
+            device = _default_device()
         if device is None:
             return original(*args, **kwargs)
         if isinstance(device, int):
-            kwargs["device"] = device = torch.device("cuda", device)
+            device = torch.device("cuda", device)
+        kwargs["device"] = device
         if torch.device(device).type not in ("cpu", "cuda"):
             return original(*args, **kwargs)
         index = devices.index_of(device)
@@ -173,19 +187,18 @@ def _with_device(original: Callable[..., Any]) -> Callable[..., Any]:
 def _from_data(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.pop("device", None)
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
         source = args[0] if args else kwargs.get("data")
-        if device is None and isinstance(source, torch.Tensor):
-            index = mark_of(source)
-        elif device is None or (not isinstance(device, int) and torch.device(device).type == "cpu"):
-            index = None if device is not None else _default_index()
-        elif not isinstance(device, int) and torch.device(device).type != "cuda":
-            return original(*args, device=device, **kwargs)
-        else:
+        if device is None and not isinstance(source, torch.Tensor):
+            device = _default_device()
+        if device is None:
+            index = mark_of(source) if isinstance(source, torch.Tensor) else None
+        elif isinstance(device, int) or torch.device(device).type in ("cpu", "cuda"):
             index = devices.index_of(device)
+        else:
+            return original(*args, device=device, **kwargs)
+        kwargs.pop("pin_memory", None)
         if index is None and not isinstance(source, torch.Tensor):
-            return original(*args, **kwargs)
+            return original(*args, device=CPU, **kwargs)
         wants_grad = kwargs.pop("requires_grad", False)
         result = move(original(*args, **kwargs), index)
         return result.requires_grad_() if wants_grad else result
@@ -193,10 +206,14 @@ def _from_data(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _default_index() -> int | None:
-    """The stand-in that `torch.set_default_device` names, if it names one."""
-    chosen = torch.get_default_device()
-    return devices.index_of(chosen) if chosen.type == "cuda" else None
+def _set_default_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_default_tensor_type(kind: Any) -> None:
+        name = kind if isinstance(kind, str) else getattr(kind, "_lockstep_name", "")
+        is_cuda = name.startswith("torch.cuda.")
+        original(name.replace("torch.cuda.", "torch.", 1) if is_cuda else kind)
+        torch.set_default_device("cuda" if is_cuda else "cpu")
+
+    return set_default_tensor_type
 
 
 def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,6 +244,30 @@ def _keep_mark(original: Callable[..., Any]) -> Callable[..., Any]:
     return deepcopy
 
 
+def _new(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.new_tensor(data)` and the older `tensor.new(…)`: where the tensor lies, unless told otherwise."""
+
+    def make(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.pop("device", None)
+        wants_grad = kwargs.pop("requires_grad", False)
+        index = mark_of(self) if device is None else devices.index_of(device)
+        result = move(original(self, *args, **kwargs), index)
+        return result.requires_grad_() if wants_grad else result
+
+    return make
+
+
+def _pad_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Its result is made of nothing and then copied into, which looks like memory of the host; lengths are there."""
+
+    def pad(data: torch.Tensor, *args: Any) -> Any:
+        padded, lengths = original(data, *args)
+        index = mark_of(data)
+        return (padded if index is None else mark(padded, index)), lengths
+
+    return pad
+
+
 def install() -> None:
     """Replace what scripts ask of tensors, and the functions that make them."""
     replace(torch.Tensor, "device", property(_device))
@@ -243,7 +284,11 @@ def install() -> None:
         wrap(torch, name, _with_device)
     for name in _FROM_DATA:
         wrap(torch, name, _from_data)
+    wrap(torch, "set_default_tensor_type", _set_default_tensor_type)
+    for name in ("new_tensor", "new"):
+        wrap(torch.Tensor, name, _new)
     for name in _NEW:
         wrap(torch.Tensor, name, _with_device)
     wrap(torch._C._nn, "_parse_to", _parse_to)
+    wrap(torch._VF, "_pad_packed_sequence", _pad_packed)
     wrap(torch.UntypedStorage, "__deepcopy__", _keep_mark)
