@@ -246,9 +246,12 @@ def test_schedule_of_the_loss_scale() -> None:
 def test_an_overflow_skips_the_step_and_halves_the_scale(
     state: AmpState, level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, optimizer = amp.initialize((net := make_net()), make_sgd(net), opt_level=level, verbosity=0)
+    net = make_net()
+    sgd = make_sgd(net)
+    schedulers = [torch.optim.lr_scheduler.StepLR(sgd, 1)]
+    model, optimizer = amp.initialize(net, sgd, opt_level=level, verbosity=0)
     state.verbosity = 1
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
     (first, second) = batches(2)
     loss = functional.cross_entropy(model(first[0]), first[1])
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -257,7 +260,8 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(
     optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scheduler.step()  # torch warns of schedulers that step before optimizers
+        for scheduler in schedulers:  # torch warns of those that step before optimizers, or whose optimizer changed
+            scheduler.step()
     printed = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
     assert capsys.readouterr().out == printed
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

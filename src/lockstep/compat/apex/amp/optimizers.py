@@ -241,6 +241,8 @@ def _make_step(plain_step: Any) -> Any:
             stash.clear_master_gradients()
         return result
 
+    # Also what schedulers that were there before have noted on it.
+    vars(step).update(getattr(plain_step, "__dict__", {}))
     return step
 
 
