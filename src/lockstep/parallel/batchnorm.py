@@ -148,7 +148,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     """Replace every BatchNorm layer by a `SyncBatchNorm` with the same parameters and buffers.
 
     The parameters stay the same objects, so that an optimizer made before goes on working. A layer that stands at
-    several places is converted once; one that is a `SyncBatchNorm` gets the group. Mirrors `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Local.
+    several places is converted once; one that is a `SyncBatchNorm` gets the group. Mirrors
+    `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Local.
 
     Args:
         module: a model, changed in place, or one BatchNorm layer.
