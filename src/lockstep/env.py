@@ -221,7 +221,7 @@ LOCKSTEP_REHEARSAL = Variable(
 LOCKSTEP_COMPAT = Variable(
     "LOCKSTEP_COMPAT",
     _flag,
-    "0 keeps `import horovod` and `import apex` from finding Lockstep's doors in ranks; set by `lockstep run --no-compat`.",
+    "0 keeps `import horovod` and `import apex` from finding Lockstep's doors; set by `lockstep run --no-compat`.",
 )
 LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's logger: DEBUG, INFO, WARNING (default).")
 LOCKSTEP_ELASTIC_FOLDER = Variable(
