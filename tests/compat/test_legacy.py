@@ -205,6 +205,18 @@ def test_old_script_runs_unedited(launches: Launches) -> None:
         pred = output.topk(2, 1, True, True)[1].t()
         correct = pred.eq(target.view(1, -1).expand_as(pred))
         print('accuracy', [correct[:k].view(-1).float().sum(0).item() for k in (1, 2)])
+        import argparse, numpy, pickle
+        held = {'args': argparse.Namespace(lr=0.1, arch='resnet18'), 'best': numpy.float64(0.5), 'mean': numpy.ones(2)}
+        held.update(count=numpy.int64(3), flag=numpy.bool_(True))
+        torch.save(held, f'checkpoint-{RANK}.pth.tar')
+        again = torch.load(f'checkpoint-{RANK}.pth.tar', map_location='cpu')
+        assert again['args'].arch == 'resnet18' and again['best'] == 0.5 and again['mean'].sum() == 2 and again['flag']
+        class Other: pass
+        torch.save(Other(), f'other-{RANK}')
+        try:
+            torch.load(f'other-{RANK}')
+        except pickle.UnpicklingError:
+            print('refused True')
         v = Variable(torch.ones(2), volatile=True)
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
         schedulers = torch.optim.lr_scheduler
@@ -222,6 +234,7 @@ def test_old_script_runs_unedited(launches: Launches) -> None:
         [
             "sum [4.0, 4.0]",
             "batches [8, 8] [8] [4, 4]",
+            "refused True",
             "refused True",
             "refused True",
             "accuracy [1.0, 2.0]",

@@ -33,7 +33,9 @@ what old scripts use                               here        how
 `dist.get_rank()` before `init_process_group`      refused     torch raises, as it always did
 `loss.data[0]`                                     refused     a scalar has no entry 0 since torch 0.5: `loss.item()`
 `tensor.cuda(async=True)`                          refused     a keyword of Python since 3.7: `non_blocking=True`
-`torch.load` of pickled classes                    refused     it would run code of the file; `weights_only=False` if
+`torch.load` of `args` and numpy numbers           supported   `argparse.Namespace` and numpy's arrays and numbers are
+                                                               declared safe: reading them runs no code
+`torch.load` of other pickled classes              refused     it would run code of the file; `weights_only=False` if
                                                                you trust it
 `group=0`                                          refused     an error since torch 1.0: leave it out
 `1 - mask`, integer `/`                            refused     torch's arithmetic, which others rely on: `~mask`, `//`

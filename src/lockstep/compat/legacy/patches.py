@@ -6,6 +6,7 @@ torch takes does what torch does.
 
 from __future__ import annotations
 
+import argparse
 import collections.abc
 import functools
 import importlib.util
@@ -40,6 +41,7 @@ def install() -> None:
         return
     _add_functions()
     _add_modules()
+    _trust_plain_data()
     _wrap(distributed_c10d, "init_process_group", _take_old_backends)
     dist.init_process_group = distributed_c10d.init_process_group
     _wrap(DataLoader, "__init__", _take_whole_floats)
@@ -101,6 +103,23 @@ def _add_module(name: str, content: dict[str, Any]) -> None:
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     setattr(sys.modules[parent], last, module)
+
+
+def _trust_plain_data() -> None:
+    """Let `torch.load` take what checkpoints of old hold beside tensors, and what runs no code when it is read."""
+    trusted: list[Any] = [argparse.Namespace]
+    try:
+        import numpy
+    except ImportError:
+        pass
+    else:
+        trusted += [numpy.ndarray, numpy.dtype, *{type(numpy.dtype(code)) for code in numpy.typecodes["AllInteger"]}]
+        trusted += [type(numpy.dtype(code)) for code in ("?", "e", "f", "d", "F", "D")]
+        rebuild_number, rebuild_array = (value.__reduce__()[0] for value in (numpy.float64(0), numpy.zeros(1)))
+        for function, name in ((rebuild_number, "scalar"), (rebuild_array, "_reconstruct")):
+            # Files name the module that had them when they were written: another one since numpy 2.
+            trusted += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
+    torch.serialization.add_safe_globals(trusted)
 
 
 # ---- calls that torch turns away -------------------------------------------------------------------
