@@ -35,6 +35,7 @@ _PUBLIC = {
     "LockstepError": "lockstep.errors",
     "SyncBatchNorm": "lockstep.parallel.batchnorm",
     "World": "lockstep.world",
+    "checkpoint": "lockstep.checkpoint",
     "convert_sync_batchnorm": "lockstep.parallel.batchnorm",
     "current_world": "lockstep.world",
     "errors": "lockstep.errors",

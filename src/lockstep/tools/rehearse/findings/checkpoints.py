@@ -12,14 +12,14 @@ __all__ = ["KINDS"]
 
 
 def _written_by_all(job: Job) -> Iterator[Finding]:
-    """Several ranks save to one file from one line."""
-    writers: dict[tuple[object, str], dict[int, Event]] = defaultdict(dict)
+    """Several ranks of a node save to one file from one line. One writer per node is right where disks are local."""
+    writers: dict[tuple[object, str, int], dict[int, Event]] = defaultdict(dict)
     for process, event in job.each("save"):
         path = event.data["path"] or ""
         is_file = path != "" and not path.startswith("/dev/")
         if is_file and process.rank is not None and process.joined and event.site is not None:
-            writers[event.site, path].setdefault(process.rank, event)
-    for (_, path), by_rank in writers.items():
+            writers[event.site, path, job.node_of(process.rank)].setdefault(process.rank, event)
+    for (_, path, _), by_rank in writers.items():
         if len(by_rank) > 1:
             event = next(iter(by_rank.values()))
             what = f"{len(by_rank)} ranks wrote {path}"
@@ -58,7 +58,7 @@ KINDS = (
         "every rank writes the checkpoint",
         "ranks overwrite each other's file while it is being written: on a shared file system that is a broken "
         "checkpoint sooner or later, and N times the traffic",
-        "save on rank 0 only, to a temporary name, and rename it; lockstep.save_checkpoint does",
+        "save on rank 0 only, to a temporary name, and rename it; lockstep.checkpoint.save does",
         _written_by_all,
     ),
     Kind(
