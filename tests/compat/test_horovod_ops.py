@@ -318,6 +318,20 @@ def test_a_rank_that_leaves_is_named() -> None:
     assert "RankLost" in run_ranks(leaving, 2, init=False)[0]
 
 
+def at_odds() -> str:
+    hvd.init()
+    with pytest.raises(hvd.HorovodInternalError, match="all ranks wait") as caught:
+        hvd.allreduce(torch.ones(1), name=f"of rank {hvd.rank()}")
+    hvd.shutdown()
+    return str(caught.value)
+
+
+def test_ranks_that_wait_for_different_things_are_told_within_seconds() -> None:
+    for text in run_ranks(at_odds, 2, init=False):
+        for rank in range(2):
+            assert f"rank {rank}: allreduce.of rank {rank} at " in text
+
+
 def traced(path: str) -> None:
     hvd.init()
     hvd.start_timeline(path, mark_cycles=True)

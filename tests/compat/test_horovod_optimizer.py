@@ -352,3 +352,36 @@ def test_names_are_checked_before_anything_else() -> None:
         hvd.DistributedOptimizer(optimizer, groups=[[model.weight], [model.weight]])
     with pytest.warns(DeprecationWarning, match="num_groups"), pytest.raises(ValueError, match="positive integer"):
         hvd.DistributedOptimizer(optimizer, num_groups=-1)
+
+
+def changed_in_between() -> None:
+    """What the script does to `.grad` between backward and step counts, wherever the gradient lies."""
+    hvd.init()
+    torch.manual_seed(0)
+    # Large enough to be left where autograd wrote it.
+    model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
+    inputs = torch.ones(1, 300)
+    for how in ("first step", "in place", "replaced", "dropped", "accumulated"):
+        optimizer.zero_grad(set_to_none=how != "accumulated")
+        model(inputs).sum().backward()
+        own = []
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if how == "in place":
+                parameter.grad.mul_(3.0)
+            elif how == "replaced":
+                parameter.grad = torch.full_like(parameter, float(hvd.rank()))
+            elif how == "dropped":
+                parameter.grad = None
+            own.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
+        optimizer.step()
+        for parameter, whole in zip(model.parameters(), own, strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, hvd.allreduce(whole)), how
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_may_change_before_the_step(world_size: int) -> None:
+    run_ranks(changed_in_between, world_size, init=False)

@@ -45,6 +45,9 @@ CYCLE_S = 1e-3
 _PATIENCE_S = 5e-3
 _IDLE_S = 10.0
 _STALL_WARNING_S = 60.0  # as in Horovod
+# Rounds, of a millisecond and more, in which nothing was new while the scripts of all ranks waited. Other threads
+# of a script may still ask for something, so that it is not an error at once.
+_MAX_FRUITLESS = 5000
 
 _DUPLICATE = (
     "Requested to {kind} a tensor with the same name as another tensor that is currently being processed: {name!r}. "
@@ -112,6 +115,7 @@ class Channel:
         self._broken: BaseException | None = None
         self._closed = False
         self._warned: set[str] = set()
+        self._num_fruitless = 0  # rounds; the same number on all ranks
 
     # ---- asking ------------------------------------------------------------------------------------
 
@@ -156,6 +160,10 @@ class Channel:
         """Have `source.offer()` called whenever this rank is about to wait. Local."""
         self._sources.add(source)
 
+    def add_symmetric(self, memory: torch.Tensor) -> None:
+        """Some gradients lie in this memory on this rank, and on others maybe not. Local."""
+        self._executor.add_symmetric(memory)
+
     # ---- waiting -----------------------------------------------------------------------------------
 
     def wait(self, request: Request) -> None:
@@ -178,7 +186,7 @@ class Channel:
                         self._news.wait(_PATIENCE_S)
                 continue
             try:
-                progressed = request.done or self._round()
+                progressed = request.done or self._round(is_waiting=True)
             finally:
                 self._end_turn()
             if not progressed:
@@ -207,16 +215,19 @@ class Channel:
                 continue
             try:
                 if not self._closed:
-                    self._round()
+                    self._round(is_waiting=False)
             finally:
                 self._end_turn()
 
     # ---- rounds ------------------------------------------------------------------------------------
 
-    def _round(self) -> bool:
+    def _round(self, is_waiting: bool) -> bool:
         """Meet the other ranks once. Collective; by the thread that has the turn.
 
         An error is that of all requests under way, and raised where they are waited for.
+
+        Args:
+            is_waiting: whether the script waits meanwhile.
 
         Returns:
             Whether anything was done.
@@ -228,7 +239,7 @@ class Channel:
             fresh, self._fresh = self._fresh, []
         self._timeline.mark_cycle()
         try:
-            return self._meet(sorted(fresh, key=lambda request: request.meta.signature))
+            return self._meet(sorted(fresh, key=lambda request: request.meta.signature), is_waiting)
         except Exception as error:
             self._break(error)
             return True
@@ -236,7 +247,7 @@ class Channel:
             self._break(error)
             raise
 
-    def _meet(self, fresh: list[Request]) -> bool:
+    def _meet(self, fresh: list[Request], is_waiting: bool) -> bool:
         is_clear = not self._table and not self._joined
         if is_clear and len(fresh) == 1 and fresh[0].is_ready and self._try_fused(fresh[0]):
             return True
@@ -253,11 +264,16 @@ class Channel:
             everyone = range(len(self.ranks))
             self._run([Match(request, dict.fromkeys(everyone, request.meta)) for request in fresh])
             return bool(fresh)
-        content = encode([request.entry for request in fresh])
-        for rank, entries in enumerate(map(decode, self._gather_bytes(content))):
+        can_help_itself = bool(fresh) or not is_waiting
+        told, anybody_can = self._exchange(encode([request.entry for request in fresh]), can_help_itself)
+        for rank, entries in enumerate(map(decode, told)):
             for entry in entries:
                 self._note(rank, entry)
-        return self._run_ready()
+        progressed = self._run_ready()
+        self._num_fruitless = 0 if progressed or anybody_can else self._num_fruitless + 1
+        if self._num_fruitless == _MAX_FRUITLESS:
+            raise HorovodInternalError(self._describe_deadlock())
+        return progressed
 
     def _try_fused(self, request: Request) -> bool:
         """Run it without asking first, as nearly every round of training can. Collective. See [Note: rounds].
@@ -340,15 +356,18 @@ class Channel:
         gather_equal(rows, own, self.control)
         return [tuple(row) for row in rows.view(len(self.ranks), -1).tolist()]
 
-    def _gather_bytes(self, content: bytes) -> list[bytes]:
-        lengths = [length for (length,) in self._gather_numbers(len(content))]
+    def _exchange(self, content: bytes, flag: bool) -> tuple[list[bytes], bool]:
+        """What all ranks say, and whether the flag of any of them is set. Collective."""
+        facts = self._gather_numbers(len(content), int(flag))
+        lengths = [length for length, _ in facts]
         longest = max(lengths)
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         table = torch.empty(len(lengths) * longest, dtype=torch.uint8)
         gather_equal(table, own, self.control)
         rows = table.view(-1, longest).unbind(0)
-        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+        contents = [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+        return contents, any(is_set for _, is_set in facts)
 
     # ---- trouble -----------------------------------------------------------------------------------
 
@@ -370,6 +389,17 @@ class Channel:
             if name not in self._warned:
                 self._warned.add(name)
                 get_logger(__name__).warning("%s", text)
+
+    def _describe_deadlock(self) -> str:
+        waiting = [
+            f"rank {self.ranks[rank]}: {name} at {entry.site}"
+            for name, entries in self._table.items()
+            for rank, entry in sorted(entries.items())
+        ]
+        return (
+            "all ranks wait, and each for what another has not asked for; ranks must use the same names and make the "
+            f"same unnamed calls. {'; '.join(waiting[:20])}"
+        )
 
     def _break(self, error: BaseException) -> None:
         """A round failed: no request of this channel can run any more."""

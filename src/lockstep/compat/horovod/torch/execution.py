@@ -93,6 +93,19 @@ class Executor:
         self._rank = rank
         self._control = control
         self._accelerator = accelerator
+        self._symmetric: list[tuple[int, int]] = []  # addresses
+
+    def add_symmetric(self, memory: torch.Tensor) -> None:
+        """Tensors in this memory are reduced as those elsewhere are. Local.
+
+        The group would reduce them where they lie, for which they must lie there on all ranks.
+        """
+        start = memory.data_ptr()
+        self._symmetric.append((start, start + memory.numel() * memory.element_size()))
+
+    def _is_symmetric(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(start <= address < end for start, end in self._symmetric)
 
     def run(self, matches: Sequence[Match]) -> None:
         """Run and complete them. Collective; the same matches in the same order on all ranks."""
@@ -177,6 +190,8 @@ class Executor:
         averages = op == "Average" and is_float and _can_average(group)
         kind = ReduceOp.AVG if averages else _OPS[op]
         is_async = not isinstance(group, EngineProcessGroup)
+        given = tensors
+        tensors = [tensor.clone() if self._symmetric and self._is_symmetric(tensor) else tensor for tensor in given]
         works = [dist.all_reduce(tensor, kind, group=group, async_op=is_async) for tensor in tensors]
         for work in works:
             if work is not None:
@@ -184,6 +199,9 @@ class Executor:
         if op == "Average" and not averages:
             for tensor in tensors:
                 self._divide(tensor)
+        for original, tensor in zip(given, tensors, strict=True):
+            if original is not tensor:
+                original.copy_(tensor)
 
     def _divide(self, tensor: torch.Tensor) -> None:
         is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex

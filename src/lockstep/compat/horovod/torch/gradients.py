@@ -144,17 +144,20 @@ class _Averaging(SymmetricTransport):
         Raises:
             CollectiveMismatch: on all ranks, if one wants something else; no gradient was changed.
         """
-        try:
-            text = f"DistributedOptimizer's gradient averaging({len(self._plans)} buckets)"
-            self._engine.run_steps(self._key, lambda: text, self._reduce_rest)
-        finally:
-            for kept in self._kept:
-                kept.clear()
-            self._reduced.clear()
+        text = f"DistributedOptimizer's gradient averaging({len(self._plans)} buckets)"
+        self._engine.run_steps(self._key, lambda: text, self._reduce_rest)
+        self._reduced.clear()
+
+    def forget(self, bucket: int) -> None:
+        """Let go of the gradients of a bucket that were left where they were. Local."""
+        self._kept[bucket].clear()
 
 
 class Buckets:
     """Gradients in the DDP engine's buckets. Local to make; the buckets come into being in the first round.
+
+    From then on a bucket is filled as soon as its gradients are complete, while they are in the caches; that frees the
+    memory for those that come next. What lies in a bucket is `.grad`, and may still be changed or replaced.
 
     Args:
         names: of the parameters.
@@ -171,8 +174,13 @@ class Buckets:
         self._plans: list[BucketPlan] = plan_buckets(self._parameters, _BUCKET_BYTES, _FIRST_BUCKET_BYTES)
         self._transport: _Averaging | None = None
         self._views: list[torch.Tensor] = []
-        # For each bucket: offset, place, and number of the parameter.
-        self._contents: list[list[tuple[int, torch.Tensor, int]]] = []
+        # For each bucket: offset and number of each parameter.
+        self._members = [[(place.offset, place.index) for place in plan.placements] for plan in self._plans]
+        self._bucket_of = {index: bucket for bucket, members in enumerate(self._members) for _, index in members}
+        self._sizes = [len(members) for members in self._members]
+        self._missing = list(self._sizes)  # gradients that have not come yet in this pass
+        # Gradients that are not, or not as a whole, in their bucket: number -> tensor and its version.
+        self._left: dict[int, tuple[torch.Tensor, int]] = {}
         self._dtypes = [parameter.dtype for parameter in parameters]
         self._meta = Meta(
             _bulk_name(names),
@@ -183,44 +191,98 @@ class Buckets:
             fused=True,
         )
 
+    # ---- filling -----------------------------------------------------------------------------------
+
+    def arrive(self, index: int) -> None:
+        """The gradient of a parameter is complete. Local; in the backward pass."""
+        bucket = self._bucket_of[index]
+        missing = self._missing[bucket] = self._missing[bucket] - 1
+        if missing == 0 and self._transport is not None:
+            gradients = [self._parameters[member].grad for _, member in self._members[bucket]]
+            if all(map(self._can_take, gradients, (member for _, member in self._members[bucket]))):
+                self._fill(bucket)
+
+    def _can_take(self, gradient: torch.Tensor | None, index: int) -> bool:
+        return (
+            gradient is not None
+            and gradient.layout is torch.strided
+            and gradient.dtype is self._dtypes[index]
+            and not gradient.requires_grad
+        )
+
+    def _fill(self, bucket: int) -> None:
+        """Move the gradients of a bucket to their places, those that are not there. Local."""
+        transport = self._transport
+        assert transport is not None
+        transport.forget(bucket)
+        moves: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []
+        for offset, index in self._members[bucket]:
+            self._left.pop(index, None)
+            gradient, view = self._parameters[index].grad, self._views[index]
+            assert gradient is not None
+            if gradient is not view:
+                moves.append((offset, view, gradient, index))
+        if not moves:
+            return
+        offsets, views, gradients, indices = zip(*moves, strict=True)
+        with torch.no_grad():
+            left = transport.fill(bucket, offsets, views, gradients)
+        for view, index in zip(views, indices, strict=True):
+            self._parameters[index].grad = view
+        for position in left:
+            index, gradient = indices[position], gradients[position]
+            self._parameters[index].grad = gradient
+            self._left[index] = (gradient, gradient._version)
+
+    def _is_in_place(self, index: int) -> bool:
+        """Whether a gradient is where it was filled from or to, and has not been changed elsewhere. Local."""
+        gradient = self._parameters[index].grad
+        if gradient is self._views[index]:
+            return index not in self._left
+        left = self._left.get(index)
+        return left is not None and left[0] is gradient and gradient._version == left[1]
+
+    # ---- averaging ---------------------------------------------------------------------------------
+
     def submit(self) -> Pending | None:
-        """Ask for the average of all gradients, if all are there, dense, and of their parameter's dtype. Local."""
+        """Ask for the average of all gradients, if the buckets can take them all. Local."""
         gradients: list[Any] = [parameter.grad for parameter in self._parameters]
-        for gradient, dtype in zip(gradients, self._dtypes, strict=True):
-            if gradient is None or gradient.layout is not torch.strided or gradient.dtype is not dtype:
-                return None
+        self._missing[:] = self._sizes
+        if not all(map(self._can_take, gradients, range(len(gradients)))):
+            return None
         # Where a rank has joined, they are reduced where they are.
         request = Request(
             self._meta,
             gradients,
             gradients,
             is_single=False,
-            run_fused=lambda: self._run(gradients),
+            run_fused=self._run,
             is_ready=self._transport is not None,
         )
         return Pending(self.channel, self.channel.submit(request))
 
-    def _run(self, gradients: Sequence[torch.Tensor]) -> None:
+    def _run(self) -> None:
         """Average. Collective; in a round."""
-        transport = self._transport if self._transport is not None else self._make_transport()
-        for bucket, content in enumerate(self._contents):
-            moves = [
-                (offset, place, gradients[index]) for offset, place, index in content if gradients[index] is not place
-            ]
-            if moves:
-                transport.fill(bucket, *zip(*moves, strict=True))
+        if self._transport is None:
+            self._make_transport()
+        transport = self._transport
+        assert transport is not None
+        for bucket, members in enumerate(self._members):
+            if not all(self._is_in_place(index) for _, index in members):
+                self._fill(bucket)
         transport.average()
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
+        for bucket in range(len(self._members)):
+            transport.forget(bucket)
+        for index in self._left:
+            self._parameters[index].grad = self._views[index]
+        self._left.clear()
 
-    def _make_transport(self) -> _Averaging:
+    def _make_transport(self) -> None:
         group = self.channel.control
         assert isinstance(group, LockstepProcessGroup)
         transport = self._transport = _Averaging(self._plans, group, self._meta.signature)
         self._views = [torch.empty(0)] * len(self._parameters)
-        for bucket, plan in enumerate(self._plans):
-            for placement in plan.placements:
-                like = self._parameters[placement.index]
-                self._views[placement.index] = transport.view(bucket, placement.offset, like)
-            self._contents.append([(place.offset, self._views[place.index], place.index) for place in plan.placements])
-        return transport
+        for bucket, members in enumerate(self._members):
+            for offset, index in members:
+                self._views[index] = transport.view(bucket, offset, self._parameters[index])
+            self.channel.add_symmetric(transport.buffer(bucket))

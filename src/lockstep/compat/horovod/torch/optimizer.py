@@ -54,12 +54,14 @@ class _Counts:
         num_open: gradients computed and not reduced yet.
         is_active: whether there is anybody to reduce with.
         holds_back: see [Note: held back] in `gradients.py`.
+        arrive: told of each gradient that is complete and held back, once there are buckets.
     """
 
     delays: list[int]
     num_open: int = 0
     is_active: bool = False
     holds_back: bool = False
+    arrive: Callable[[int], None] | None = None
 
     def reset(self, passes: int) -> None:
         """No gradient has been computed since the last step."""
@@ -92,7 +94,9 @@ class ReducingOptimizer:
         self.backward_passes_per_step = passes
         self.op = settings.op
         self.process_set = settings.process_set
-        self._required = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+        # By name, so that ranks whose optimizers have other orders agree.
+        by_name = sorted(range(len(names)), key=lambda index: names[index])
+        self._required = [index for index in by_name if parameters[index].requires_grad]
         self._counts = _Counts([passes] * len(parameters))
         self._group_of = self._assign_groups(groups)
         self._finishers: dict[_Group, Callable[[], None]] = {}
@@ -102,7 +106,7 @@ class ReducingOptimizer:
         self._should_synchronize = True
         self._runtime: runtime.Runtime | None = None
         self._refresh()
-        hooks = [self._watch(index) for index in self._required]
+        hooks = [self._watch(number, index) for number, index in enumerate(self._required)]
         # Parameters may outlive the optimizer, and get another.
         weakref.finalize(self, _remove_all, hooks).atexit = False
 
@@ -113,7 +117,7 @@ class ReducingOptimizer:
             return
         self._runtime = opened
         self._reset()
-        self._buckets = None
+        self._buckets = self._counts.arrive = None
         is_distributed = bool(self.process_set.included()) and len(self._required) > 0 and size() > 1
         self._counts.is_active = is_distributed
         if not is_distributed:
@@ -142,7 +146,7 @@ class ReducingOptimizer:
             parts += [(index,) for index in self._required if index not in grouped]
         return {index: part for part in parts for index in part}
 
-    def _watch(self, index: int) -> RemovableHandle:
+    def _watch(self, number: int, index: int) -> RemovableHandle:
         counts, delays, reference = self._counts, self._counts.delays, weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
@@ -153,10 +157,15 @@ class ReducingOptimizer:
                 raise AssertionError(_TOO_MANY_PASSES)
             delays[index] = left
             counts.num_open += 1
-            if left == 0 and not counts.holds_back:
-                optimizer = reference()
-                if optimizer is not None:
-                    optimizer._on_complete(index)
+            if left:
+                return
+            if counts.holds_back:
+                if counts.arrive is not None:
+                    counts.arrive(number)
+                return
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._on_complete(index)
 
         parameter = self._parameters[index]
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
@@ -212,6 +221,7 @@ class ReducingOptimizer:
                 [self._parameters[index] for index in self._required],
                 self._channel,
             )
+            self._counts.arrive = self._buckets.arrive
         if self._buckets is not None:
             self._bulk = self._buckets.submit()
         if self._bulk is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -63,14 +64,16 @@ class Runtime:
         set_id = next(self._ids)
         has_gpus = "nccl" in self.world.backend
         control_backend = (BACKEND_NAME if self._is_one_host() else "gloo") if has_gpus else None
-        control = dist.new_group(list(ranks), backend=control_backend)
+        engine = getattr(dist.group.WORLD, "engine", None)
+        timeout = None if engine is None else timedelta(seconds=engine.timeout_s)
+        control = dist.new_group(list(ranks), backend=control_backend, timeout=timeout)
         accelerator = dist.new_group(list(ranks), backend="nccl") if has_gpus else None
         self._ranks[set_id] = ranks
         if self.world.rank in ranks:
             assert isinstance(control, dist.ProcessGroup)
-            timeout_s = dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(control)))
+            limit = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(control)))
             self._channels[set_id] = Channel(
-                set_id, ranks, self.world.rank, control, accelerator, self.timeline, timeout_s.total_seconds()
+                set_id, ranks, self.world.rank, control, accelerator, self.timeline, limit.total_seconds()
             )
         return set_id
 
