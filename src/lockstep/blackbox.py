@@ -1,10 +1,10 @@
 """The black box: where this rank is, in a file that is still there when the rank is not.
 
-The flight record lies in memory that ranks share, and goes with them. So that a launcher, which is none of
-them and never imports torch, can say where each rank was, every rank also keeps a small file in the
-launcher's private folder, mapped into its memory: one *section* for each process group, with what that rank entered
-last, from which line, and whether it came out. The kernel keeps what was written, however the
-process ends. Without a launcher there is no file, and the same words go to memory of this process.
+The flight record lies in memory that ranks share, and goes with them. So that a launcher, which is none of them and
+never imports torch, can say where each rank was, every rank also maps a small file of the launcher's: one *section*
+for each process group, with what that rank entered last, from which line, and whether it came out. What was written
+stays, however the process ends. The file is memory that the launcher holds, under a name in its private folder
+(`make_boxes`). Without a launcher there is no file, and the same words go to memory of this process.
 
 Layout of the file, all integers 64 bit in the order of the machine::
 
@@ -12,7 +12,8 @@ Layout of the file, all integers 64 bit in the order of the machine::
     4096     section 0, section 1, …                               SECTION_BYTES each
 
     section:
-    0        number entered, number finished, call, site, start    64
+    0        number entered, number finished, start;               64
+             call and site of even numbers, of odd numbers
     64       state                                                 64
     128      text: name of the group                               384
     512      text: what a send or receive waits for                512
@@ -22,12 +23,14 @@ Layout of the file, all integers 64 bit in the order of the machine::
 A text is a 16-bit length and UTF-8 bytes, cut to its field. `start` is a double: seconds on the monotonic clock, which
 all processes of a host share.
 
-[Note: what it costs] Texts are written once and then named by an index, so a collective stores five words.
+[Note: what it costs] Texts are written once and then named by an index, so a collective stores seven words at most, and
+three where it repeats the last but one.
 The bytes behind them are allocated before they are mapped: a full disk is no black box, not a SIGBUS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -51,6 +54,7 @@ __all__ = [
     "START",
     "Position",
     "Section",
+    "make_boxes",
     "open_section",
     "read_positions",
 ]
@@ -61,13 +65,14 @@ HEADER_BYTES = 4096
 SECTION_BYTES = 4096 + 2 * RING * TEXT_BYTES
 
 # Indices of the words of a section.
-NUMBER, FINISHED, CALL, SITE, START = range(5)
+NUMBER, FINISHED, START, CALL, SITE = range(5)
+"""CALL and SITE of a number are those plus 2 * (number % 2), so that calls that take turns need no writing."""
 _STATE = 8
 _FREE, _OPEN, _CLOSED = range(3)
 
 _MAGIC = 0x4C6F636B73746570
 _HEADER = struct.Struct("=2q")
-_WORDS = struct.Struct("=4qd")
+_WORDS = struct.Struct("=2qd4q")
 _NAME = (128, 384)
 _WAITING = (512, 512)
 _CALLS_START = 4096
@@ -154,8 +159,10 @@ class _Box:
     def __init__(self, folder: str, rank: int) -> None:
         self.owner = folder, rank, os.getpid()
         self._path = _path(Path(folder), rank)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            if os.fstat(fd).st_size > 0:
+                raise FileExistsError("another process of this rank has written here")
             os.posix_fallocate(fd, 0, HEADER_BYTES)
             os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid()), 0)
         finally:
@@ -183,6 +190,26 @@ class _Box:
 
     def release(self, index: int) -> None:
         self._free.append(index)
+
+
+def make_boxes(folder: Path, ranks: Iterable[int]) -> list[int]:
+    """Room for the black boxes of these ranks in memory: the launcher's part. Local.
+
+    Without it a rank makes a file, and stores into a file may have to wait for a disk that is busy.
+
+    Args:
+        folder: private folder of the attempt, where each rank will find its own.
+        ranks: global ranks on this host.
+
+    Returns:
+        Descriptors to keep open for as long as somebody may read or write there, and to close then.
+    """
+    fds: list[int] = []
+    with contextlib.suppress(OSError):
+        for rank in ranks:
+            fds.append(os.memfd_create(f"lockstep-position-rank{rank}", os.MFD_CLOEXEC))
+            _path(folder, rank).symlink_to(f"/proc/{os.getpid()}/fd/{fds[-1]}")
+    return fds
 
 
 _box: _Box | None = None
@@ -297,7 +324,8 @@ def _read_section(fd: int, start: int, rank: int, pid: int) -> Position | None:
         before, data = data, os.pread(fd, SECTION_BYTES, start)
         if data == before:
             break
-    number, finished, call, site, since_s = _WORDS.unpack_from(data)
+    number, finished, since_s, *calls_and_sites = _WORDS.unpack_from(data)
+    call, site = calls_and_sites[2 * (number & 1) :][:2]
     (state,) = struct.unpack_from("=q", data, 8 * _STATE)
     waiting = _text(data, _WAITING[0])
     if state == _FREE or (number == 0 and not waiting):

@@ -22,6 +22,7 @@ def enter(call, line, number, group='the default group', done=True):
     box = sections.get(group) or sections.setdefault(group, blackbox.open_section(group))
     box.write_call(0, call)
     box.write_site(0, f'{os.getcwd()}/train.py:{line} in main')
+    assert box.words[blackbox.CALL] == box.words[blackbox.SITE + 2] == 0
     box.times[blackbox.START] = time.monotonic()
     box.words[blackbox.NUMBER] = number
     if done:
@@ -172,7 +173,7 @@ def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def enter(section: blackbox.Section, number: int, text: str, start_s: float) -> None:
     section.write_call(number % blackbox.RING, text)
-    section.words[blackbox.CALL] = number % blackbox.RING
+    section.words[blackbox.CALL + 2 * (number % 2)] = number % blackbox.RING
     section.times[blackbox.START] = start_s
     section.words[blackbox.NUMBER] = number
 

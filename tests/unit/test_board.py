@@ -25,8 +25,9 @@ def boards() -> list[Board]:
 def enter(board: Board, number: int, call: int, site: int) -> None:
     """Write a record as the flight record does."""
     word = board.record_words[board.rank] + (number & 1) * 8
-    for offset, value in enumerate((number * 1000, number, call, site)):
+    for offset, value in enumerate((number, call, site), 1):
         board.words[word + offset] = value
+    board.words[board.stamp_words[board.rank][number & 1]] = number * 1000
 
 
 def test_size_is_whole_pages() -> None:

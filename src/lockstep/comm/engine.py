@@ -10,18 +10,20 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from time import perf_counter
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from lockstep.blackbox import FINISHED
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site
 from lockstep.comm.flight import Flight, describe_tensor, fingerprint
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
-from lockstep.comm.standstill import Standstill, note_caller
+from lockstep.comm.standstill import MAIN_THREAD, Standstill, note_other_caller
 from lockstep.comm.tensors import FlatTensor, check_output, check_pairs, check_row, check_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
@@ -54,8 +56,7 @@ class Engine:
         algorithms: how the team moves data: a module with the functions of `lockstep.shm.algorithms`.
 
     Attributes:
-        locate: finds the user's line that made a call; benchmarks put something in the place of this and the next.
-        note_caller: learns that the current thread makes collectives.
+        locate: finds the user's line that made a call; benchmarks put something in its place.
     """
 
     def __init__(self, team: Team, flight: Flight, timeout_s: float, algorithms: ModuleType = algorithms) -> None:
@@ -63,8 +64,8 @@ class Engine:
         self.flight = flight
         self.timeout_s = timeout_s
         self.locate = call_site
-        self.note_caller = note_caller
         self._algorithms = algorithms
+        self._place = team.rank  # which part of a region is this rank's
         self._runner = Runner("lockstep-collectives")
         self._p2p: PointToPoint | None = None  # from the first send or receive on
         self._p2p_lock = threading.Lock()
@@ -115,7 +116,8 @@ class Engine:
         if self._closed:
             raise NotInitialized(f"{describe()} on {self.flight.group_name}: {self._closed}")
         site = self.locate()
-        self.note_caller()
+        if get_ident() != MAIN_THREAD:
+            note_other_caller()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not is_async and not self._runner.unfinished:
             self._run(key, describe, body, site, limit_s)
@@ -142,9 +144,10 @@ class Engine:
         with self._turn:
             start = perf_counter()
             try:
-                self.flight.enter(key, describe, site, start)
+                flight = self.flight
+                flight.enter(key, describe, site, start)
                 body(limit_s)
-                self.flight.finish()
+                flight.box_words[FINISHED] = flight.number
             except PeerTrouble as trouble:
                 raise self.flight.explain(trouble) from None
             except (CollectiveError, SharedMemoryError):
@@ -486,7 +489,7 @@ class Engine:
         """
         numel = int(torch.Size(shape).numel())
         region = self.allocate(max(numel * dtype.itemsize, 1))
-        own = region.parts[self.team.rank]
+        own = region.parts[self._place]
         index = bisect_right(self._region_starts, own.data_ptr())
         self._region_starts.insert(index, own.data_ptr())
         self._regions.insert(index, (own.data_ptr() + region.part_bytes, region))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from lockstep import blackbox
-from lockstep.blackbox import CALL, FINISHED, NUMBER, SITE, START
+from lockstep.blackbox import CALL, NUMBER, SITE, START
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.comm.standstill import Standstill
 from lockstep.comm.swaps import Swaps, Verdict
@@ -55,9 +55,31 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-# A record's first word: the fingerprint of the call, and below it a short one of the line it came from.
+# The stamp that ranks compare: the fingerprint of the call, and below it a short one of the line it came from.
 _LINE_BITS = 20
 _LINE_MASK = (1 << _LINE_BITS) - 1
+
+
+class _Turn:
+    """What this rank wrote last for even, or for odd collectives.
+
+    Args:
+        parity: 0 for even ones.
+        words: its record.
+        stamp_word: where its stamp goes.
+        peers: where the others' stamps are.
+    """
+
+    __slots__ = ("key", "parity", "peers", "site", "stamp", "stamp_word", "words")
+
+    def __init__(self, parity: int, words: memoryview, stamp_word: int, peers: tuple[int, ...]) -> None:
+        self.parity = parity
+        self.words = words
+        self.stamp_word = stamp_word
+        self.peers = peers
+        self.stamp = 0
+        self.key: object = None
+        self.site: CallSite | None = None
 
 
 class Flight:
@@ -71,6 +93,7 @@ class Flight:
     Attributes:
         group_name: how errors call the group.
         number: collectives entered so far.
+        box_words: of the black box; at FINISHED goes `number` when this rank has come out of a collective, and well.
         broken: the error that every further call repeats, or None.
         waiting_in: tells which send or receive a rank waits in; empty for none. Set where there is point to point.
         standstill: sees ranks that wait for each other in different groups; None where nothing does.
@@ -87,21 +110,22 @@ class Flight:
         self._call_keys: list[object | None] = [None] * RING
         self._sites: dict[CallSite, tuple[int, int]] = {}
         self._site_keys: list[CallSite | None] = [None] * RING
-        self._record_words = team.board.record_words
-        # For even and odd collectives: this rank's record, and where those of the others begin.
-        own = self._record_words[self._rank]
-        self._own = (self._words[own : own + 4], self._words[own + 8 : own + 12])
-        peers = [word for rank, word in enumerate(self._record_words) if rank != self._rank]
-        self._peers = (tuple(peers), tuple(word + 8 for word in peers))
-        self._stamp = 0  # first word of this rank's latest record
+        self._stamps = team.board.stamp_words
+        self._turns = (self._make_turn(0), self._make_turn(1))
+        self._turn = self._turns[0]
         self._box = blackbox.open_section(group_name)
-        self._box_words, self._box_times = self._box.words, self._box.times
+        self.box_words, self._box_times = self._box.words, self._box.times
         self._swaps = Swaps()
         self.number = 0
         self.broken: CollectiveError | None = None
         self.waiting_in: Callable[[int], str] = lambda rank: ""
         self.standstill: Standstill | None = None
         self._verify = self.verify  # bound once, not per collective
+
+    def _make_turn(self, parity: int) -> _Turn:
+        own = self._board.record_words[self._rank] + 8 * parity
+        peers = tuple(words[parity] for rank, words in enumerate(self._stamps) if rank != self._rank)
+        return _Turn(parity, self._words[own : own + 4], self._stamps[self._rank][parity], peers)
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:
         """Record that this rank enters its next collective. Local.
@@ -118,24 +142,24 @@ class Flight:
         """
         if self.broken is not None:
             raise self.repeat()
-        fingerprint_, call = self._calls.get(key) or self._add_call(key, describe())
-        line, site_index = self._sites.get(site) or self._add_site(site)
-        self.number = number = self.number + 1
-        own = self._own[number & 1]
-        own[0] = self._stamp = fingerprint_ | line
-        own[1] = number
-        own[2] = call
-        own[3] = site_index
-        box = self._box_words
-        box[CALL] = call
-        box[SITE] = site_index
+        number = self.number + 1
+        self._turn = turn = self._turns[number & 1]
+        # What stands there already, as in a loop, is not written again.
+        if key != turn.key or (site is not turn.site and site != turn.site):
+            self._write(turn, key, describe, site)
+        self.number = turn.words[1] = number
         self._box_times[START] = start_s
-        box[NUMBER] = number
+        self.box_words[NUMBER] = number
         self._team.after_step = self._verify
 
-    def finish(self) -> None:
-        """Record that this rank has come out of its collective, and well. Local."""
-        self._box_words[FINISHED] = self.number
+    def _write(self, turn: _Turn, key: object, describe: Callable[[], str], site: CallSite) -> None:
+        """Write what the next collective is, and from which line."""
+        call = self._calls.get(key) or self._add_call(key, describe())
+        line = self._sites.get(site) or self._add_site(site)
+        turn.words[2], turn.words[3] = call[1], line[1]
+        self._words[turn.stamp_word] = turn.stamp = call[0] | line[0]
+        self.box_words[CALL + 2 * turn.parity], self.box_words[SITE + 2 * turn.parity] = call[1], line[1]
+        turn.key, turn.site = key, site
 
     def say_waiting(self, text: str) -> None:
         """Let the launcher know which send or receive this rank waits in; empty when it does not any more. Local."""
@@ -173,17 +197,17 @@ class Flight:
         Raises:
             CollectiveMismatch: not all came for the same. The group stays usable: every rank raises.
         """
-        words, stamp = self._words, self._stamp
-        for word in self._peers[self.number & 1]:
+        words, turn = self._words, self._turn
+        stamp = turn.stamp
+        for word in turn.peers:
             if words[word] != stamp:
                 self._compare()
                 return
 
     def _compare(self) -> None:
         """Not all came for the same from the same line."""
-        parity = (self.number & 1) * 8
-        firsts = [self._words[word + parity] for word in self._record_words]
-        calls, lines = {first & ~_LINE_MASK for first in firsts}, [first & _LINE_MASK for first in firsts]
+        stamps = [self._words[words[self.number & 1]] for words in self._stamps]
+        calls, lines = {stamp & ~_LINE_MASK for stamp in stamps}, [stamp & _LINE_MASK for stamp in stamps]
         if len(calls) > 1:
             raise self._mismatch()
         verdict = self._swaps.judge(self.number, calls.pop(), lines)

@@ -26,7 +26,7 @@ from lockstep.comm.work import Runner
 from lockstep.shm.board import Board
 from lockstep.shm.sync import PeerTrouble, TroubleKind
 
-__all__ = ["Standstill", "note_caller"]
+__all__ = ["MAIN_THREAD", "Standstill", "note_other_caller"]
 
 # From the beginning of a wait until a rank says that it waits; ordinary waits are shorter.
 _SAY_AFTER_S = 0.05
@@ -39,14 +39,13 @@ _LAST_WORD_S = 2.0
 _MAX_AWAITED = 16
 
 _has_other_callers = False
-_main_thread = threading.main_thread().ident
+MAIN_THREAD = threading.main_thread().ident
 
 
-def note_caller() -> None:
-    """A collective was called in the current thread. Local; see [Note: no false alarm]."""
+def note_other_caller() -> None:
+    """A collective was called in another thread than the main one. Local; see [Note: no false alarm]."""
     global _has_other_callers
-    if threading.get_ident() != _main_thread:
-        _has_other_callers = True
+    _has_other_callers = True
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Standstill:
         """Whether this rank cannot come to any other collective before this wait ends."""
         if _has_other_callers or self._runner.has_unfinished_elsewhere():
             return False
-        return threading.get_ident() == _main_thread or self._runner.is_awaited_by_main
+        return threading.get_ident() == MAIN_THREAD or self._runner.is_awaited_by_main
 
     def _wait_of(self, rank: int) -> _Wait | None:
         said = self._board.blocked(rank)

@@ -81,8 +81,9 @@ class _Record:
         box = self._box
         with self._lock:
             number = box.words[NUMBER] + 1
-            box.words[CALL] = self._index(self._calls, text, box.write_call, text)
-            box.words[SITE] = self._index(self._sites, site, box.write_site, site_text(site))
+            offset = 2 * (number & 1)
+            box.words[CALL + offset] = self._index(self._calls, text, box.write_call, text)
+            box.words[SITE + offset] = self._index(self._sites, site, box.write_site, site_text(site))
             box.times[START] = time.perf_counter()
             box.words[NUMBER] = number
         return number

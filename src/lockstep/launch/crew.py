@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.blackbox import make_boxes
 from lockstep.errors import LaunchError
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.config import LaunchConfig
@@ -108,6 +109,7 @@ class Crew:
         Raises:
             LaunchError: not all can be started; `close` ends those that were.
         """
+        self._stack.callback(_close_all, make_boxes(self.folder, environment.ranks))
         try:
             self.attempt.start(self._commands(environment))
             if self._relay is not None:
@@ -211,6 +213,11 @@ def end_without_reader(error: OSError) -> int:
         return _BROKEN_PIPE_CODE
     say(f"lockstep: error: cannot pass on the output of the ranks: {error}; the job was stopped\n")
     return 1
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _may_read_stdin() -> bool:

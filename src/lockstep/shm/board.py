@@ -7,10 +7,10 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     …        small slots of rank 0, then of rank 1, …                      2 x small_slot_bytes each
 
     block:
-    0        step count                                                    64
-    64       record of the even collective: fingerprint, number, call, site 64
-    128      record of the odd collective                                  64
-    192      state, pid, start time, beat, number of the blocked wait      64
+    0        step count; fingerprint of the even collective, of the odd    64
+    64       state, pid, start time, beat, number of the blocked wait      64
+    128      record of the even collective: unused, number, call, site     64
+    192      record of the odd collective                                  64
     256      text: host name                                               256
     512      text: announcement (handle of a new segment, or an error)     1024
     1536     text: what the rank is blocked in, and by whom                512
@@ -19,6 +19,10 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     …        texts: ring of call sites, RING entries of TEXT_BYTES
 
 A text is a 16-bit length and UTF-8 bytes, cut to its field.
+
+[Note: one line] Every collective compares the fingerprints, so they share a cache line with the step count, which peers
+fetch anyway. The rest of a record is read only when something is wrong, and stays in its owner's cache: in another pair
+of lines, because processors fetch lines in pairs.
 
 [Note: two records] A rank may be one collective ahead of a peer that still reads its record, never
 two, because the second would need that peer's step. So even and odd collectives have a record
@@ -43,7 +47,7 @@ BLOCK_BYTES = 4096 + 2 * RING * TEXT_BYTES
 _RECORD_WORDS = 8
 _CALL_WORD = 2
 _SITE_WORD = 3
-_STATE_WORD = 24
+_STATE_WORD = 8
 _HOST = (256, 256)
 _BEAT_WORD, _BLOCKED_WORD = _STATE_WORD + 3, _STATE_WORD + 4
 _ANNOUNCEMENT = (512, 1024)
@@ -95,7 +99,8 @@ class Board:
         self._starts = [BLOCKS_START + peer * BLOCK_BYTES for peer in range(world_size)]
         self.step_words = [start // 8 for start in self._starts]
         self.state_words = [start // 8 + _STATE_WORD for start in self._starts]
-        self.record_words = [start // 8 + 8 for start in self._starts]
+        self.record_words = [start // 8 + 16 for start in self._starts]
+        self.stamp_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]
         self._ring_counts = {_CALLS_START: 0, _SITES_START: 0}
         self._num_blocked = 0
 
@@ -212,9 +217,9 @@ class Board:
     def record(self, rank: int, number: int) -> Record:
         """What that rank wrote last in the record of collective `number`'s parity."""
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
-        fingerprint, written_number, call, site = self.words[word : word + 4]
+        _, written_number, call, site = self.words[word : word + 4]
         return Record(
-            fingerprint,
+            self.words[self.stamp_words[rank][number & 1]],
             written_number,
             self._read_text(rank, _CALLS_START + call * TEXT_BYTES),
             self._read_text(rank, _SITES_START + site * TEXT_BYTES),

@@ -60,6 +60,7 @@ class MpiBoard:
     Attributes:
         words: 64-bit words that hold two records per rank, for even and odd collectives.
         record_words: index of each rank's first record.
+        stamp_words: indices of the fingerprints in each rank's two records.
         finished: for each rank that left or failed, the last collective that it has finished.
     """
 
@@ -70,6 +71,7 @@ class MpiBoard:
         world_size = len(self._identities)
         self.words = memoryview(array("q", bytes(8 * _WORDS_PER_RANK * world_size)))
         self.record_words = [_WORDS_PER_RANK * peer for peer in range(world_size)]
+        self.stamp_words = [(word, word + _RECORD_WORDS) for word in self.record_words]
         self.finished: dict[int, int] = {}
         self._states = [PeerState.READY] * world_size
         self._failures: dict[int, Failure] = {}
