@@ -80,6 +80,14 @@ def test_a_scheduler_steps_as_often_as_it_likes_unless_it_is_once_for_each_rank(
     assert seen(2) == seen(1, 1, 1) == seen(1, 2, 2) == seen(3, 3) == []
 
 
+def test_one_writer_per_node_is_right_and_two_are_not() -> None:
+    save = Event("save", (SITE,), {"path": "/disk/state.pt", "prefixed": 0, "example": ""})
+    ranks = [rank(number, *([save] if number in (0, 2) else []), world_size=4) for number in range(4)]
+    assert judge(Job(tuple(ranks), Settings(devices=2, nodes=2, processes_per_node=2))) == []
+    (found,) = judge(Job(tuple(ranks), Settings(devices=4, processes_per_node=4)))
+    assert (found.id, found.ranks) == ("checkpoint-by-every-rank", (0, 2))
+
+
 def test_what_is_seen_by_all_ranks_is_said_once() -> None:
     event = Event("load", (SITE,), {"has_map_location": True, "has_weights_only": False, "foreign": [], "own": 0})
     assert ids(rank(0, event), rank(1, event, event)) == ["load-without-weights-only"]

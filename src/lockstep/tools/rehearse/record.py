@@ -80,6 +80,10 @@ class Job:
         """Of the largest group that a process joined."""
         return max((process.world_size for process in self.processes), default=1)
 
+    def node_of(self, rank: int) -> int:
+        """The pretended node that a rank is on."""
+        return rank // max(1, self.world_size // self.settings.nodes)
+
     def each(self, kind: str) -> Iterator[tuple[Process, Event]]:
         """All events of one kind, with who saw them."""
         for process in self.processes:

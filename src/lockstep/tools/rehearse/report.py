@@ -72,7 +72,10 @@ def _describe(finding: Finding) -> str:
     kind = KINDS[finding.id]
     place = str(finding.sites[0]) if finding.sites else "(no line)"
     lines = [f"{place}: {kind.title} [{finding.id}]", _paragraph("seen", finding.what + ".")]
-    callers = [str(site) for site in finding.sites[1:] if site.function != "<module>"][:2]
+    # That a script calls its main() at the end says nothing, if there is anything else to say.
+    callers = list(map(str, finding.sites[1:]))[:2]
+    if len(callers) > 1 and finding.sites[2].function == "<module>":
+        callers.pop()
     if callers:
         lines.append(_paragraph("from", ", called from ".join(callers)))
     return "\n".join([*lines, _paragraph("why", kind.why + "."), _paragraph("fix", kind.fix + ".")])

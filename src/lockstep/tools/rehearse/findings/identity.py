@@ -94,12 +94,10 @@ def _wrong_slurm_world(job: Job) -> Iterator[Finding]:
 
 def _shared_gpus(job: Job) -> Iterator[Finding]:
     """Ranks of one node whose model lies on one GPU, in a job over nccl."""
-    per_node = job.settings.processes_per_node
     users: dict[tuple[int, int], dict[int, tuple[Site, ...]]] = defaultdict(dict)
     for process, event in job.each("ddp"):
         if process.rank is not None and event.data["device"] is not None and event.data["backend"] == "nccl":
-            node = process.rank // max(per_node, job.settings.devices)
-            users[node, event.data["device"]].setdefault(process.rank, event.sites)
+            users[job.node_of(process.rank), event.data["device"]].setdefault(process.rank, event.sites)
     for (_, device), by_rank in users.items():
         if len(by_rank) > 1:
             ranks = tuple(sorted(by_rank))
