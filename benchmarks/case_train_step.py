@@ -30,7 +30,7 @@ from benchmarks.harness import Budget, Configuration, Contestant, measure
 from benchmarks.ranks import Job, run_ranks
 from benchmarks.results import Environment, Result, Series
 
-__all__ = ["FULL", "MODELS", "QUICK", "Plan", "build_model", "run"]
+__all__ = ["FULL", "MODELS", "QUICK", "Plan", "build_model", "require_agreement", "run"]
 
 NUM_CLASSES = 10
 WARMUP_STEPS = 3
@@ -165,7 +165,7 @@ def _configuration(name: str, groups: dict[str, dist.ProcessGroup]) -> Configura
     for _ in range(WARMUP_STEPS):
         for contestant in contestants:
             contestant.call()
-    _require_agreement(name, {engine: model for engine, model in engines.items() if engine != "none"})
+    require_agreement(name, {engine: model for engine, model in engines.items() if engine != "none"})
     return Configuration({"model": name}, contestants)
 
 
@@ -181,7 +181,7 @@ def _step(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Calla
     return step
 
 
-def _require_agreement(name: str, engines: dict[str, nn.Module]) -> None:
+def require_agreement(name: str, engines: dict[str, nn.Module]) -> None:
     """All engines must hold the same weights after the same steps. Local.
 
     Raises:

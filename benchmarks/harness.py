@@ -81,23 +81,27 @@ class _Progress:
 
     configuration: Configuration
     iterations: list[int]
+    meeting: dist.ProcessGroup | None = None  # where ranks meet in between; None for the default group
     rounds: list[list[float]] = field(default_factory=list)  # seconds per batch, one row per round
 
 
-def measure(configurations: Sequence[Configuration], budget: Budget) -> list[Series]:
-    """Measure all configurations. Collective over the default process group, which must be gloo.
+def measure(
+    configurations: Sequence[Configuration], budget: Budget, meeting: dist.ProcessGroup | None = None
+) -> list[Series]:
+    """Measure all configurations. Collective.
 
     Args:
         configurations: the same on all ranks, in the same order.
         budget: for each of them.
+        meeting: a gloo group of all ranks; None for the default group, which must then be gloo.
 
     Returns:
         One series per configuration and contestant, the same on all ranks.
     """
     progress: list[_Progress] = []
     for configuration in configurations:
-        iterations = [_calibrate(contestant, budget.sample_s) for contestant in configuration.contestants]
-        progress.append(_Progress(configuration, iterations))
+        iterations = [_calibrate(contestant, budget.sample_s, meeting) for contestant in configuration.contestants]
+        progress.append(_Progress(configuration, iterations, meeting))
     for sweep in range(budget.sweeps):
         for item in progress:
             _measure_rounds(item, budget)
@@ -106,19 +110,19 @@ def measure(configurations: Sequence[Configuration], budget: Budget) -> list[Ser
     return [series for item in progress for series in _to_series(item)]
 
 
-def agree_on_maximum(values: Sequence[float]) -> list[float]:
-    """Elementwise maximum over ranks, the same on all of them. Collective over the default group."""
+def agree_on_maximum(values: Sequence[float], meeting: dist.ProcessGroup | None = None) -> list[float]:
+    """Elementwise maximum over ranks, the same on all of them. Collective over a group, default the default group."""
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=meeting)
     return [float(value) for value in tensor.tolist()]
 
 
-def _calibrate(contestant: Contestant, sample_s: float) -> int:
+def _calibrate(contestant: Contestant, sample_s: float, meeting: dist.ProcessGroup | None) -> int:
     """Iterations for a batch of about `sample_s`; the calls made to find out also warm up."""
     iterations = 1
     contestant.call()
     while True:
-        seconds = agree_on_maximum([_time_batch(contestant, iterations)])[0]
+        seconds = agree_on_maximum([_time_batch(contestant, iterations, meeting)], meeting)[0]
         if seconds >= sample_s / 2 or iterations >= _MAX_ITERATIONS:
             break
         iterations *= 2
@@ -131,21 +135,21 @@ def _measure_rounds(item: _Progress, budget: Budget) -> None:
     contestants = item.configuration.contestants
     started = time.perf_counter()
     for number in range(budget.max_rounds + 1):
-        row = [_time_batch(*pair) for pair in zip(contestants, item.iterations, strict=True)]
+        row = [_time_batch(*pair, item.meeting) for pair in zip(contestants, item.iterations, strict=True)]
         if number == 0:
             continue  # its caches still held what the previous configuration left
         item.rounds.append(row)
-        elapsed = agree_on_maximum([time.perf_counter() - started])[0]
+        elapsed = agree_on_maximum([time.perf_counter() - started], item.meeting)[0]
         if number >= budget.min_rounds and elapsed >= budget.seconds / budget.sweeps:
             break
 
 
-def _time_batch(contestant: Contestant, iterations: int) -> float:
+def _time_batch(contestant: Contestant, iterations: int, meeting: dist.ProcessGroup | None) -> float:
     """Seconds that `iterations` calls take on this rank."""
     call = contestant.call
     gc.disable()  # a collection in one contestant's batch may sweep up its rival's garbage
     try:
-        dist.barrier()
+        dist.barrier(meeting)
         call()
         started = time.perf_counter()
         for _ in range(iterations):
@@ -158,7 +162,7 @@ def _time_batch(contestant: Contestant, iterations: int) -> float:
 def _slowest_rank(item: _Progress) -> torch.Tensor:
     """Seconds per iteration on the slowest rank; shape (rounds, contestants), float64. Collective."""
     batches = torch.tensor(item.rounds, dtype=torch.float64)
-    dist.all_reduce(batches, op=dist.ReduceOp.MAX)
+    dist.all_reduce(batches, op=dist.ReduceOp.MAX, group=item.meeting)
     return batches / torch.tensor(item.iterations, dtype=torch.float64)
 
 

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from benchmarks import stats
 from benchmarks.report import (
     CONTESTANT_NAMES,
+    HOROVOD_LIMIT,
     LAUNCH_NAMES,
     MODEL_NAMES,
     OVERHEAD_TARGETS,
@@ -35,6 +36,7 @@ COLOURS = {
     "lockstep_ddp": "#0072B2",
     "torch_ddp_lockstep": "#56B4E9",
     "torch_ddp_gloo": "#D55E00",
+    "horovod": "#CC79A7",
     "lockstep_run": "#0072B2",
     "lockstep_run_init": "#009E73",
     "torchrun": "#D55E00",
@@ -201,6 +203,32 @@ def _floor_label(result: Result, model: str) -> str:
     return f"{format_seconds(stats.median(samples))} without communication" if samples else ""
 
 
+# ---------------------------------------------------------------- horovod
+
+
+def _draw_horovod(result: Result) -> Figure:
+    """A Horovod step in multiples of one with DDP, under a line at the target."""
+    models = [str(value) for value in result.values("model")]
+    figure = _new_figure(6.4, 3.2, "horovod: its step beside lockstep DDP's, 2 ranks")
+    axes = figure.subplots()
+    for position, model in enumerate(models):
+        own, ddp = result.samples("horovod", model=model), result.samples("lockstep_ddp", model=model)
+        if own and ddp:
+            times = stats.ratio(own, ddp)
+            errors = [[times.value - times.low], [times.high - times.value]]
+            axes.bar(position, times.value, _BAR_WIDTH, color=COLOURS["horovod"])
+            axes.errorbar(position, times.value, errors, color="#333333", linewidth=1, capsize=3)
+            place, text = (position, times.high), f"{times.value:.2f}x"
+            axes.annotate(text, place, (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    axes.axhline(HOROVOD_LIMIT, color="black", linewidth=1.4, linestyle=_TARGET_DASHES)
+    axes.set_xticks(range(len(models)), [MODEL_NAMES.get(model, model) for model in models], fontsize=9)
+    axes.set_ylabel("step time / DDP's")
+    axes.grid(axis="y", color=_GRID, linewidth=0.7)
+    axes.margins(y=0.15)
+    _tidy(axes)
+    return figure
+
+
 # ---------------------------------------------------------------- startup
 
 
@@ -236,5 +264,6 @@ def _draw_startup(result: Result) -> Figure:
 _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
+    "horovod": _draw_horovod,
     "startup": _draw_startup,
 }

@@ -41,16 +41,19 @@ class RankFailed(RuntimeError):
     """A rank of a benchmark failed or did not finish in time; its own output says why."""
 
 
-def run_ranks(function: RankFunction, world_size: int, job: Job, *, threads: int, timeout_s: float) -> object:
+def run_ranks(
+    function: RankFunction, world_size: int, job: Job, *, threads: int, timeout_s: float, backend: str = "gloo"
+) -> object:
     """Run a function on `world_size` fresh processes of this host.
 
     Args:
         function: a module-level function; called on every rank as `function(job)`, with
-            `torch.distributed` initialised on gloo. Rank 0's return value must be JSON-able.
+            `torch.distributed` initialised. Rank 0's return value must be JSON-able.
         world_size: number of ranks.
         job: JSON-able, the same for all ranks.
         threads: intra-op threads of each rank.
         timeout_s: deadline for all of it, process start included.
+        backend: of the default group.
 
     Returns:
         What rank 0 returned.
@@ -69,7 +72,7 @@ def run_ranks(function: RankFunction, world_size: int, job: Job, *, threads: int
     try:
         for rank in range(world_size):
             numbers = (store.port, rank, world_size, threads, os.getpid())
-            command = [sys.executable, "-m", "benchmarks.ranks", entry, *map(str, numbers)]
+            command = [sys.executable, "-m", "benchmarks.ranks", entry, backend, *map(str, numbers)]
             processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdin=subprocess.DEVNULL))
         _wait(processes, time.monotonic() + timeout_s)
     finally:
@@ -106,7 +109,7 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def _rank_main(entry: str, port: int, rank: int, world_size: int, threads: int, parent_pid: int) -> None:
+def _rank_main(entry: str, backend: str, port: int, rank: int, world_size: int, threads: int, parent_pid: int) -> None:
     """Body of one rank process."""
     _die_with_parent(parent_pid)  # before the imports below, which take seconds
     import torch
@@ -116,7 +119,7 @@ def _rank_main(entry: str, port: int, rank: int, world_size: int, threads: int, 
     module_name, _, function_name = entry.partition(":")
     function: RankFunction = getattr(importlib.import_module(module_name), function_name)
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=_COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
     answer = function(json.loads(store.get(_JOB_KEY)))
     if rank == 0:
         store.set(_ANSWER_KEY, json.dumps(answer))
@@ -124,5 +127,5 @@ def _rank_main(entry: str, port: int, rank: int, world_size: int, threads: int, 
 
 
 if __name__ == "__main__":
-    _entry, *_numbers = sys.argv[1:]
-    _rank_main(_entry, *map(int, _numbers))
+    _entry, _backend, *_numbers = sys.argv[1:]
+    _rank_main(_entry, _backend, *map(int, _numbers))

@@ -25,6 +25,7 @@ __all__ = ["Section", "Verdict", "fill_markers", "format_bytes", "format_seconds
 
 MIB = 1024 * 1024
 MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters", "thin_100": "100 thin layers"}
+HOROVOD_LIMIT = 1.1
 OVERHEAD_TARGETS = {"mlp_10m": 0.18, "cnn_5m": 0.02, "thin_100": 0.22}
 LAUNCH_NAMES = {
     "torchrun": "`torchrun`",
@@ -41,6 +42,7 @@ CONTESTANT_NAMES = {
     "lockstep_ddp": "lockstep DDP",
     "torch_ddp_lockstep": "torch DDP on lockstep",
     "torch_ddp_gloo": "torch DDP on gloo",
+    "horovod": "Horovod's optimizer",
 }
 
 Section = str
@@ -232,6 +234,32 @@ def _train_step_verdicts(result: Result) -> list[Verdict]:
     return found
 
 
+# ---------------------------------------------------------------- horovod
+
+_HOROVOD = ("none", "lockstep_ddp", "horovod")
+
+
+def _horovod_tables(result: Result) -> tuple[Section, Section]:
+    rows = []
+    for model in (str(value) for value in result.values("model")):
+        times = [result.samples(name, model=model) for name in _HOROVOD]
+        ratio = _format_ratio(stats.ratio(times[2], times[1])) if times[1] and times[2] else "–"
+        rows.append([MODEL_NAMES.get(model, model), *map(_time_with_spread, times), ratio])
+    header = ["model", *(CONTESTANT_NAMES[name] for name in _HOROVOD), "Horovod's optimizer / lockstep DDP"]
+    return _table(header, rows), ""
+
+
+def _horovod_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for model in (str(value) for value in result.values("model")):
+        ddp, own = (result.samples(name, model=model) for name in _HOROVOD[1:])
+        if ddp and own:
+            times = stats.ratio(own, ddp)
+            target = f"{MODEL_NAMES.get(model, model)}: a Horovod step at most {HOROVOD_LIMIT}x one with lockstep DDP"
+            found.append(Verdict(target, _format_ratio(times), times.value <= HOROVOD_LIMIT))
+    return found
+
+
 # ---------------------------------------------------------------- startup
 
 
@@ -259,11 +287,13 @@ def _startup_verdicts(result: Result) -> list[Verdict]:
 _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
+    "horovod": _horovod_tables,
     "startup": _startup_tables,
 }
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
     "train_step": _train_step_verdicts,
+    "horovod": _horovod_verdicts,
     "startup": _startup_verdicts,
 }
 

@@ -60,12 +60,24 @@ def _train_step() -> Result:
     return Result("train_step", False, ENVIRONMENT, {}, series)
 
 
+def _horovod() -> Result:
+    """The MLP's step is within 1.1x of DDP's, the CNN's is not."""
+    series = _series({"model": "mlp_10m"}, none=0.050, lockstep_ddp=0.055, horovod=0.056)
+    series += _series({"model": "cnn_5m"}, none=0.1, lockstep_ddp=0.1, horovod=0.12)
+    return Result("horovod", False, ENVIRONMENT, {}, series)
+
+
 def _startup() -> Result:
     series = _series({"nproc": 2}, lockstep_run=2.0, torchrun=3.2, lockstep_run_init=1.8)
     return Result("startup", True, ENVIRONMENT, {}, series)
 
 
-ALL_RESULTS = [_all_reduce(), _train_step(), _startup()]
+ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup()]
+
+
+def test_horovod_step_is_held_against_ddps() -> None:
+    assert [verdict.met for verdict in report.verdicts(_horovod())] == [True, False]
+    assert "1.02x" in report.render(_horovod())
 
 
 # ---------------------------------------------------------------- statistics
