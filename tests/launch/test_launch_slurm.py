@@ -81,7 +81,10 @@ def test_all_that_can_be_asked_for(capfd: pytest.CaptureFixture[str], folder: Pa
         "--signal=B:USR1@60",
         "--mem=64G",
     ]
-    assert f"srun --kill-on-bad-exit=1 --cpus-per-task=8 {sys.executable} -u train.py --lr 0.1 --slurm &\n" in script
+    start = f"srun --kill-on-bad-exit=1 --cpus-per-task=8 {sys.executable} -u"
+    assert f"{start} -m lockstep.compat.script train.py --lr 0.1 --slurm &\n" in script
+    _, script, _ = run_main(capfd, *words, "--no-compat", "train.py", "--lr", "0.1", "--slurm")
+    assert f"{start} train.py --lr 0.1 --slurm &\n" in script
     assert "trap requeue USR1" in script
     assert not (folder / "logs").exists(), "nothing is made when nothing is submitted"
 

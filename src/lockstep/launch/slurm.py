@@ -29,6 +29,8 @@ from lockstep.topology.slurm import read_step
 
 __all__ = ["BatchJob", "Submission", "add_arguments", "job_from", "submit", "warn_of_other_tasks"]
 
+# Runs a script as plain python does, after opening the doors. By name, as it stands above this package.
+_DOORKEEPER = "lockstep.compat.script"
 _REQUEUE_BEFORE_S = 60
 _SUBMIT_TIMEOUT_S = 120.0
 
@@ -73,6 +75,7 @@ class BatchJob:
         sbatch_args: more options for sbatch; they win over all others.
         python: interpreter that runs the target on every host.
         folder: where the job runs.
+        with_doors: let `import horovod` and `import apex` find Lockstep's own where they are not installed.
     """
 
     target: str
@@ -91,6 +94,7 @@ class BatchJob:
     sbatch_args: tuple[str, ...] = ()
     python: str = sys.executable
     folder: str = "."
+    with_doors: bool = False
 
     @property
     def name(self) -> str:
@@ -179,7 +183,8 @@ class BatchJob:
         if self.cpus_per_task is not None:
             # Since 22.05 srun does not take it over from the job.
             srun.append(f"--cpus-per-task={self.cpus_per_task}")
-        return [*srun, self.python, "-u", *(["-m"] if self.is_module else []), self.target, *self.args]
+        doors = ["-m", _DOORKEEPER] if self.with_doors else []
+        return [*srun, self.python, "-u", *doors, *(["-m"] if self.is_module else []), self.target, *self.args]
 
 
 @dataclass(frozen=True)
@@ -258,6 +263,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lockstep run --slurm` to a parser."""
     parser.add_argument("--slurm", action="store_true", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit nothing")
+    parser.add_argument(
+        "--no-compat",
+        dest="with_doors",
+        action="store_false",
+        help="do not let `import horovod` and `import apex` find Lockstep's own where they are not installed",
+    )
     parser.add_argument(
         "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
     )
