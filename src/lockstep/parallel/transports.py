@@ -66,7 +66,7 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Buckets in ordinary memory, one asynchronous all_reduce for each, by any process group.
+    """One asynchronous all_reduce for each bucket, by any process group.
 
     Args:
         plans: the buckets.
@@ -76,11 +76,18 @@ class GroupTransport:
     def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> None:
         self._group = group
         self._world_size = group.size()
-        self._buffers = [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in plans]
+        # A lockstep group over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
+        self._is_ours = isinstance(group, LockstepProcessGroup)
+        self._buffers = [self._allocate(plan) for plan in plans]
         self._ready: set[int] = set()
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
+
+    def _allocate(self, plan: BucketPlan) -> torch.Tensor:
+        if plan.device.type == "cpu" and isinstance(self._group, LockstepProcessGroup) and self._world_size > 1:
+            return self._group.symmetric_empty((plan.numel,), plan.dtype)
+        return torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
 
     def buffer(self, bucket: int) -> torch.Tensor:
         """The flat tensor of a bucket."""
@@ -106,9 +113,12 @@ class GroupTransport:
         self._ready.add(bucket)
         while self._next in self._ready:
             buffer = self._buffers[self._next]
-            # Dividing first keeps 16-bit sums in range, and is what torch's DDP does, bit for bit.
-            buffer.div_(self._world_size)
-            self._works.append(dist.all_reduce(buffer, group=self._group, async_op=True))
+            op = dist.ReduceOp.AVG
+            if not self._is_ours:
+                # Dividing first keeps 16-bit sums in range, and is what torch's DDP does, bit for bit.
+                buffer.div_(self._world_size)
+                op = dist.ReduceOp.SUM
+            self._works.append(dist.all_reduce(buffer, op, group=self._group, async_op=True))
             self._next += 1
 
     def finish(self) -> None:

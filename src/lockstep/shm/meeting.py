@@ -205,6 +205,8 @@ class Meeting:
             try:
                 segment = Segment.attach(found["handle"])
             except SharedMemoryError as error:
+                if self._store.has(_SEVERAL_HOSTS):
+                    raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
                 if found["pid_namespace"] != pid_namespace() and error.errno != errno.ENOMEM:
                     # Two containers of one machine that share neither processes nor a folder are two hosts.
                     self._tell_several_hosts()

@@ -118,10 +118,10 @@ def _swap_sums(
     arrived[here] = encoded[id(sums[team.rank])]
     decoded = []
     for host in range(len(layout.hosts)):
-        values = arrived[host].view(adding.dtype) if wire.is_exact else torch.empty(numel, dtype=adding.dtype)
-        if not wire.is_exact:
-            wire.decode(arrived[host], values)
-        decoded.append(values)
+        if wire.is_exact:
+            decoded.append(arrived[host].view(adding.dtype))
+        else:
+            decoded.append(wire.decode(arrived[host], torch.empty(numel, dtype=adding.dtype)))
     return decoded
 
 
@@ -163,12 +163,13 @@ def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, adding: Adding, tim
         part = tensor[starts[chunk] :]
         return {lane: [part[bounds[lane] : bounds[lane + 1]]] for lane in range(team.layout.num_lanes)}
 
-    def store(chunk: int, bounds: Sequence[int], results: Mapping[int, torch.Tensor]) -> None:
-        part = tensor[starts[chunk] :]
-        for lane, result in results.items():
-            part[bounds[lane] : bounds[lane + 1]].copy_(result)
+    def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
+        return {lane: parts[0] for lane, parts in load(chunk, bounds).items()}
 
-    reduce_in_lanes(team, adding, numels, load, store, timeout_s)
+    def store(chunk: int, bounds: Sequence[int]) -> None:
+        """It is where it belongs."""
+
+    reduce_in_lanes(team, adding, numels, load, place, store, timeout_s)
 
 
 def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, adding: Adding, timeout_s: float) -> None:
@@ -191,18 +192,20 @@ def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, adding: Adding, ti
         sources = [part if place == local.rank else view for place, view in enumerate(views)]
         return {lane: [source[bounds[lane] : bounds[lane + 1]] for source in sources] for lane in own_lanes}
 
-    def store(chunk: int, bounds: Sequence[int], results: Mapping[int, torch.Tensor]) -> None:
+    slots: list[torch.Tensor] = []
+
+    def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
+        slots[:] = local.views(local.begin_transfer(), num_bytes, tensor.dtype, numels[chunk])
+        return {lane: slots[local.rank][bounds[lane] : bounds[lane + 1]] for lane in own_lanes}
+
+    def store(chunk: int, bounds: Sequence[int]) -> None:
         part = tensor[starts[chunk] : starts[chunk] + numels[chunk]]
-        views = local.views(local.begin_transfer(), num_bytes, tensor.dtype, numels[chunk])
-        for lane, result in results.items():
-            low, high = bounds[lane], bounds[lane + 1]
-            views[local.rank][low:high].copy_(result)
         local.step(timeout_s)
         for lane, server in enumerate(servers):
             low, high = bounds[lane], bounds[lane + 1]
-            part[low:high].copy_(views[server][low:high])
+            part[low:high].copy_(slots[server][low:high])
 
-    reduce_in_lanes(team, adding, numels, load, store, timeout_s)
+    reduce_in_lanes(team, adding, numels, load, place, store, timeout_s)
 
 
 def all_reduce_symmetric(
@@ -236,19 +239,20 @@ def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], adding: Add
     starts, numels = _chunks(team, parts[0])
     own_lanes = team.layout.lanes_of(team.rank)
 
-    def places(chunk: int, bounds: Sequence[int], lane: int) -> list[torch.Tensor]:
-        low, high = starts[chunk] + bounds[lane], starts[chunk] + bounds[lane + 1]
-        return [part[low:high] for part in parts]
-
     def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
-        return {lane: places(chunk, bounds, lane) for lane in own_lanes}
+        spans = {lane: (starts[chunk] + bounds[lane], starts[chunk] + bounds[lane + 1]) for lane in own_lanes}
+        return {lane: [part[low:high] for part in parts] for lane, (low, high) in spans.items()}
 
-    def store(chunk: int, bounds: Sequence[int], results: Mapping[int, torch.Tensor]) -> None:
-        for lane, result in results.items():
-            for place in places(chunk, bounds, lane):
-                place.copy_(result)
+    def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
+        return {lane: places[team.local.rank] for lane, places in load(chunk, bounds).items()}
 
-    reduce_in_lanes(team, adding, numels, load, store, timeout_s)
+    def store(chunk: int, bounds: Sequence[int]) -> None:
+        for places in load(chunk, bounds).values():
+            for peer, other in enumerate(places):
+                if peer != team.local.rank:
+                    other.copy_(places[team.local.rank])
+
+    reduce_in_lanes(team, adding, numels, load, place, store, timeout_s)
 
 
 def _chunks(team: HostsTeam, tensor: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -46,6 +46,7 @@ class HostsEngine(Engine):
         # A HostsTeam has what engine and flight record use of a team.
         super().__init__(cast(Team, team), flight, timeout_s, algorithms)
         self.hosts_team = team
+        self._place = team.local.rank
 
     def _run(
         self,

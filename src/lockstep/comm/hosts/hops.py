@@ -80,10 +80,16 @@ class Adding:
             self.kernel.reduce(wide, out)
 
     def over_hosts(self, sums: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine the sums of all hosts into the result. `out` may be one of two sums, and none of more."""
-        self.kernel.reduce(sums, out)
+        """Combine the sums of all hosts into the result.
+
+        `out` may be one of two sums, and none of more. It may have another dtype, to which the result is rounded.
+        """
+        target = out if out.dtype == self.dtype else torch.empty_like(sums[0])
+        self.kernel.reduce(sums, target)
         if self.divisor != 1:
-            out.div_(self.divisor)
+            target.div_(self.divisor)
+        if target is not out:
+            out.copy_(target)
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of `numel` values on the wire."""
@@ -147,16 +153,9 @@ class _Hop:
         wire.encode(values, data)
         return data
 
-    def _decode(self, data: torch.Tensor, out: torch.Tensor | None = None, numel: int = 0) -> torch.Tensor:
+    def _decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         wire = self._adding.wire
-        if wire.is_exact:
-            values = data.view(self._adding.dtype)
-            if out is None:
-                return values
-            return out.copy_(values)
-        target = self._new(numel) if out is None else out
-        wire.decode(data, target)
-        return target
+        return data.view(self._adding.dtype) if wire.is_exact else wire.decode(data, self._new(numel))
 
     def _send(self, host: int, data: torch.Tensor, phase: int) -> None:
         if data.numel():
@@ -185,7 +184,7 @@ class _Hop:
             data = self._encode(self._sum)
             self._send(self._others[0], data, 0)
             if not self._adding.wire.is_exact:
-                self._adding.wire.decode(data, self._sum)  # the same values as on the other side
+                self._sum = self._adding.wire.decode(data, self._sum)  # the same values as on the other side
             return
         for host in self._others:
             low, high = self._spans[host]
@@ -201,7 +200,7 @@ class _Hop:
             return
         own = self._sum[low:high]
         sums = [
-            own if host == self._own else self._decode(self._coming[host][1], numel=high - low)
+            own if host == self._own else self._decode(self._coming[host][1], high - low)
             for host in range(len(self._servers))
         ]
         result = self._new(high - low)
@@ -209,25 +208,23 @@ class _Hop:
         data = self._encode(result)
         for host in self._others:
             self._send(host, data, 1)
-        self._decode(data, own)
+        own.copy_(self._decode(data, high - low))
 
-    def finish(self, timeout_s: float) -> torch.Tensor:
-        """The result, shape (numel,), valid until `release`."""
+    def finish(self, out: torch.Tensor, timeout_s: float) -> None:
+        """Write the result to `out`: shape (numel,), of the tensors' own dtype."""
         if not self._is_direct:
             self._await(self._returning, timeout_s)
-            # What is overwritten below has been sent.
-            self._team.wait_for(self._sends, timeout_s)
             for host, (_, data) in self._returning.items():
                 low, high = self._spans[host]
                 if high > low:
-                    self._decode(data, self._sum[low:high])
-            return self._sum
+                    out[low:high].copy_(self._decode(data, high - low))
+            low, high = self._spans[self._own]
+            out[low:high].copy_(self._sum[low:high])
+            return
         self._await(self._coming, timeout_s)
         (other,) = self._others
-        theirs = self._decode(self._coming[other][1], numel=self._numel)
-        sums = [self._sum, theirs] if self._own == 0 else [theirs, self._sum]
-        self._adding.over_hosts(sums, theirs)
-        return theirs
+        theirs = self._decode(self._coming[other][1], self._numel)
+        self._adding.over_hosts([self._sum, theirs] if self._own == 0 else [theirs, self._sum], out)
 
     def release(self, timeout_s: float) -> None:
         """Wait until all is sent, and give the memory back."""
@@ -242,7 +239,8 @@ def reduce_in_lanes(
     adding: Adding,
     chunk_numels: Sequence[int],
     load: Callable[[int, Sequence[int]], Mapping[int, Sequence[torch.Tensor]]],
-    store: Callable[[int, Sequence[int], Mapping[int, torch.Tensor]], None],
+    place: Callable[[int, Sequence[int]], Mapping[int, torch.Tensor]],
+    store: Callable[[int, Sequence[int]], None],
     timeout_s: float,
 ) -> None:
     """Reduce chunk after chunk over all ranks. Collective, after `arrive`.
@@ -253,8 +251,8 @@ def reduce_in_lanes(
         chunk_numels: elements of each chunk; the same on all ranks.
         load: given the number of a chunk and the bounds of its lanes (one more than lanes), returns for each lane
             that this rank serves the parts of the ranks of its host. All ranks of a host call it together.
-        store: given the same, and the result of each lane that this rank serves, hands them to the ranks of the host.
-            All ranks of a host call it together.
+        place: given the same, returns for each lane that this rank serves where its result goes.
+        store: given the same, hands the results to the ranks of the host. All of them call it together.
         timeout_s: of each wait.
 
     Raises:
@@ -283,8 +281,10 @@ def reduce_in_lanes(
             for hop in hops[turning].values():
                 hop.turn(timeout_s)
         if 0 <= finishing < num_chunks:
-            results = {lane: hop.finish(timeout_s) for lane, hop in hops[finishing].items()}
-            store(finishing, bounds[finishing], results)
+            places = place(finishing, bounds[finishing])
+            for lane, hop in hops[finishing].items():
+                hop.finish(places[lane], timeout_s)
+            store(finishing, bounds[finishing])
             for hop in hops[finishing].values():
                 hop.release(timeout_s)
             hops[finishing] = {}

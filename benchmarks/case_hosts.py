@@ -1,0 +1,189 @@
+"""hosts: a group over two hosts with two ranks each on a slow network, against flat gloo and torch's DDP on it.
+
+The hosts are network namespaces of this machine, joined by virtual Ethernet that `tc tbf` holds to 1 Gbit/s; see
+`tests/cluster/netns_harness.py`. Needs root.
+
+`all_reduce` of 25 MiB, contestants in the same processes and rounds:
+
+- `gloo`: a flat gloo group of the four ranks.
+- `lockstep_fp32`, `lockstep_bf16`, `lockstep_int8`: a lockstep group with that wire format; fp32 is exact.
+
+A training step of the MLP with 10M parameters:
+
+- `torch_ddp_gloo`: torch's DDP on gloo.
+- `torch_ddp_gloo_bf16`: the same with torch's own `bf16_compress_hook`.
+- `lockstep_ddp_fp32`, `lockstep_ddp_bf16`: `lockstep.DistributedDataParallel` on a lockstep group.
+
+Before anything is timed, every group must give the right sum, and exact engines must hold the same weights after the
+same steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+import lockstep
+import lockstep.comm.backend  # registers the backend
+from benchmarks import REPOSITORY
+from benchmarks.case_train_step import MODELS, NUM_CLASSES, WARMUP_STEPS, _step, build_model, require_agreement
+from benchmarks.harness import Budget, Configuration, Contestant, measure
+from benchmarks.ranks import Job, RankFailed
+from benchmarks.results import Environment, Result, Series, Skipped
+from lockstep.comm.wire import choose_wire, find_wire
+
+__all__ = ["FULL", "QUICK", "Plan", "run"]
+
+MIB = 1024 * 1024
+RANKS_PER_HOST = (2, 2)
+WIRES = ("fp32", "bf16", "int8")
+_MODEL = "mlp_10m"
+_HARNESS = REPOSITORY / "tests" / "cluster"
+_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure and for how long.
+
+    Attributes:
+        size_bytes: of the float32 tensor that is reduced.
+        rate: of each host's link, in tc's words.
+        all_reduce: budget of the reductions.
+        step: budget of the training steps.
+    """
+
+    size_bytes: int
+    rate: str
+    all_reduce: Budget
+    step: Budget
+
+
+FULL = Plan(
+    25 * MIB,
+    "1gbit",
+    Budget(seconds=30, sample_s=0.1, min_rounds=8, max_rounds=30, sweeps=1),
+    Budget(seconds=60, sample_s=0.1, min_rounds=8, max_rounds=30, sweeps=1),
+)
+QUICK = Plan(
+    4 * MIB,
+    "1gbit",
+    Budget(seconds=2, sample_s=0.01, max_rounds=4, sweeps=1),
+    Budget(seconds=4, sample_s=0.01, max_rounds=4, sweeps=1),
+)
+
+
+def run(plan: Plan, *, quick: bool = False) -> Result:
+    """Measure a plan, or say why it cannot be measured here.
+
+    Raises:
+        RankFailed: a rank failed, for instance because a sum was wrong.
+    """
+    environment = Environment.read()
+    settings = {
+        "ranks_per_host": list(RANKS_PER_HOST),
+        "rate": plan.rate,
+        "threads_per_rank": 1,
+        "all_reduce": asdict(plan.all_reduce),
+        "step": asdict(plan.step),
+    }
+    sys.path.insert(0, str(_HARNESS))  # The ranks, which are forked there, look this module up by name.
+    try:
+        from netns_harness import REASON, cluster
+    finally:
+        sys.path.remove(str(_HARNESS))
+    parameters: dict[str, int | str] = {"bytes": plan.size_bytes}
+    if REASON:
+        return Result("hosts", quick, environment, settings, [], [Skipped(parameters, "lockstep_fp32", REASON)])
+    job = {"size_bytes": plan.size_bytes, "all_reduce": asdict(plan.all_reduce), "step": asdict(plan.step)}
+    timeout_s = 120 + 4 * (plan.all_reduce.seconds + plan.step.seconds)
+    with cluster(len(RANKS_PER_HOST), rate=plan.rate) as made:
+        outcomes = made.run(_measure_on_rank, RANKS_PER_HOST, job, timeout=timeout_s)
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, BaseException):
+            raise RankFailed(f"rank {rank} of {sum(RANKS_PER_HOST)} failed: {outcome!r}")
+    return Result("hosts", quick, environment, settings, [Series(**item) for item in outcomes[0]])
+
+
+def _measure_on_rank(job: Job) -> object:
+    """Body of one rank."""
+    size_bytes, all_reduce, step = job["size_bytes"], job["all_reduce"], job["step"]
+    assert isinstance(size_bytes, int)
+    assert isinstance(all_reduce, dict)
+    assert isinstance(step, dict)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)  # the control plane of the harness
+    series = measure([_reductions(size_bytes)], Budget(**all_reduce))
+    series += measure([_steps()], Budget(**step))
+    dist.destroy_process_group()
+    return [asdict(item) for item in series]
+
+
+def _group(wire: str) -> dist.ProcessGroup:
+    """A lockstep group of all ranks with that wire format. Collective."""
+    choose_wire(wire)
+    group = dist.new_group(backend="lockstep", timeout=_TIMEOUT)
+    choose_wire(None)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _reductions(size_bytes: int) -> Configuration:
+    numel = size_bytes // 4
+    contestants = [_reducer("gloo", numel, dist.new_group(backend="gloo", timeout=_TIMEOUT), 0.0)]
+    for wire in WIRES:
+        # Two hosts: two encodings of sums that are at most 7 in the check.
+        error = 2 * float(find_wire(wire).error_bound(torch.linspace(1.0, 7.0, 1024)).max())
+        contestants.append(_reducer(f"lockstep_{wire}", numel, _group(wire), error))
+    return Configuration({"bytes": size_bytes}, contestants)
+
+
+def _reducer(name: str, numel: int, group: dist.ProcessGroup, error: float) -> Contestant:
+    """all_reduce of one tensor over one group, checked once. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ramp = torch.linspace(0.0, 1.0, 997).repeat(-(-numel // 997))[:numel]
+    tensor = ramp * (rank + 1) / size
+    expected = ramp * (size + 1) / 2
+    dist.all_reduce(tensor, group=group)
+    off = float((tensor - expected).abs().max())
+    if off > error + 1e-5:
+        raise RuntimeError(f"{name}: all_reduce is off by {off}, expected at most {error}")
+    tensor.copy_(torch.randn(numel) * 1e-3)
+    return Contestant(name, lambda: dist.all_reduce(tensor.mul_(0.25), group=group))
+
+
+def _bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's own, under a name that torch does not refuse on a CPU, where it works as well."""
+    return bf16_compress_hook(group, bucket)
+
+
+_bf16_hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+def _steps() -> Configuration:
+    """The engines, warmed up and checked against each other. Collective."""
+    torch.manual_seed(0)  # the same weights on all ranks and for all contestants
+    original = build_model(_MODEL)
+    gloo = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    exact = nn.parallel.DistributedDataParallel(copy.deepcopy(original), process_group=gloo)
+    hooked = nn.parallel.DistributedDataParallel(copy.deepcopy(original), process_group=gloo)
+    hooked.register_comm_hook(gloo, _bf16_hook)
+    engines: dict[str, nn.Module] = {"torch_ddp_gloo": exact, "torch_ddp_gloo_bf16": hooked}
+    for wire in ("fp32", "bf16"):
+        own = lockstep.DistributedDataParallel(copy.deepcopy(original), process_group=_group(wire))
+        engines[f"lockstep_ddp_{wire}"] = own
+    torch.manual_seed(1 + dist.get_rank())  # but different data on every rank
+    shape = MODELS[_MODEL][1]
+    inputs, labels = torch.randn(shape), torch.randint(NUM_CLASSES, (shape[0],))
+    contestants = [Contestant(name, _step(model, inputs, labels)) for name, model in engines.items()]
+    for _ in range(WARMUP_STEPS):
+        for contestant in contestants:
+            contestant.call()
+    require_agreement(_MODEL, {name: engines[name] for name in ("torch_ddp_gloo", "lockstep_ddp_fp32")})
+    return Configuration({"model": _MODEL}, contestants)
