@@ -18,6 +18,7 @@ from benchmarks.report import (
     LAUNCH_NAMES,
     MODEL_NAMES,
     OVERHEAD_TARGETS,
+    RECORD_LIMIT,
     format_bytes,
     format_seconds,
 )
@@ -40,6 +41,8 @@ COLOURS = {
     "lockstep_run": "#0072B2",
     "lockstep_run_init": "#009E73",
     "torchrun": "#D55E00",
+    "record": "#0072B2",
+    "record_launched": "#009E73",
 }
 MARKERS = {"gloo": "s", "lockstep": "o", "lockstep_symmetric": "D", "memcpy_one_rank": "", "memcpy_all_ranks": ""}
 _RATIO_TARGET = 4
@@ -261,9 +264,39 @@ def _draw_startup(result: Result) -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------- record
+
+
+def _draw_record(result: Result) -> Figure:
+    """What each form of the record adds to the smallest all_reduce, in percent, under a line at the target."""
+    figure = _new_figure(6.4, 2.6, "record: what the flight record adds to an all_reduce of 4 B")
+    axes = figure.subplots()
+    labels: list[str] = []
+    for world_size in result.values("world_size"):
+        floor = result.samples("no_record", world_size=world_size, bytes=4)
+        for name in ("record", "record_launched"):
+            samples = result.samples(name, world_size=world_size, bytes=4)
+            if not (floor and samples):
+                continue
+            cost = stats.overhead(samples, floor)
+            value, position = 100 * cost.value, len(labels)
+            errors = [[max(0.0, value - 100 * cost.low)], [max(0.0, 100 * cost.high - value)]]
+            axes.barh(position, value, 0.62, xerr=errors, color=COLOURS[name], capsize=3)
+            axes.annotate(f"{value:.1f}%", (max(value, 0.0), position), (12, 9), textcoords="offset points", fontsize=8)
+            labels.append(f"{CONTESTANT_NAMES[name]}\n{world_size} ranks")
+    axes.axvline(100 * RECORD_LIMIT, color="black", linewidth=1.4, linestyle=_TARGET_DASHES)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+    axes.grid(axis="x", color=_GRID, linewidth=0.7)
+    _tidy(axes)
+    return figure
+
+
 _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
     "horovod": _draw_horovod,
     "startup": _draw_startup,
+    "record": _draw_record,
 }

@@ -27,6 +27,7 @@ MIB = 1024 * 1024
 MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters", "thin_100": "100 thin layers"}
 HOROVOD_LIMIT = 1.1
 OVERHEAD_TARGETS = {"mlp_10m": 0.18, "cnn_5m": 0.02, "thin_100": 0.22}
+RECORD_LIMIT = 0.05
 LAUNCH_NAMES = {
     "torchrun": "`torchrun`",
     "lockstep_run": "`lockstep run`, same script",
@@ -43,6 +44,9 @@ CONTESTANT_NAMES = {
     "torch_ddp_lockstep": "torch DDP on lockstep",
     "torch_ddp_gloo": "torch DDP on gloo",
     "horovod": "Horovod's optimizer",
+    "no_record": "no record",
+    "record": "flight record",
+    "record_launched": "flight record and black box",
 }
 
 Section = str
@@ -284,17 +288,51 @@ def _startup_verdicts(result: Result) -> list[Verdict]:
     return found
 
 
+# ---------------------------------------------------------------- record
+
+_RECORDS = ("no_record", "record", "record_launched")
+
+
+def _record_tables(result: Result) -> tuple[Section, Section]:
+    rows = []
+    for world_size in result.values("world_size"):
+        (size,) = result.values("bytes")
+        floor, *others = (result.samples(name, world_size=world_size, bytes=size) for name in _RECORDS)
+        costs = [_percent(stats.overhead(samples, floor)) if samples and floor else "–" for samples in others]
+        times = [_time_with_spread(samples) for samples in (floor, *others)]
+        rows.append(
+            [f"{world_size} ranks, {format_bytes(int(size))}", times[0], times[1], costs[0], times[2], costs[1]]
+        )
+    names = [CONTESTANT_NAMES[name] for name in _RECORDS]
+    return _table(["all_reduce", names[0], names[1], "adds", names[2], "adds"], rows), ""
+
+
+def _record_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for world_size in result.values("world_size"):
+        (size,) = result.values("bytes")
+        floor, *others = (result.samples(name, world_size=world_size, bytes=size) for name in _RECORDS)
+        for name, samples in zip(_RECORDS[1:], others, strict=True):
+            if floor and samples:
+                cost = stats.overhead(samples, floor)
+                target = f"{world_size} ranks, {format_bytes(int(size))}: {CONTESTANT_NAMES[name]} adds at most 5%"
+                found.append(Verdict(target, _percent(cost), cost.value <= RECORD_LIMIT))
+    return found
+
+
 _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
     "horovod": _horovod_tables,
     "startup": _startup_tables,
+    "record": _record_tables,
 }
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
     "train_step": _train_step_verdicts,
     "horovod": _horovod_verdicts,
     "startup": _startup_verdicts,
+    "record": _record_verdicts,
 }
 
 # ---------------------------------------------------------------- formatting
