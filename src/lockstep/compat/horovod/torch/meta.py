@@ -132,7 +132,7 @@ def find_mismatch(entries: Mapping[int, Entry], joined: Collection[int] = ()) ->
     ...     return Entry(Meta("x", "allreduce", (("float32", shape, "cpu"),), op="Sum"), "train.py:3")
     >>> find_mismatch({0: entry(2, 3), 1: entry(2, 3)}) is None
     True
-    >>> find_mismatch({0: entry(2), 1: entry(3)}).partition(" [")[0]
+    >>> find_mismatch({0: entry(2), 1: entry(3)}).partition(" [rank")[0]
     'Mismatched allreduce tensor shapes: One rank sent a tensor of shape [2], but another rank sent one of shape [3].'
     """
     (first, own), *others = sorted(entries.items())
