@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_a_rank_that_failed_by_itself_is_not_one_that_went_another_way() -> None
     assert ids(rank(0, both, finished=False), rank(1, one)) == ["branch-dependent-collective"]
     assert ids(rank(0, both, finished=False), rank(1, one, finished=False)) == []
     assert ids(rank(0, both), rank(1, both)) == []
+
+
+def test_ranks_are_compared_with_those_they_were_started_with() -> None:
+    def family(name: str, *calls: tuple[int, int]) -> list[Process]:
+        return [replace(rank(number, sequence(*calls)), family=name) for number in range(2)]
+
+    first, second = family("1", (0, 0)), family("2", (0, 1), (0, 1))
+    assert judge(job(first[0], second[0], second[1], first[1])) == []
+    assert [one.id for one in judge(job(first[0], replace(second[1], family="1")))] == ["branch-dependent-collective"]
 
 
 def test_the_same_collective_from_two_lines_is_right() -> None:
@@ -125,7 +135,7 @@ def test_how_a_script_wants_to_be_started(tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_named_and_the_rest_counts(tmp_path: Path) -> None:
-    content = {"rank": 1, "world_size": 2, "joined": True, "finished": True, "pid": 5}
+    content = {"rank": 1, "world_size": 2, "joined": True, "finished": True, "pid": 5, "family": ""}
     event = {"kind": "clip", "sites": LINES[:1], "data": {"count": 3}}
     (tmp_path / "rehearsal-5-0.json").write_text(json.dumps({**content, "events": [event]}))
     (tmp_path / "rehearsal-6-0.json").write_text("{")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Process:
         world_size: of that group, else 1.
         joined: whether it was in a group.
         finished: the script came to its end there.
+        family: the same for processes that were started together, by one call of `mp.spawn`; empty for those that
+            the rehearsal itself has started.
         pid: its number.
         events: what it saw, in the order of time.
     """
@@ -55,6 +57,7 @@ class Process:
     finished: bool
     pid: int
     events: tuple[Event, ...]
+    family: str = ""
 
     def of(self, kind: str) -> Iterator[Event]:
         """Its events of one kind."""
@@ -80,6 +83,17 @@ class Job:
         """Of the largest group that a process joined."""
         return max((process.world_size for process in self.processes), default=1)
 
+    def families(self) -> list[Job]:
+        """One job for each group of ranks that were started together, so that none is compared with another's.
+
+        Processes that joined no group, such as the one that started them, are in all.
+        """
+        names = sorted({process.family for process in self.processes if process.joined}) or [""]
+        return [
+            replace(self, processes=tuple(one for one in self.processes if one.family == name or not one.joined))
+            for name in names
+        ]
+
     def node_of(self, rank: int) -> int:
         """The pretended node that a rank is on."""
         return rank // max(1, self.world_size // self.settings.nodes)
@@ -103,7 +117,8 @@ def _load(path: Path) -> Process:
     events = tuple(
         Event(one["kind"], tuple(Site.load(values) for values in one["sites"]), one["data"]) for one in raw["events"]
     )
-    return Process(raw["rank"], raw["world_size"], raw["joined"], raw["finished"], raw["pid"], events)
+    who = (raw["rank"], raw["world_size"], raw["joined"], raw["finished"], raw["pid"])
+    return Process(*who, events, raw["family"])
 
 
 def _load_or_say(path: Path) -> Process | str:

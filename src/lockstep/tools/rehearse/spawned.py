@@ -2,10 +2,15 @@
 
 A spawned process imports the script again before it is told what to do, so the stand-ins must be there before
 multiprocessing's own code runs: its command line gets a line in front.
+
+[Note: families] A script may start ranks several times, one after the other. Those of one `mp.spawn` are a family, and
+are judged by themselves: rank 0 of the first has nothing to do with rank 1 of the second.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable
 from multiprocessing import process, spawn
 from typing import Any
@@ -14,7 +19,10 @@ from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["install", "join_rehearsal"]
 
-_FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal(); "
+_FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal({family!r}); "
+# How often this process has called `mp.spawn`.
+_starts = itertools.count(1)
+_family = ""
 
 
 def _command_line(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,15 +31,28 @@ def _command_line(original: Callable[..., Any]) -> Callable[..., Any]:
         if "-c" in words:
             code = words.index("-c") + 1
             if "spawn_main" in words[code]:
-                words[code] = _FIRST + words[code]
+                words[code] = _FIRST.format(family=_family) + words[code]
         return words
 
     return get_command_line
 
 
+def _start(original: Callable[..., Any]) -> Callable[..., Any]:
+    def start(*args: Any, **kwargs: Any) -> Any:
+        global _family
+        _family = f"{os.getpid()}-{next(_starts)}"
+        return original(*args, **kwargs)
+
+    return start
+
+
 def install() -> None:
     """Make the processes that this one will spawn part of the rehearsal."""
+    import torch.multiprocessing
+
     wrap(spawn, "get_command_line", _command_line)
+    for name in ("spawn", "start_processes"):
+        wrap(torch.multiprocessing, name, _start)
 
 
 def _run(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,9 +68,12 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def join_rehearsal() -> None:
-    """In a spawned process, before anything else: become part of the rehearsal."""
+def join_rehearsal(family: str) -> None:
+    """In a spawned process, before anything else: become part of the rehearsal. See [Note: families]."""
     from lockstep.tools.rehearse.rank import install as install_all
 
     install_all()
+    from lockstep.tools.rehearse.watch.recorder import recorder
+
+    recorder.family = family
     wrap(process.BaseProcess, "run", _run)

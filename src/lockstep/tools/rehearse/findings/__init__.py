@@ -22,8 +22,9 @@ KINDS: dict[str, Kind] = {
 def judge(job: Job) -> list[Finding]:
     """All findings, by file and line; what was seen twice is said once."""
     found: dict[tuple[str, object], Finding] = {}
-    for kind in KINDS.values():
-        for finding in kind.judge(job):
-            found.setdefault((finding.id, finding.sites[:1]), finding)
+    for family in job.families():
+        for kind in KINDS.values():
+            for finding in kind.judge(family):
+                found.setdefault((finding.id, finding.sites[:1]), finding)
     order = list(KINDS)
     return sorted(found.values(), key=lambda one: (one.sites[:1], order.index(one.id)))

@@ -38,6 +38,7 @@ _TAG = "_lockstep_reduced"
 _MAX_CALLS = 20_000
 _MAX_INSTANCES = 500
 _MAX_SCALARS = 4  # a loss, a sum and a count: what one thinks of as numbers rather than data
+_MAX_METRICS = 16  # more than that may be data, whose use lies outside of the run: parameters, a benchmark's load
 
 _SCALINGS = frozenset({"aten::mul", "aten::mul_", "aten::div", "aten::div_", "aten::neg", "aten::neg_"})
 _COPIES = frozenset(
@@ -53,7 +54,7 @@ class Reduced:
         sites: the line, and who led there.
         root: the rank that gets the result; None for all.
         calls: how often.
-        instances: of them, those whose value may matter; see `_looks_like_barrier`.
+        instances: of them, those whose value should matter to somebody.
         reads: how many of the results anything has looked at.
         means: of those divided by the number of ranks; see `reduced` in the module's docstring.
     """
@@ -116,6 +117,7 @@ def saw_reduction(
         is_trivial: nobody need look at it.
     """
     sites = chain()
+    is_trivial = is_trivial or tensor.numel() > _MAX_METRICS
     tag = _Tag(_lines.setdefault((sites, root), Reduced(sites, root)), world_size, is_trivial)
     if is_mean:
         tag.divide(world_size, by=True)

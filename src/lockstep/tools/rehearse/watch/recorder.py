@@ -31,6 +31,7 @@ class Recorder:
         world_size: of that group.
         joined: whether it has joined one.
         finished: whether the script has come to its end, here.
+        family: processes that were started together; see `spawned.py`.
         finishers: called before the record is written, to note what was counted.
     """
 
@@ -39,6 +40,7 @@ class Recorder:
         self.world_size = 1
         self.joined = False
         self.finished = False
+        self.family = ""
         self.finishers: list[Callable[[], None]] = []
         self._events: list[dict[str, Any]] = []
         self._lock = threading.RLock()
@@ -76,6 +78,7 @@ class Recorder:
             "world_size": self.world_size,
             "joined": self.joined,
             "finished": self.finished,
+            "family": self.family,
             "pid": os.getpid(),
             "events": self._events,
         }
