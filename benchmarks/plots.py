@@ -15,6 +15,7 @@ from benchmarks import stats
 from benchmarks.report import (
     CONTESTANT_NAMES,
     HOROVOD_LIMIT,
+    HOSTS_TARGETS,
     LAUNCH_NAMES,
     MODEL_NAMES,
     OVERHEAD_TARGETS,
@@ -293,10 +294,39 @@ def _draw_record(result: Result) -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------- hosts
+
+
+def _draw_hosts(result: Result) -> Figure:
+    """How many times as fast as its rival each contestant is, with a tick at what it should be."""
+    figure = _new_figure(6.4, 3.2, "hosts: 2 hosts with 2 ranks each at 1 Gbit/s")
+    axes = figure.subplots()
+    samples = {one.contestant: one.samples_s for one in result.series}
+    labels: list[str] = []
+    for name, rival, limit in HOSTS_TARGETS:
+        if name not in samples or rival not in samples:
+            continue
+        times = stats.ratio(samples[rival], samples[name])
+        position = len(labels)
+        errors = [[times.value - times.low], [times.high - times.value]]
+        colour = COLOURS["lockstep_ddp"] if "ddp" in name else COLOURS["lockstep"]
+        axes.barh(position, times.value, 0.62, xerr=errors, color=colour, capsize=3)
+        axes.plot([limit, limit], [position - 0.4, position + 0.4], color="black", linewidth=1.6)
+        axes.annotate(f"{times.value:.2f}x", (times.high, position), (6, -3), textcoords="offset points", fontsize=8)
+        labels.append(f"{CONTESTANT_NAMES[name]}\nagainst {CONTESTANT_NAMES[rival]}")
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="x", color=_GRID, linewidth=0.7)
+    axes.margins(x=0.15)
+    _tidy(axes)
+    return figure
+
+
 _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
     "horovod": _draw_horovod,
     "startup": _draw_startup,
     "record": _draw_record,
+    "hosts": _draw_hosts,
 }

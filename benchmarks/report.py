@@ -47,7 +47,22 @@ CONTESTANT_NAMES = {
     "no_record": "no record",
     "record": "flight record",
     "record_launched": "flight record and black box",
+    "torch_ddp_gloo_bf16": "torch DDP on gloo, its bf16 hook",
+    "lockstep_fp32": "lockstep, exact",
+    "lockstep_bf16": "lockstep, bf16",
+    "lockstep_int8": "lockstep, int8",
+    "lockstep_ddp_fp32": "lockstep DDP, exact",
+    "lockstep_ddp_bf16": "lockstep DDP, bf16",
 }
+# Contestant, rival, and how many times as fast the first must be.
+HOSTS_TARGETS = (
+    ("lockstep_fp32", "gloo", 1.45),
+    ("lockstep_bf16", "gloo", 2.8),
+    ("lockstep_int8", "gloo", 5.0),
+    ("lockstep_ddp_fp32", "torch_ddp_gloo", 1.4),
+    ("lockstep_ddp_bf16", "torch_ddp_gloo", 2.5),
+    ("lockstep_ddp_bf16", "torch_ddp_gloo_bf16", 1.3),
+)
 
 Section = str
 _MARKER = re.compile(r"(<!-- bench:(\w+)(?::(\w+))? -->).*?(<!-- /bench -->)", re.DOTALL)
@@ -320,12 +335,47 @@ def _record_verdicts(result: Result) -> list[Verdict]:
     return found
 
 
+# ---------------------------------------------------------------- hosts
+
+
+def _hosts_tables(result: Result) -> tuple[Section, Section]:
+    """One table of reductions and one of steps, in times of the first contestant."""
+    tables = []
+    for title, names in (
+        ("all_reduce", ("gloo", "lockstep_fp32", "lockstep_bf16", "lockstep_int8")),
+        ("training step", ("torch_ddp_gloo", "torch_ddp_gloo_bf16", "lockstep_ddp_fp32", "lockstep_ddp_bf16")),
+    ):
+        rows = []
+        found = {one.contestant: one for one in result.series if one.contestant in names}
+        for name in names:
+            if name in found and names[0] in found:
+                own, first = found[name].samples_s, found[names[0]].samples_s
+                rows.append([CONTESTANT_NAMES[name], _time_with_spread(own), _speedup(first, own, interval=True)])
+        if rows:
+            tables.append(_table([f"{title}, {_describe(found[names[0]].parameters)}", "time", "ratio"], rows))
+    return "\n\n".join(tables), ""
+
+
+def _hosts_verdicts(result: Result) -> list[Verdict]:
+    samples = {one.contestant: one.samples_s for one in result.series}
+    return [
+        _at_least(
+            f"{CONTESTANT_NAMES[name]}: at least {limit:g}x {CONTESTANT_NAMES[rival]}",
+            stats.ratio(samples[rival], samples[name]),
+            limit,
+        )
+        for name, rival, limit in HOSTS_TARGETS
+        if name in samples and rival in samples
+    ]
+
+
 _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
     "horovod": _horovod_tables,
     "startup": _startup_tables,
     "record": _record_tables,
+    "hosts": _hosts_tables,
 }
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
@@ -333,6 +383,7 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "horovod": _horovod_verdicts,
     "startup": _startup_verdicts,
     "record": _record_verdicts,
+    "hosts": _hosts_verdicts,
 }
 
 # ---------------------------------------------------------------- formatting
