@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import socket
 import threading
@@ -134,6 +135,13 @@ def test_hosts_with_numbers_are_in_their_order() -> None:
     two = Roll(Terms(2, 2, 0)).joined(hosts[0]).joined(late)
     assert not two.is_enough, "one of them must go"
     assert not two.is_full
+
+
+def test_a_job_that_has_gone_on_elsewhere_keeps_its_numbers() -> None:
+    fresh = Roll(Terms(1, 2, 0))
+    assert fresh.joined(A).continued(5, 2).joined(B).begun().number == 5
+    running = fresh.joined(A).begun().continued(5, 2).joined(B)
+    assert (running.number, running.failures, running.joined(A).number) == (0, 2, 5)
 
 
 def test_a_round_fails_once() -> None:
@@ -321,5 +329,8 @@ def test_second_launcher_of_a_machine_connects_to_the_first() -> None:
     second.set("key", "value")
     assert first.get("key") == "value"
     assert first.get("other") is None
+    before = len(os.listdir("/proc/self/fd"))
     third = Place.open(quick(port, run_id="another job"), time.sleep)
     assert third.get("key") is None
+    # A connection has two ends, both here, and whatever the store opens beside it.
+    assert len(os.listdir("/proc/self/fd")) - before <= 3

@@ -30,6 +30,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.crew import Crew, Outcome
 from lockstep.launch.environment import AttemptEnvironment
+from lockstep.launch.hosts.place import PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.hosts.roll import Host
@@ -158,6 +159,16 @@ class HostAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the round stands. See the module's text."""
+        rendezvous = self._rendezvous_of_hosts
+        try:
+            if rendezvous.must_move():
+                return self._regroup("the first meeting place is back")
+            return self._look_at_round(worker_group)
+        except PlaceLost as lost:
+            rendezvous.move(lost)
+            return self._regroup("the host of the meeting place was lost")
+
+    def _look_at_round(self, worker_group: WorkerGroup) -> RunResult:
         assert self._crew is not None
         if self._outcome is None and self._crew.attempt.wait(_POLL_S):
             self._end_own_ranks()
@@ -166,12 +177,13 @@ class HostAgent(SimpleElasticAgent):
         self._check_signals()
         rendezvous = self._rendezvous_of_hosts
         roll = rendezvous.look()
-        if roll.closed is not None:
-            self._stop_workers(worker_group)
-            raise JobClosed(roll)
         # In this order: what is noticed was said before any rank could fail of it.
         has_failed = self._tell_of_failure()
         notice = rendezvous.notice()
+        # Who has judged this round first may have ended the job already; all come to the same verdict.
+        if roll.closed is not None and (notice is not None or not has_failed):
+            self._stop_workers(worker_group)
+            raise JobClosed(roll)
         if notice is not None:
             return self._regroup(notice.text)
         if has_failed:

@@ -85,8 +85,8 @@ class _Job:
             stack.callback(self._logs.close)
         self._guardian = start_guardian(self._job, variables)
         stack.callback(self._guardian.dismiss)
-        self._place = Place.open(hosts, self._wait)
-        self._rendezvous = HostRendezvous(hosts, self._place, num_ranks, config.max_restarts, self._wait)
+        place = Place.open(hosts, self._wait)
+        self._rendezvous = HostRendezvous(hosts, place, num_ranks, config.max_restarts, self._wait)
         stack.callback(self._rendezvous.shutdown)
         self._agent = HostAgent(
             config, num_ranks, self._rendezvous, self._hire, self._wait, variables, self._job, self._logs
@@ -151,12 +151,8 @@ class _Job:
 
     def _say_farewell(self) -> None:
         """Who holds the store ends last, so that all others have read the end of the job."""
-        host, deadline_s = self._rendezvous.host, time.monotonic() + _FAREWELL_S
+        deadline_s = time.monotonic() + _FAREWELL_S
         with contextlib.suppress(PlaceLost):
-            self._place.set(f"farewell/{host.key}", "1")
-            while self._place.is_holder and time.monotonic() < deadline_s:
-                roll = self._rendezvous.look()
-                others = [other.key for other in roll.hosts if other.key != host.key]
-                if all(self._place.get_all([f"farewell/{key}" for key in others])):
-                    return
+            self._rendezvous.say_farewell()
+            while self._rendezvous.place.is_holder and time.monotonic() < deadline_s and self._rendezvous.is_needed():
                 time.sleep(_POLL_S)

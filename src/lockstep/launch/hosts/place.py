@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lockstep.errors import LaunchError, RendezvousError
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.output import say
+from lockstep.launch.rendezvous import find_free_port
 from lockstep.rendezvous import tcp
 
 __all__ = ["Place", "PlaceLost"]
@@ -24,6 +28,7 @@ _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 3.0
 _CONNECT_TIMEOUT_S = 30.0
 _CONNECT_POLL_S = 0.05
+_SILENCE_S = 8
 # For a name that nobody knows: names of pods and virtual machines appear when these are ready.
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
@@ -73,6 +78,39 @@ class Place:
                     ) from None
         own_address = _reach(config, check)
         return cls(_connect(config, check), config, config.local_addr or own_address, False)
+
+    @classmethod
+    def spare(cls, config: HostsConfig, address: str) -> Place:
+        """A store of this launcher's own, at a free port of this address, that nobody needs as yet.
+
+        Raises:
+            LaunchError: no port is free.
+        """
+        own = replace(config, address=address, port=find_free_port())
+        return cls(_hold(own), own, address, True)
+
+    @classmethod
+    def attempt(
+        cls, config: HostsConfig, address: str, timeout_s: float, check: Callable[[float], None]
+    ) -> Place | None:
+        """A connection to a store if somebody holds it now.
+
+        Args:
+            config: where.
+            address: how other hosts reach this one.
+            timeout_s: how long to wait for an answer of a host that may be gone.
+            check: see `open`.
+        """
+        try:
+            socket.create_connection((config.address, config.port), timeout_s).close()
+            return cls(_connect(config, check), config, address, False)
+        except (OSError, UnicodeError, LaunchError):
+            return None
+
+    @property
+    def port(self) -> int:
+        """The port of the store."""
+        return self._config.port
 
     def again(self) -> Place:
         """Another connection to the same store."""
@@ -148,12 +186,33 @@ def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
         thread.join(_CONNECT_POLL_S)
         check(0.0)
     store = found[0] if found else f"it did not answer within {_CONNECT_TIMEOUT_S:g} s"
+    _bound_silence(config.port)
     if isinstance(store, str):
         raise LaunchError(
             f"what listens at {config.place} is no launcher of a job on several hosts ({store}); choose another port, "
             "the same for all launchers"
         )
     return PrefixStore(f"lockstep/{config.run_id}", store)
+
+
+def _bound_silence(port: int) -> None:
+    """Have the kernel give up connections to this port whose other end is silent: a host may be gone without a word.
+
+    torch waits for an answer for as long as the connection stands, which may be a quarter of an hour.
+    """
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                with socket.socket(fileno=os.dup(int(entry))) as one:  # options belong to the socket, not to its number
+                    _bound_silence_of(one, port)
+
+
+def _bound_silence_of(one: socket.socket, port: int) -> None:
+    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 2)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
 
 
 def _is_here(address: str) -> bool:

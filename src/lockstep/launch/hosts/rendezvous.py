@@ -4,6 +4,12 @@
 host came, because it was told to end, because it missed one that is gone. So the other hosts, whose ranks then lose
 these, know that nothing has failed. A host whose ranks fail says that too, and the others' ranks get a moment to notice
 by themselves before they are ended.
+
+[Note: moving] The launcher that holds the store may be the one that is lost. Where the number of hosts may change,
+every launcher therefore has a spare store. The hosts of the last round that are left move to the spare of the first of
+them, in the order of their numbers, so all come to the same one, and begin a round there. Whoever holds it looks every
+two seconds whether somebody holds a store at the first place again, as a launcher that is started there does; then all
+move back. A network that falls into two parts has two halves of a job, unless half of the hosts are too few to run.
 """
 
 from __future__ import annotations
@@ -14,14 +20,14 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from lockstep.errors import LaunchError
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.hosts.place import Place
+from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.hosts.pulse import Observer, Pulse
 from lockstep.launch.hosts.roll import Host, Roll, Terms
 from lockstep.launch.output import say
@@ -33,6 +39,10 @@ _ROLL = "roll"
 _POLL_S = 0.1
 _LOOK_EVERY_S = 0.25
 _TOLD_AFTER_S = 2.0
+_LOOK_HOME_EVERY_S = 2.0
+_LOOK_HOME_TIMEOUT_S = 0.3
+_PROBE_TIMEOUT_S = 3.0
+_MOVED = "moved"
 
 
 class JobClosed(Exception):
@@ -87,9 +97,14 @@ class HostRendezvous(RendezvousHandler):
         self._terms = Terms(config.min_nodes, config.max_nodes, max_restarts)
         name = socket.gethostname()
         key = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.host = Host(key, name, os.getpid(), place.address, num_ranks, config.node_rank)
+        self._is_away = False
+        self._spare = Place.spare(config, place.address) if config.is_elastic else None
+        spare_port = None if self._spare is None else self._spare.port
+        self.host = Host(key, name, os.getpid(), place.address, num_ranks, config.node_rank, spare_port)
         self._pulse = Pulse(place.again(), key, config.pulse_s)
         self._observer = Observer(place, config.lost_after_s)
+        self._looked_home_s = 0.0
+        self.roll = Roll(self._terms)
         self.roll = self._change(lambda roll: roll)
         self.members: tuple[Host, ...] = ()
         self.number = -1
@@ -138,6 +153,13 @@ class HostRendezvous(RendezvousHandler):
             LaunchError: too few hosts came in time, or launchers were told different things.
         """
         self._regroup = False
+        try:
+            return self._next_round()
+        except PlaceLost as lost:
+            self.move(lost)
+            return self.next_rendezvous()
+
+    def _next_round(self) -> RendezvousInfo:
         self._take_part()
         self.number, self.members = self.roll.number, self.roll.members
         self.position = [member.key for member in self.members].index(self.host.key)
@@ -146,7 +168,7 @@ class HostRendezvous(RendezvousHandler):
         while (found := self.get("master")) is None:
             self._give_up_lost()
             if self.members[0].key not in {member.key for member in self.roll.members}:
-                return self.next_rendezvous()  # It came and was gone.
+                return self._next_round()  # It came and was gone.
             self._check(_POLL_S)
         address, port = json.loads(found)
         self.master = (str(address), int(port))
@@ -205,10 +227,89 @@ class HostRendezvous(RendezvousHandler):
 
         def left(roll: Roll) -> Roll:
             others = [host for host in roll.hosts if host.key != self.host.key]
-            rest = roll.without([self.host.key])
+            rest = replace(roll.without([self.host.key]), is_abandoned=self._place.is_holder)
             return rest if len(others) >= roll.terms.min_nodes else rest.ended(reason, exit_code)
 
         self._change(left)
+
+    # ---- the place. See [Note: moving] -------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        """Where the launchers meet now."""
+        return self._place
+
+    def say_farewell(self) -> None:
+        """Tell who holds the store that this launcher needs it no more."""
+        self._place.set(_farewell_key(self.host), "1")
+
+    def is_needed(self) -> bool:
+        """Whether a launcher that is known here has not said farewell yet."""
+        others = [host for host in self.look().hosts if host.key != self.host.key]
+        return not all(self._place.get_all([_farewell_key(host) for host in others]))
+
+    def move(self, lost: PlaceLost) -> None:
+        """Meet elsewhere, after the store was lost.
+
+        Raises:
+            PlaceLost: there is nowhere else.
+        """
+        if self._spare is None:
+            raise lost
+        say(f"lockstep: {lost}; the hosts that are left meet elsewhere\n")
+        home = None
+        if not self.roll.is_abandoned:
+            home = Place.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+        self._is_away = home is None
+        self._settle_at(home if home is not None else self._first_spare(self._spare))
+
+    def must_move(self) -> bool:
+        """Whether the launchers meet at the first place again; this one then does so too. Cheap to call often."""
+        if not self._is_away:
+            return False
+        now_s = time.monotonic()
+        if self._place.is_holder and now_s - self._looked_home_s >= _LOOK_HOME_EVERY_S:
+            self._looked_home_s = now_s
+            if Place.attempt(self._config, self.host.address, _LOOK_HOME_TIMEOUT_S, self._check) is not None:
+                self._place.set(_MOVED, "1")
+        if self._place.get(_MOVED) is None:
+            return False
+        home = Place.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+        if home is None:
+            return False
+        if self._place is self._spare:  # Its store has served.
+            self._spare = Place.spare(self._config, self.host.address)
+            self.host = replace(self.host, spare_port=self._spare.port)
+        number, failures = max(self.number, self.roll.number), self.roll.failures
+        self._is_away = False
+        self._settle_at(home)
+        # At once, so that whoever is there does not begin alone while the ranks here are ended.
+        self._change(lambda roll: roll.continued(number + 1, failures).joined(self.host))
+        return True
+
+    def _first_spare(self, own: Place) -> Place:
+        """The spare store of the first host that is left, of those that were in the last round with this one."""
+        left = {host.key for host in self.roll.hosts}
+        for host in self.members or self.roll.hosts:
+            if host.key == self.host.key:
+                break
+            if host.key in left and host.spare_port is not None:
+                config = replace(self._config, address=host.address, port=host.spare_port)
+                found = Place.attempt(config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+                if found is not None:
+                    return found
+        return own
+
+    def _settle_at(self, place: Place) -> None:
+        self._pulse.stop()
+        self._place = place
+        self._pulse = Pulse(place.again(), self.host.key, self._config.pulse_s)
+        self._observer = Observer(place, self._config.lost_after_s)
+        self._looked_home_s = time.monotonic()
+        number = max(self.number + 1, self.roll.number + self.roll.is_running)
+        self.roll = Roll(self._terms, number=number, failures=self.roll.failures, order=self.roll.order)
+        self.roll = self._change(lambda roll: roll)
+        self.number, self.members = -1, ()
 
     # ---- the state ---------------------------------------------------------------------------------
 
@@ -216,7 +317,7 @@ class HostRendezvous(RendezvousHandler):
         """Apply a transition to the state as it is; what came of it."""
         text = self._place.get(_ROLL) or ""
         while True:
-            before = Roll.decode(text) if text else Roll(self._terms)
+            before = Roll.decode(text) if text else self.roll
             after = transition(before)
             wanted = after.encode()
             if text == wanted:
@@ -245,6 +346,9 @@ class HostRendezvous(RendezvousHandler):
             now_s, roll = time.monotonic(), self.roll
             if roll.closed is not None:
                 raise JobClosed(roll)
+            if roll.is_abandoned:
+                self.say_farewell()
+                raise PlaceLost(f"the launcher that holds the store at {self._config.place} was told to end")
             present = frozenset(host.key for host in roll.members)
             if present != seen:
                 seen, changed_s = present, now_s
@@ -313,6 +417,10 @@ class HostRendezvous(RendezvousHandler):
             f"{self.host} waits for other hosts at {self._config.place}: {len(roll.members)} of {_nnodes(roll.terms)} "
             f"came ({_names(roll.members)})"
         )
+
+
+def _farewell_key(host: Host) -> str:
+    return f"farewell/{host.key}"
 
 
 def _nnodes(terms: Terms) -> str:

@@ -34,6 +34,7 @@ class Host:
         address: how the other hosts reach it.
         num_ranks: how many ranks it starts.
         node_rank: the number it was given, or None.
+        spare_port: where it listens in case that the launchers lose their meeting place; None: it does not.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Host:
     address: str
     num_ranks: int
     node_rank: int | None = None
+    spare_port: int | None = None
 
     def __str__(self) -> str:
         number = "" if self.node_rank is None else f"node rank {self.node_rank}, "
@@ -67,9 +69,11 @@ class Roll:
         is_running: whether the hosts of the round are settled.
         members: of the round; in the order of their numbers once it runs.
         waiting: for the next round.
+        next_number: the next round has at least this number.
         failures: how many rounds have failed.
         failed_round: the last that has.
         order: keys of the hosts of the round that ran last, in the order of their numbers.
+        is_abandoned: who holds the store is about to leave, and the others go on elsewhere.
         closed: why the job is over; None while it is not.
         exit_code: of the job, once it is closed.
     """
@@ -79,9 +83,11 @@ class Roll:
     is_running: bool = False
     members: tuple[Host, ...] = ()
     waiting: tuple[Host, ...] = ()
+    next_number: int = 0
     failures: int = 0
     failed_round: int = -1
     order: tuple[str, ...] = ()
+    is_abandoned: bool = False
     closed: str | None = None
     exit_code: int = 0
 
@@ -151,6 +157,11 @@ class Roll:
         members = tuple(sorted(self.members, key=position))
         return replace(self, is_running=True, members=members, order=tuple(host.key for host in members))
 
+    def continued(self, number: int, failures: int) -> Roll:
+        """After hosts have come whose job has gone on elsewhere: the next round has at least that number."""
+        known = replace(self, next_number=max(self.next_number, number), failures=max(self.failures, failures))
+        return known if self.is_running else replace(known, number=max(self.number, number))
+
     def failed(self, number: int) -> Roll:
         """After round `number` has failed; hosts that say so too change nothing."""
         if self.failed_round >= number:
@@ -174,7 +185,7 @@ class Roll:
         """Go on to the next round if the last member has left; take in those who wait."""
         now = self
         if now.is_running and not now.members:
-            now = replace(now, is_running=False, number=now.number + 1)
+            now = replace(now, is_running=False, number=max(now.number + 1, now.next_number))
         if not now.is_running and now.waiting and now.has_room:
             room = now.terms.max_nodes - len(now.members)
             now = replace(now, members=now.members + now.waiting[:room], waiting=now.waiting[room:])
