@@ -16,4 +16,4 @@ def work(gpu, per_node, url):
 
 if __name__ == "__main__":
     per_node = torch.cuda.device_count()
-    mp.spawn(work, nprocs=per_node, args=(per_node, f"file:///tmp/meet-{os.getpid()}"))
+    mp.spawn(work, nprocs=per_node, args=(per_node, f"file://{os.getcwd()}/meeting"))
