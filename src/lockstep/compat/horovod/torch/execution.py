@@ -156,6 +156,8 @@ class Executor:
                 torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
                 for dtype, shape, device in match.meta.tensors
             ]
+        if request.unfuse is not None:
+            request.inputs = request.outputs = request.unfuse()
         assert request.outputs is not None
         tensors = []
         for source, output in zip(request.inputs, request.outputs, strict=True):

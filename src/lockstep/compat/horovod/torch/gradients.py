@@ -179,6 +179,7 @@ class Buckets:
         self._bucket_of = {index: bucket for bucket, members in enumerate(self._members) for _, index in members}
         self._sizes = [len(members) for members in self._members]
         self._missing = list(self._sizes)  # gradients that have not come yet in this pass
+        self._num_filled = 0  # buckets, in this pass
         # Gradients that are not, or not as a whole, in their bucket: number -> tensor and its version.
         self._left: dict[int, tuple[torch.Tensor, int]] = {}
         self._dtypes = [parameter.dtype for parameter in parameters]
@@ -201,6 +202,7 @@ class Buckets:
             gradients = [self._parameters[member].grad for _, member in self._members[bucket]]
             if all(map(self._can_take, gradients, (member for _, member in self._members[bucket]))):
                 self._fill(bucket)
+                self._num_filled += 1
 
     def _can_take(self, gradient: torch.Tensor | None, index: int) -> bool:
         return (
@@ -246,20 +248,23 @@ class Buckets:
 
     def submit(self) -> Pending | None:
         """Ask for the average of all gradients, if the buckets can take them all. Local."""
-        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        are_filled = self._num_filled == len(self._members)
         self._missing[:] = self._sizes
-        if not all(map(self._can_take, gradients, range(len(gradients)))):
+        self._num_filled = 0
+        if not are_filled and not all(map(self._can_take, self._gradients(), range(len(self._parameters)))):
             return None
-        # Where a rank has joined, they are reduced where they are.
         request = Request(
             self._meta,
-            gradients,
-            gradients,
             is_single=False,
             run_fused=self._run,
+            unfuse=self._gradients,
             is_ready=self._transport is not None,
         )
         return Pending(self.channel, self.channel.submit(request))
+
+    def _gradients(self) -> list[Any]:
+        """Where they are now."""
+        return [parameter.grad for parameter in self._parameters]
 
     def _run(self) -> None:
         """Average. Collective; in a round."""

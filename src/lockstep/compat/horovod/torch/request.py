@@ -25,6 +25,7 @@ class Request:
             whose result has a size that the other ranks decide on.
         is_single: whether the result is one tensor rather than a list.
         run_fused: does the whole work instead, where nobody has joined; for `Meta.fused`.
+        unfuse: the tensors to reduce in place where `run_fused` cannot be used.
         is_ready: whether `run_fused` may be tried before the ranks have agreed: it then finds out by itself, with all
             of them, that they want something else (CollectiveMismatch).
 
@@ -42,6 +43,7 @@ class Request:
         outputs: Sequence[torch.Tensor] | None = None,
         is_single: bool = True,
         run_fused: Callable[[], None] | None = None,
+        unfuse: Callable[[], list[Any]] | None = None,
         is_ready: bool = False,
     ) -> None:
         self.meta = meta
@@ -49,6 +51,7 @@ class Request:
         self.outputs = None if outputs is None else list(outputs)
         self.is_single = is_single
         self.run_fused = run_fused
+        self.unfuse = unfuse
         self.is_ready = is_ready
         self.site = call_site()
         self.submitted_s = time.perf_counter()
