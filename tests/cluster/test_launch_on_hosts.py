@@ -66,10 +66,16 @@ class Job:
         # Whoever enters other mounts begins at their root.
         command = host.namespaces.enter("sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *words)
         with open(self.folder / f"{host.name}.out", "ab") as out, open(self.folder / f"{host.name}.err", "ab") as err:
-            variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+            # A host without power removes nothing; what was its own lies in a folder that the test removes.
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary(host))}
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables)
         self._processes.append(process)
         return process
+
+    def _temporary(self, host: Host) -> Path:
+        path = self.folder / f"{host.name}.tmp"
+        path.mkdir(exist_ok=True)
+        return path
 
     def lines(self, host: Host) -> list[list[object]]:
         """What the ranks of a host have said."""
