@@ -148,7 +148,6 @@ class Waiter:
         # own, next to nothing where a peer may need this very core to arrive.
         self.spins = 300 if self._has_own_core else 4
         self._yields_per_look = 1 if self._has_own_core else 16
-        self._nap_after_s = _NAP_AFTER_S
 
     def wait(self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float) -> None:
         """Return when every pending word is at least `target`.
@@ -196,7 +195,7 @@ class Waiter:
             if now >= next_look:
                 self.look(words, pending, target, now - start, timeout_s)
                 next_look = now + _LOOK_EVERY_S
-            if now - start > self._nap_after_s:
+            if now - start > _NAP_AFTER_S:
                 nap((now - start) / 20)
             elif self._has_own_core and now - before > _SHARED_CORE_S:
                 nap(_SHORTEST_NAP_S)

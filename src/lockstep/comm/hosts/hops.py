@@ -184,7 +184,7 @@ class _Hop:
             data = self._encode(self._sum)
             self._send(self._others[0], data, 0)
             if not self._adding.wire.is_exact:
-                self._sum = self._adding.wire.decode(data, self._sum)  # the same values as on the other side
+                self._sum = self._decode(data, self._numel)  # the same values as on the other side
             return
         for host in self._others:
             low, high = self._spans[host]

@@ -40,7 +40,6 @@ assert _PARCEL_BYTES + len(_PARCEL_KIND) <= MESSAGE_BYTES
 _LOOK_EVERY_S = 0.002
 _LONGEST_SLEEP_S = 0.001
 _POOL_BYTES = 64 << 20
-_NAP_AFTER_S = 0.0001
 
 _Transfers = Sequence[tuple[int, torch.Tensor]]
 
@@ -52,9 +51,6 @@ class _LocalWaiter(Waiter):
         local = team.local
         super().__init__(local.board.words, local.board.state_words, local.rank, local.watch)
         self._team = team
-        # What it waits for has often to do with the network: leave the core to those that compute.
-        self._nap_after_s = _NAP_AFTER_S
-        self._yields_per_look = 1
 
     def look(
         self,
