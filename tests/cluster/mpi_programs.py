@@ -229,7 +229,7 @@ def _cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
             _interrupted(lambda: dist.all_reduce(_ones())) if is_odd else (time.sleep(0.5), dist.all_reduce(_ones()))
         ),
         "symmetric": lambda: lockstep.symmetric_empty(3),
-        "sparse": lambda: dist.all_reduce(torch.eye(3).to_sparse()),
+        "sparse": lambda: dist.broadcast(torch.eye(3).to_sparse(), src=0),
     }
 
 
