@@ -272,9 +272,10 @@ class Buckets:
             self._make_transport()
         transport = self._transport
         assert transport is not None
-        for bucket, members in enumerate(self._members):
-            if not all(self._is_in_place(index) for _, index in members):
-                self._fill(bucket)
+        if self._left or any(p.grad is not view for p, view in zip(self._parameters, self._views, strict=True)):
+            for bucket, members in enumerate(self._members):
+                if not all(self._is_in_place(index) for _, index in members):
+                    self._fill(bucket)
         transport.average()
         for bucket in range(len(self._members)):
             transport.forget(bucket)
