@@ -65,6 +65,16 @@ class Parcel:
                 self.is_done = True
 
 
+class _Refused:
+    """A send or receive that could not even begin, because the connection is gone: waiting for it says so."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, _: timedelta) -> None:
+        raise self._error
+
+
 class Bulk:
     """Gloo between the ranks of one group. Collective to make.
 
@@ -96,11 +106,18 @@ class Bulk:
 
     def send(self, peer: int, memory: torch.Tensor, tag: int) -> Parcel:
         """Begin to send bytes: uint8, contiguous. They must not change until it has finished. Local."""
-        return Parcel(self._group.send([memory], peer, tag), peer, memory)
+        return self._begin(self._group.send, peer, memory, tag)
 
     def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Parcel:
         """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local."""
-        return Parcel(self._group.recv([memory], peer, tag), peer, memory)
+        return self._begin(self._group.recv, peer, memory, tag)
+
+    def _begin(self, verb: Callable[..., Any], peer: int, memory: torch.Tensor, tag: int) -> Parcel:
+        # A peer that died is noticed here as well as in a wait; the wait is where it is explained.
+        try:
+            return Parcel(verb([memory], peer, tag), peer, memory)
+        except RuntimeError as error:
+            return Parcel(_Refused(error), peer, memory)
 
     def watch(self, parcel: Parcel) -> Parcel:
         """Have a thread wait for it, for who can only ask `is_done`. Local."""
