@@ -14,14 +14,6 @@ import pytest
 from launching import Launches, wait_until
 
 
-@pytest.fixture(autouse=True, scope="session")
-def hang_up_is_not_ignored() -> Iterator[None]:
-    """Under nohup, SIGHUP is ignored by this process and so by every launcher it starts, as it should be."""
-    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, previous)
-
-
 @pytest.fixture
 def launches(tmp_path: Path) -> Iterator[Launches]:
     runner = Launches(tmp_path)
