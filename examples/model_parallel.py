@@ -32,11 +32,13 @@ class TwoDevices(nn.Module):
         return self.layer_2(hidden.to(self.second))
 
 
-def choose_devices(local_rank: int) -> tuple[torch.device, torch.device]:
-    """Two GPUs of this rank's own, or the CPU twice."""
-    if torch.cuda.device_count() >= 2 * (local_rank + 1):
-        return torch.device("cuda", 2 * local_rank), torch.device("cuda", 2 * local_rank + 1)
-    return torch.device("cpu"), torch.device("cpu")
+def choose_devices(world: lockstep.World) -> tuple[torch.device, torch.device]:
+    """Two GPUs of this rank's own; where there are too few for that, one or the CPU twice, alike on all ranks."""
+    per_rank = min(2, torch.cuda.device_count() // world.local_world_size)
+    if per_rank == 0:
+        return torch.device("cpu"), torch.device("cpu")
+    first = per_rank * world.local_rank
+    return torch.device("cuda", first), torch.device("cuda", first + per_rank - 1)
 
 
 def train(model: nn.Module, second: torch.device, seed: int) -> list[float]:
@@ -56,7 +58,7 @@ def train(model: nn.Module, second: torch.device, seed: int) -> list[float]:
 
 def main() -> None:
     with lockstep.init() as world:
-        first, second = choose_devices(world.local_rank)
+        first, second = choose_devices(world)
         torch.manual_seed(0)
         alone = train(TwoDevices(first, second), second, seed=world.rank)
         assert alone[-1] < alone[0]
