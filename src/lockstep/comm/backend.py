@@ -24,6 +24,7 @@ from lockstep.comm import exits
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import Lookout, MeetingStore
+from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
@@ -53,6 +54,28 @@ def _is_async(options: Any) -> bool:
     return bool(getattr(options, "asyncOp", True))
 
 
+@leaves_inference_mode(
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "allgather",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "gather",
+    "scatter",
+    "alltoall",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "send",
+    "recv",
+    "recv_anysource",
+)
 class EngineProcessGroup(ProcessGroup):
     """torch's verbs, handed to an engine.
 

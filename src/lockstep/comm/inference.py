@@ -1,0 +1,59 @@
+"""Collectives inside of `torch.inference_mode()`.
+
+[Note: inference tensors] Tensors made in inference mode cannot be written outside of it, not by another thread
+either; and a group keeps tensors of its own, views of shared memory, that must not become such tensors because the
+first call happened to be made there. So the methods of a group leave the mode and take its tensors as plain ones over
+the same memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["leaves_inference_mode"]
+
+Group = TypeVar("Group", bound=type)
+
+
+def leaves_inference_mode(*verbs: str) -> Callable[[Group], Group]:
+    """A class decorator: these methods, and other names for them in the class, work in inference mode as elsewhere."""
+
+    def decorate(group: Group) -> Group:
+        originals = {id(vars(group)[verb]) for verb in verbs}
+        wrappers: dict[int, Callable[..., Any]] = {}
+        for name, value in list(vars(group).items()):
+            if id(value) in originals:
+                wrapper = wrappers.setdefault(id(value), _wrap(value))
+                setattr(group, name, wrapper)
+        return group
+
+    return decorate
+
+
+def _wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: object, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        with torch.inference_mode(False):
+            return method(
+                self, *[_plain(each) for each in args], **{name: _plain(each) for name, each in kwargs.items()}
+            )
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    """The same, with inference tensors, also in lists of lists, replaced by plain tensors over their memory."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_inference() or value.layout is not torch.strided:
+            return value
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return empty.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
