@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,9 +54,8 @@ def call_inside_and_outside() -> None:
                 program(numel, is_async)
 
 
-@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
-def test_verbs(backend: str) -> None:
-    run_ranks(call_inside_and_outside, 2, backend=backend)
+def test_verbs() -> None:
+    run_ranks(call_inside_and_outside, 2)
 
 
 def evaluate_before_training() -> None:
