@@ -408,3 +408,10 @@ def import_after_torch() -> str:
 def test_lockstep_is_imported_after_torch() -> None:
     (outcome,) = run_ranks(import_after_torch, 1, init=False, expect_errors=True)
     assert str(outcome) == "lockstep"
+
+
+def test_rank_that_no_group_of_that_size_has(tmp_path: Path) -> None:
+    meeting = (tmp_path / "meeting").as_uri()
+    with pytest.raises(SetupError, match=r"rank is 2, but world_size is 2: expected 0 … 1"):
+        dist.init_process_group("lockstep", init_method=meeting, rank=2, world_size=2)
+    assert not dist.is_initialized()

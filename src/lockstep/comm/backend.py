@@ -28,7 +28,7 @@ from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
-from lockstep.errors import InputError
+from lockstep.errors import InputError, SetupError
 from lockstep.shm.board import Board
 from lockstep.shm.meeting import Meeting, SeveralHosts
 from lockstep.shm.team import Team
@@ -424,7 +424,16 @@ def interface_of(group: object) -> str | None:
 
 
 def create(options: Any, _backend_options: Any) -> LockstepProcessGroup:
-    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`."""
+    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`.
+
+    Raises:
+        SetupError: there is no such rank in a group of that size.
+    """
+    if not 0 <= options.group_rank < options.group_size:
+        raise SetupError(
+            f"rank is {options.group_rank}, but world_size is {options.group_size}: expected 0 … "
+            f"{options.group_size - 1}. A global rank is node_rank * ranks per node + local rank"
+        )
     return LockstepProcessGroup(
         options.store,
         options.group_rank,
