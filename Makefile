@@ -8,6 +8,9 @@ INSTALLED := $(VENV)/.installed
 # More arguments for the tool of a target: make test ARGS="-k conformance", make bench ARGS=...
 ARGS ?=
 
+# What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod"
+BENCH ?= all_reduce train_step startup
+
 # Nothing is written outside the clone (pip keeps its own cache): what programs would put under
 # the home directory or leave in /tmp goes under the environment's folder.
 VAR := $(CURDIR)/$(VENV)/var
@@ -62,8 +65,8 @@ nightly: venv ## what is too long for every commit: PyTorch's own suite, and an 
 	$(RUN) $(BIN)/python tests/torch_suite/run.py
 	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest tests/soak $(ARGS)
 
-bench: venv ## measure against gloo and torch; writes JSON, tables and plots
-	$(RUN) $(BIN)/python -m benchmarks $(ARGS)
+bench: venv ## measure against gloo and torch, BENCH=… chooses; writes JSON, tables and plots
+	$(RUN) $(BIN)/python -m benchmarks $(BENCH) $(ARGS)
 
 failures: venv ## run every failure on gloo and lockstep side by side; writes docs/failures.md
 	$(RUN) $(BIN)/python -m docs.failures.measure
