@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm import exits
 from lockstep.comm.engine import Engine, Work
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight import Flight, describe_group
 from lockstep.comm.founding import Lookout, MeetingStore
 from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
@@ -403,7 +403,7 @@ class LockstepProcessGroup(EngineProcessGroup):
         ranks = tuple(global_ranks) or tuple(range(world_size))
         timeout_s = timeout.total_seconds()
         team = _connect(MeetingStore(store), rank, ranks, timeout_s)
-        name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
+        name = describe_group(group_name, ranks, is_default=len(global_ranks) == 0)
         flight = Flight(cast(Team, team), name, ranks)
         flight.waiting_in = team.mail_area.waiting
         engine = _engine(team, flight, timeout_s)

@@ -447,21 +447,22 @@ class Engine:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Begin to send to a rank. Local."""
-        if self._closed:
-            raise NotInitialized(f"send on {self.flight.group_name}: {self._closed}")
-        return self._point_to_point().send(tensor, peer, tag, self.timeout_s)
+        return self._point_to_point("send").send(tensor, peer, tag, self.timeout_s)
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
         """Begin to receive from a rank, or from any. Local."""
-        if self._closed:
-            raise NotInitialized(f"recv on {self.flight.group_name}: {self._closed}")
-        return self._point_to_point().receive(tensor, peer, tag, self.timeout_s)
+        return self._point_to_point("recv").receive(tensor, peer, tag, self.timeout_s)
 
-    def _point_to_point(self) -> PointToPoint:
+    def _point_to_point(self, verb: str) -> PointToPoint:
+        if self._closed:
+            raise NotInitialized(f"{verb} on {self.flight.group_name}: {self._closed}")
         if self._p2p is None:
             with self._p2p_lock:
-                self._p2p = self._p2p or PointToPoint(self.team, self.flight)
+                self._p2p = self._p2p or self._make_point_to_point()
         return self._p2p
+
+    def _make_point_to_point(self) -> PointToPoint:
+        return PointToPoint(self.team, self.flight)
 
     # ---- symmetric memory ----------------------------------------------------------------------
 

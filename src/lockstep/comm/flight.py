@@ -36,13 +36,24 @@ from lockstep.shm.team import Team
 
 _logger = get_logger(__name__)
 
-__all__ = ["Flight", "describe_tensor", "fingerprint"]
+__all__ = ["Flight", "describe_group", "describe_tensor", "fingerprint"]
 
 
 # What a rank may have given up with that is no failure of its own: those who waited for it raise the same.
 _GIVEN_UP: dict[str, type[CollectiveError]] = {
     error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch)
 }
+
+
+def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> str:
+    """How errors call a group.
+
+    Args:
+        group_name: torch's name for it.
+        ranks: global rank of each of its ranks.
+        is_default: whether it is the default group.
+    """
+    return "the default group" if is_default else f"group {group_name} of ranks {list(ranks)}"
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

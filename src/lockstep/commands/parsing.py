@@ -10,9 +10,7 @@ from typing import NoReturn
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
 
-__all__ = ["USAGE_CODE", "Parser", "add_grace", "add_nproc", "split_at_script", "suggest"]
-
-USAGE_CODE = 2
+__all__ = ["Parser", "add_grace", "add_nproc", "split_at_script", "suggest"]
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from lockstep.commands.parsing import USAGE_CODE, Parser, add_grace, add_nproc, suggest
+from lockstep.commands.parsing import Parser, add_grace, add_nproc, suggest
 from lockstep.errors import LaunchError
 from lockstep.launch import slurm
+from lockstep.launch.command import USAGE_CODE
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.supervisor import launch_job
 

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lockstep
-from lockstep.commands.parsing import USAGE_CODE, suggest
-from lockstep.errors import LaunchError, SetupError
-from lockstep.launch.output import say
+from lockstep.commands.parsing import suggest
+from lockstep.errors import LaunchError
+from lockstep.launch.command import USAGE_CODE, exit_code_of
 
 __all__ = ["main"]
-
-_INTERRUPTED_CODE = 130
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the job, or 2 for what cannot be started, after one line on stderr.
     """
-    try:
-        return _dispatch(sys.argv[1:] if arguments is None else arguments)
-    except SetupError as error:
-        say(f"lockstep: error: {error}\n")
-        return USAGE_CODE
-    except KeyboardInterrupt:
-        return _INTERRUPTED_CODE
+    return exit_code_of(lambda: _dispatch(sys.argv[1:] if arguments is None else arguments))

@@ -171,7 +171,7 @@ class Reducer:
             places.append(view)
             gradients.append(gradient)
             parameter.grad = view
-        self._check_dense(bucket, places, gradients)
+        self._check_dense(indices, gradients)
         with torch.no_grad():
             if self._hook is None:
                 for position in self._transport.fill(bucket, offsets, places, gradients):
@@ -192,17 +192,14 @@ class Reducer:
         self._parameters[index].grad = gradient
         self._left[index] = (gradient, gradient._version)
 
-    def _check_dense(self, bucket: int, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    def _check_dense(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         if all(gradient.layout is torch.strided for gradient in gradients):
             return
-        given = {id(place): gradient for place, gradient in zip(places, gradients, strict=True)}
         culprits = []
-        for index in self._members[bucket]:
-            gradient = given.get(id(self._views[index]))
-            if gradient is not None:
-                self._parameters[index].grad = gradient
-                if gradient.layout is not torch.strided:
-                    culprits.append(self._names[index])
+        for index, gradient in zip(indices, gradients, strict=True):
+            self._parameters[index].grad = gradient
+            if gradient.layout is not torch.strided:
+                culprits.append(self._names[index])
         raise ModelError(
             f"parameter {', '.join(culprits)} has a sparse gradient, which DistributedDataParallel does not average; "
             "build its embedding with sparse=False"

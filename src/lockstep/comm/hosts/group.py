@@ -66,12 +66,8 @@ class HostsEngine(Engine):
             # What a rank that gave up has told its peers about this is said before.
             self.hosts_team.finished = self.flight.number
 
-    def _point_to_point(self) -> PointToPoint:
-        with self._p2p_lock:
-            if self._p2p is None:
-                mailbox = cast(Mailbox, HostsMailbox(self.hosts_team))
-                self._p2p = PointToPoint(self.team, self.flight, mailbox)
-            return self._p2p
+    def _make_point_to_point(self) -> PointToPoint:
+        return PointToPoint(self.team, self.flight, cast(Mailbox, HostsMailbox(self.hosts_team)))
 
     def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
         """Protocols over a region of one host's memory are none of several hosts.

@@ -16,7 +16,7 @@ from lockstep import env
 from lockstep.comm.backend import EngineProcessGroup
 from lockstep.comm.callsite import CallSite
 from lockstep.comm.engine import Engine
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight import Flight, describe_group
 from lockstep.comm.mpi import algorithms, departures
 from lockstep.comm.mpi.library import load
 from lockstep.comm.mpi.mailbox import MpiMailbox
@@ -123,12 +123,8 @@ class MpiEngine(Engine):
             # What a rank that gave up has told its peers about this is said before.
             self._mpi_team.finished = self.flight.number
 
-    def _point_to_point(self) -> PointToPoint:
-        with self._p2p_lock:
-            if self._p2p is None:
-                mailbox = cast(Mailbox, MpiMailbox(self._mpi_team))
-                self._p2p = PointToPoint(self.team, self.flight, mailbox)
-            return self._p2p
+    def _make_point_to_point(self) -> PointToPoint:
+        return PointToPoint(self.team, self.flight, cast(Mailbox, MpiMailbox(self._mpi_team)))
 
     def allocate(self, part_bytes: int) -> Region:
         """Symmetric memory is memory of one host; MPI has none.
@@ -171,7 +167,7 @@ class MpiProcessGroup(EngineProcessGroup):
         attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
         members = _introduce(PrefixStore(f"mpi-attempt{attempt}", store), ranks, rank, timeout)
         team = _connect(members, group_name)
-        name = "the default group" if len(global_ranks) == 0 else f"group {group_name} of ranks {list(ranks)}"
+        name = describe_group(group_name, ranks, is_default=len(global_ranks) == 0)
         engine = MpiEngine(team, name, ranks, timeout.total_seconds())
         super().__init__(engine, MPI_BACKEND_NAME, store, rank, world_size, group_name)
 

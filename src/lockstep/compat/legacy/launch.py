@@ -41,7 +41,8 @@ from typing import NoReturn
 
 from lockstep import env
 from lockstep.compat.legacy.spelling import find_spelling
-from lockstep.errors import LaunchError, SetupError
+from lockstep.errors import LaunchError
+from lockstep.launch.command import exit_code_of
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.hosts.options import add_arguments, hosts_from
 from lockstep.launch.output import say
@@ -49,7 +50,6 @@ from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main", "parse"]
 
-_USAGE_CODE = 2
 _PROGRAM_RUNNER = "lockstep.launch.program"
 
 _DESCRIPTION = """\
@@ -255,15 +255,5 @@ def _config(chosen: argparse.Namespace, settings: dict[str, object]) -> LaunchCo
     )
 
 
-def _main() -> int:
-    try:
-        return main()
-    except SetupError as error:
-        say(f"lockstep: error: {error}\n")
-        return _USAGE_CODE
-    except KeyboardInterrupt:
-        return 130
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(exit_code_of(main))

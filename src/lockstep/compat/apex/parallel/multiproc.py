@@ -10,14 +10,12 @@ import sys
 from collections.abc import Sequence
 
 from lockstep import env
-from lockstep.errors import LaunchError, SetupError
+from lockstep.errors import LaunchError
+from lockstep.launch.command import exit_code_of
 from lockstep.launch.config import LaunchConfig, resolve_nproc
-from lockstep.launch.output import say
 from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main"]
-
-_USAGE_CODE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,15 +52,5 @@ def _without(words: list[str], option: str) -> list[str]:
     return kept
 
 
-def _main() -> int:
-    try:
-        return main()
-    except SetupError as error:
-        say(f"lockstep: error: {error}\n")
-        return _USAGE_CODE
-    except KeyboardInterrupt:
-        return 130
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(exit_code_of(main))
