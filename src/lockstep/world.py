@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import distributed_c10d
 
 from lockstep import env
-from lockstep.comm import clock, gloo, registration
+from lockstep.comm import clock, registration
 from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, interface_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
@@ -251,8 +251,6 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
             # Groups meet under a name that counts them. An attempt that failed here must not count, because
             # for those who meet this rank in the next it never was.
             distributed_c10d._world.group_count = names_given
-    if "gloo" in backend:
-        gloo.await_rest_at_exit()
     if topology.num_nodes > 1:
         _tell_engines()
     _meetings[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1

@@ -44,3 +44,30 @@ def test_spawn_takes_and_returns_tensors() -> None:
     results = lockstep.spawn(spawned.add_tensor, (tensor,), nproc=2)
     for rank, result in enumerate(results):
         assert torch.equal(result, tensor + rank)
+
+
+def test_interpreter_ends_only_when_gloos_threads_rest(launches: Launches) -> None:
+    """One that would ask the dead interpreter for the GIL ends the process with SIGABRT."""
+    script = launches.script(
+        """
+        import ctypes, threading
+        import torch.distributed as dist
+
+        SET_NAME = 15
+        started = threading.Event()
+
+        def work():
+            ctypes.CDLL(None).prctl(SET_NAME, b'pt_gloo_runloop', 0, 0, 0)
+            started.set()
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                pass
+            print('done', flush=True)
+            threading.Event().wait()
+
+        threading.Thread(target=work, daemon=True).start()
+        started.wait()
+        """
+    )
+    done = launches.run("--nproc=2", script)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] done", "[1] done"])

@@ -6,6 +6,11 @@ referenced (a DDP model holds it, also after `destroy_process_group`), the inter
 thread that asks a dead interpreter for the GIL in a way that C++ answers with `terminate called without an active
 exception`: SIGABRT after a training that went well, in one run of ten with torch 2.13's own DDP. An exit handler runs
 while the GIL can still be had, so it gives it away until these threads have nothing left to do.
+
+[Note: at rest] A thread that waits for the GIL sleeps like one that has nothing to do. But it wakes up every 5 ms to
+look, and as soon as the GIL is given away; where the cores are busy it may then not run at once, and does not sleep
+either. So a thread is at rest if it was asleep before a longer nap of this one, is so behind it, and has not run
+in between.
 """
 
 from __future__ import annotations
@@ -13,14 +18,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import time
-from collections.abc import Iterator
 
 __all__ = ["await_rest_at_exit"]
 
-_THREAD_NAME = b"pt_gloo"  # torch names them pt_gloo_runloop
-_ASLEEP = b"S"
-_NAP_S = 0.001
+_THREAD_NAME = "pt_gloo"  # torch names them pt_gloo_runloop
+_NAP_S = 0.007  # longer than what sys.getswitchinterval() says by default
 _DEADLINE_S = 5.0
 
 _installed = False
@@ -38,21 +42,30 @@ def await_rest_at_exit() -> None:
 
 
 def _await_rest() -> None:
+    """See [Note: at rest]."""
     deadline = time.monotonic() + _DEADLINE_S
-    times_at_rest = 0
-    # Twice in a row: what waits for the GIL is asleep too, until the nap after the first look gives it away.
-    while times_at_rest < 2 and time.monotonic() < deadline:
-        time.sleep(_NAP_S)
-        times_at_rest = times_at_rest + 1 if all(state == _ASLEEP for state in _thread_states()) else 0
+    before, now = None, _asleep()
+    while now != {} and (now is None or now != before) and time.monotonic() < deadline:
+        time.sleep(max(_NAP_S, 1.4 * sys.getswitchinterval()))
+        before, now = now, _asleep()
 
 
-def _thread_states() -> Iterator[bytes]:
-    """The scheduler's letter for each of gloo's threads."""
-    folder = "/proc/self/task"
+def _asleep() -> dict[str, str] | None:
+    """Of each thread of gloo how often it has gone to sleep so far; None if one of them is not asleep."""
+    found: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for thread in os.listdir(folder):
-            with contextlib.suppress(OSError), open(f"{folder}/{thread}/stat", "rb") as file:
-                # "123 (name) S …"; a name may hold anything, a parenthesis too.
-                head, _, rest = file.read().rpartition(b")")
-                if head.partition(b"(")[2].startswith(_THREAD_NAME):
-                    yield rest.split()[0]
+        for thread in os.listdir("/proc/self/task"):
+            fields = _status(thread)
+            if fields.get("Name", "").startswith(_THREAD_NAME):
+                if not fields.get("State", "").startswith("S"):
+                    return None
+                found[thread] = fields.get("voluntary_ctxt_switches", "")
+    return found
+
+
+def _status(thread: str) -> dict[str, str]:
+    """What the kernel says of a thread of this process; nothing if it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/status", errors="replace") as file:
+        pairs = (line.partition(":") for line in file)
+        return {name: value.strip() for name, _, value in pairs}
+    return {}
