@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.shm import sync
+from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import PeerIdentity, Watch, _read_stat, own_identity
 from lockstep.shm.sync import Channel, PeerState, PeerTrouble, TroubleKind, Waiter
 
@@ -207,9 +208,11 @@ def test_who_gives_up_the_next_step_has_taken_this_one(words: Words) -> None:
 
 
 def make_channels(count: int) -> tuple[list[Channel], memoryview]:
-    memory = memoryview(array("q", [0] * count + [PeerState.READY] * count))
-    waiters = [Waiter(memory, range(count, 2 * count), rank, Watch({})) for rank in range(count)]
-    return [Channel(memory, range(count), rank, waiter) for rank, waiter in enumerate(waiters)], memory
+    """Counts first, then states, then bells."""
+    memory = memoryview(array("q", [0] * count + [PeerState.READY] * count + [0] * count))
+    states, bells = range(count, 2 * count), range(2 * count, 3 * count)
+    waiters = [Waiter(memory, states, rank, Watch({}), bells) for rank in range(count)]
+    return [Channel(memory, range(count), rank, waiter, bells[rank]) for rank, waiter in enumerate(waiters)], memory
 
 
 def test_nobody_is_more_than_one_step_ahead() -> None:
@@ -230,6 +233,44 @@ def test_nobody_is_more_than_one_step_ahead() -> None:
         thread.join(60)
     assert wrong == []
     assert memory[:3].tolist() == [199] * 3
+
+
+@pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
+def test_who_sleeps_is_woken_by_the_step_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "_LOOK_EVERY_S", 20.0)  # otherwise it would wake up by itself
+    (sleeper, waker), memory = make_channels(2)
+    thread = threading.Thread(target=sleeper.step, args=[30.0])
+    start = time.monotonic()
+    thread.start()
+    while memory[5] == 0:  # the bell of the waker
+        time.sleep(0.001)
+    time.sleep(0.02)
+    waker.step(30.0)
+    thread.join(10.0)
+    assert time.monotonic() - start < 5.0
+    assert memory[4:].tolist() == [0, 0]
+
+
+@pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
+def test_futex_does_not_sleep_where_the_word_has_changed() -> None:
+    words = memoryview(array("q", [0, 1 << 32 | 7]))
+    futex = Futex(words)
+    start = time.monotonic()
+    futex.sleep(1, 6, 20.0)
+    assert time.monotonic() - start < 5.0
+    futex.sleep(1, 7, 0.01)
+    assert time.monotonic() - start >= 0.01
+
+
+def test_without_futex_there_are_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Futex, "is_supported", staticmethod(lambda: False))
+    (first, second), memory = make_channels(2)
+    thread = threading.Thread(target=first.step, args=[30.0])
+    thread.start()
+    time.sleep(0.02)
+    second.step(30.0)
+    thread.join(10.0)
+    assert memory[:2].tolist() == [1, 1]
 
 
 def test_channel_takes_its_step_back_when_it_gives_up() -> None:

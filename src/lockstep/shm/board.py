@@ -1,4 +1,4 @@
-"""The control segment: one block per rank, written by its owner only.
+"""The control segment: one block per rank, written by its owner only, save the bell, which peers ring.
 
 Layout in bytes, all integers 64 bit little endian, every hot field on a cache line of its own::
 
@@ -7,7 +7,8 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     …        small slots of rank 0, then of rank 1, …                      2 x small_slot_bytes each
 
     block:
-    0        step count; fingerprint of the even collective, of the odd    64
+    0        step count; fingerprint of the even collective, of the odd;   64
+             bell: not 0 if a peer sleeps until the step count changes
     64       state, pid, start time, beat, number of the blocked wait      64
     128      record of the even collective: unused, number, call, site     64
     192      record of the odd collective                                  64
@@ -47,6 +48,7 @@ BLOCK_BYTES = 4096 + 2 * RING * TEXT_BYTES
 _RECORD_WORDS = 8
 _CALL_WORD = 2
 _SITE_WORD = 3
+_BELL_WORD = 3
 _STATE_WORD = 8
 _HOST = (256, 256)
 _BEAT_WORD, _BLOCKED_WORD = _STATE_WORD + 3, _STATE_WORD + 4
@@ -98,6 +100,7 @@ class Board:
         self.world_size = world_size
         self._starts = [BLOCKS_START + peer * BLOCK_BYTES for peer in range(world_size)]
         self.step_words = [start // 8 for start in self._starts]
+        self.bell_words = [start // 8 + _BELL_WORD for start in self._starts]
         self.state_words = [start // 8 + _STATE_WORD for start in self._starts]
         self.record_words = [start // 8 + 16 for start in self._starts]
         self.stamp_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]

@@ -8,8 +8,9 @@ peer's count has reached it: a barrier of one store and W - 1 loads.
 the step. x86 keeps stores in order. Elsewhere `fence` goes through an uncontended lock twice:
 the release of the first and the acquire of the second order everything around them.
 
-[Note: waiting] First spin (the peer is on another core and microseconds away), then yield the core, then sleep in
-short naps (the peer computes). A yield that takes long has let somebody else run here. Where there are cores for
+[Note: waiting] First spin (the peer is on another core and microseconds away), then yield the core, then sleep until
+the peer's step wakes this rank (the peer computes, and needs the cores; `futex.py`). Where the kernel has no such sleep
+there are short naps. A yield that takes long has let somebody else run here. Where there are cores for
 all ranks that may be the very peer, put on this core by the scheduler, and the two would go on taking turns; so
 the rank takes a nap of a microsecond, because whoever wakes up is given an idle core. Where ranks outnumber cores
 there is none to be given and a nap costs a time slice. Only the slow part looks at clocks and at the state of
@@ -33,10 +34,12 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol
 
+from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import Watch
 
 __all__ = ["Channel", "Overseer", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence", "nap"]
 
+_SLEEP_AFTER_S = 0.0003
 _NAP_AFTER_S = 0.002
 _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
 _SHORTEST_NAP_S = 0.000001
@@ -130,14 +133,24 @@ class Waiter:
         state_words: index of each rank's state word.
         rank: this rank.
         watch: liveness of the peers' processes.
+        bell_words: index of each rank's bell: not 0 if somebody sleeps until its word changes. None: nobody does.
 
     Attributes:
         overseer: asked in every look that finds no trouble, if there is one.
     """
 
-    def __init__(self, words: memoryview, state_words: Sequence[int], rank: int, watch: Watch) -> None:
+    def __init__(
+        self,
+        words: memoryview,
+        state_words: Sequence[int],
+        rank: int,
+        watch: Watch,
+        bell_words: Sequence[int] | None = None,
+    ) -> None:
         self._words = words
         self._state_words = state_words
+        self._bell_words = bell_words or ()
+        self._futex = Futex(words) if bell_words is not None and Futex.is_supported() else None
         self._rank = rank
         self._watch = watch
         self.closed = False
@@ -195,11 +208,29 @@ class Waiter:
             if now >= next_look:
                 self.look(words, pending, target, now - start, timeout_s)
                 next_look = now + _LOOK_EVERY_S
-            if now - start > _NAP_AFTER_S:
+            if self._futex is not None and now - start > _SLEEP_AFTER_S:
+                rank, index = pending[position]
+                self._sleep(self._futex, index, self._bell_words[rank], target)
+            elif now - start > _NAP_AFTER_S:
                 nap((now - start) / 20)
             elif self._has_own_core and now - before > _SHARED_CORE_S:
                 nap(_SHORTEST_NAP_S)
             before = time.monotonic()
+
+    def _sleep(self, futex: Futex, index: int, bell: int, target: int) -> None:
+        """Sleep until the word changes or the next look is due. See [Note: missed wake-ups] in futex.py."""
+        words = self._words
+        words[bell] = 1
+        fence()
+        seen = words[index]
+        if seen < target:
+            futex.sleep(index, seen, _LOOK_EVERY_S)
+
+    def wake(self, index: int) -> None:
+        """Wake those that sleep until that word of this rank changes. Local."""
+        self._words[self._bell_words[self._rank]] = 0
+        if self._futex is not None:
+            self._futex.wake(index)
 
     def look(
         self,
@@ -250,15 +281,17 @@ class Channel:
         step_words: index of each rank's step word.
         rank: this rank.
         waiter: how to wait.
+        bell_word: index of this rank's bell, which asks for a call of `waiter.wake`.
 
     Attributes:
         count: steps taken so far.
         waiter: how to wait.
     """
 
-    def __init__(self, words: memoryview, step_words: Sequence[int], rank: int, waiter: Waiter) -> None:
+    def __init__(self, words: memoryview, step_words: Sequence[int], rank: int, waiter: Waiter, bell_word: int) -> None:
         self._words = words
         self._mine = step_words[rank]
+        self._bell = bell_word
         self._peers = [(peer, word) for peer, word in enumerate(step_words) if peer != rank]
         self.waiter = waiter
         self.count = 0
@@ -273,6 +306,8 @@ class Channel:
         fence()
         words = self._words
         words[self._mine] = count
+        if words[self._bell]:
+            self.waiter.wake(self._mine)
         for peer in self._peers:
             if words[peer[1]] < count:
                 try:

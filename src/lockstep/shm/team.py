@@ -93,8 +93,9 @@ class Team:
         self.board = Board(segment, rank, world_size)
         peers = {peer: self.board.identity(peer) for peer in range(world_size) if peer != rank}
         self.watch = Watch(peers)
-        self.waiter = Waiter(self.board.words, self.board.state_words, rank, self.watch)
-        self._channel = Channel(self.board.words, self.board.step_words, rank, self.waiter)
+        board = self.board
+        self.waiter = Waiter(board.words, board.state_words, rank, self.watch, board.bell_words)
+        self._channel = Channel(board.words, board.step_words, rank, self.waiter, board.bell_words[rank])
         self.after_step: Callable[[], None] | None = None
         self._transfers = 0
         start = Board.size_bytes(world_size)

@@ -48,8 +48,8 @@ class _LocalWaiter(Waiter):
     """Waits for ranks of this host, and hears what those of all hosts say meanwhile."""
 
     def __init__(self, team: HostsTeam) -> None:
-        local = team.local
-        super().__init__(local.board.words, local.board.state_words, local.rank, local.watch)
+        local, board = team.local, team.local.board
+        super().__init__(board.words, board.state_words, local.rank, local.watch, board.bell_words)
         self._team = team
 
     def look(
