@@ -1,9 +1,10 @@
 """Where in the user's code something happened.
 
 [Note: frames] Python makes the object of a frame when somebody asks for it, which costs more than all else here. So one
-frame is asked for, where a call by `torch.distributed` has its user; the user's own lives through many
-calls and is there already. An instruction of the user's that once led straight to a collective from there
-is taken to do so again. Only if it is not known does a search go through all frames.
+frame is asked for, where the last call had its user; the user's own lives through many calls and is there already.
+An instruction of the user's that once led straight to a collective from there is taken to do so again. Only if it
+is not known does a search go through all frames. Instructions are known by the identity of their code, which is kept
+alive: to hash a code object is to read all of its bytecode.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
+from collections.abc import Callable
 from types import CodeType, FrameType
 
 from lockstep.frames import is_internal_file
 
-__all__ = ["CallSite", "call_site", "describe_exception", "is_users", "site_text"]
+__all__ = ["CallSite", "call_site", "describe_exception", "is_users", "make_locator", "site_text"]
 
 CallSite = tuple[str, int, str]
 """File, line and name of the function. No code object: hashing one reads all of its bytecode."""
 
 _UNKNOWN: CallSite = ("", 0, "")
 _SITE_BYTES = 250
-# This function, the engine's `_submit` and its verb, the group's verb, torch's function, its wrapper, the user.
-_USUAL_DEPTH = 6
+# Of the user's frame, counted from the finder of call sites. From farther away no instruction leads straight here.
+_FIRST_DEPTH, _DEEPEST = 7, 10
 _MAX_KNOWN = 4096
-_known: dict[tuple[CodeType, int], CallSite] = {}
 _getframe = sys._getframe
 # By name of file, once each: a name is compared by identity, mostly.
 _users_files: set[str] = set()
@@ -38,38 +39,55 @@ def is_users(code: CodeType) -> bool:
     return not is_internal_file(code.co_filename)
 
 
-def call_site() -> CallSite:
-    """The innermost frame of the user's code that led here. See [Note: frames]."""
-    try:
-        frame = _getframe(_USUAL_DEPTH)
-    except ValueError:
-        return _search()[0]
-    known = _known.get((frame.f_code, frame.f_lasti))
-    return known or _learn(frame)
+def make_locator() -> Callable[[], CallSite]:
+    """A finder of call sites for one caller, whose users are mostly equally far away.
+
+    Returns:
+        A function that returns the innermost frame of the user's code that led here. See [Note: frames].
+    """
+    depth = _FIRST_DEPTH
+    known: dict[int, dict[int, CallSite]] = {}  # by identity of the code, then by instruction
+    codes: dict[int, CodeType] = {}
+
+    def call_site() -> CallSite:
+        nonlocal depth
+        try:
+            frame = _getframe(depth)
+            return known[id(frame.f_code)][frame.f_lasti]
+        except (ValueError, KeyError):
+            pass
+        site, found, found_at = _search()
+        if found is not None and found_at <= _DEEPEST:
+            depth = found_at
+            if len(codes) >= _MAX_KNOWN:
+                codes.clear()
+                known.clear()
+            code = found.f_code
+            codes[id(code)] = code
+            known.setdefault(id(code), {})[found.f_lasti] = site
+        return site
+
+    return call_site
 
 
-def _learn(usual: FrameType) -> CallSite:
-    site, found = _search()
-    if found is usual:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[usual.f_code, usual.f_lasti] = site
-    return site
+call_site = make_locator()
 
 
-def _search() -> tuple[CallSite, FrameType | None]:
-    """The site and its frame, from the caller of this function's caller on."""
+def _search() -> tuple[CallSite, FrameType | None, int]:
+    """The site, its frame, and how far that is from the caller of this function."""
+    depth = 1
     frame: FrameType | None = _getframe(2)
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
         if file not in _internal_files:
             if file in _users_files:
-                return (file, frame.f_lineno, code.co_name), frame
+                return (file, frame.f_lineno, code.co_name), frame, depth
             (_internal_files if is_internal_file(file) else _users_files).add(file)
             continue
         frame = frame.f_back
-    return _UNKNOWN, None
+        depth += 1
+    return _UNKNOWN, None, depth
 
 
 def site_text(site: CallSite) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.blackbox import FINISHED
 from lockstep.comm import clock
-from lockstep.comm.callsite import CallSite, call_site
+from lockstep.comm.callsite import CallSite, make_locator
 from lockstep.comm.flight import Flight, describe_tensor, fingerprint
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
@@ -63,7 +63,7 @@ class Engine:
         self.team = team
         self.flight = flight
         self.timeout_s = timeout_s
-        self.locate = call_site
+        self.locate = make_locator()
         self._algorithms = algorithms
         self._place = team.rank  # which part of a region is this rank's
         self._runner = Runner("lockstep-collectives")

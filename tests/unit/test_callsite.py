@@ -1,0 +1,87 @@
+"""Finding the user's line, and finding it without a search."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.comm import callsite
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each search through all frames."""
+    found: list[int] = []
+    search = callsite._search
+
+    def counting() -> object:
+        found.append(1)
+        site, frame, depth = search()
+        return site, frame, depth - 1  # this function's own frame
+
+    monkeypatch.setattr(callsite, "_search", counting)
+    return found
+
+
+# Their names before and since torch 2.13.
+_SINGLE: dict[str, Callable[..., object]] = {
+    "all_gather": getattr(dist, "all_gather_single", dist.all_gather_into_tensor),
+    "reduce_scatter": getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor),
+}
+VERBS: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": dist.all_reduce,
+    "broadcast": lambda tensor: dist.broadcast(tensor, 0),
+    "barrier": lambda _: dist.barrier(),
+    "all_to_all_single": lambda tensor: dist.all_to_all_single(tensor.clone(), tensor),
+    "all_gather_single": lambda tensor: _SINGLE["all_gather"](tensor.clone(), tensor),
+    "reduce_scatter_single": lambda tensor: _SINGLE["reduce_scatter"](tensor.clone(), tensor),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_calls_in_a_loop_are_searched_for_once(verb: str, searches: list[int]) -> None:
+    """A search costs more than all else that the flight record does."""
+    tensor = torch.ones(3)
+    with lockstep.init(backend="lockstep", device="cpu"):
+        for _ in range(10):
+            VERBS[verb](tensor)
+        assert len(searches) <= 2  # the fixture's frame is in the way of the first guess
+
+
+def test_line_is_that_of_the_innermost_user() -> None:
+    locate = callsite.make_locator()
+
+    def helper() -> callsite.CallSite:
+        return locate()
+
+    line = sys._getframe().f_lineno
+    sites = [helper(), helper()]
+    assert sites == [(__file__, line - 2, "helper")] * 2
+
+
+def test_another_line_of_the_same_function_is_another_site() -> None:
+    locate = callsite.make_locator()
+    line = sys._getframe().f_lineno
+    sites = [
+        locate(),
+        locate(),
+    ]
+    again = locate()
+    assert [site[1] - line for site in (*sites, again)] == [2, 3, 5]
+
+
+def test_functions_that_are_gone_are_not_taken_for_new_ones() -> None:
+    """Identities of code are used again once the code is gone."""
+    locate = callsite.make_locator()
+    for number in range(50):
+        names: dict[str, object] = {"locate": locate}
+        source = "\n" * number + "def call():\n    return locate()\n"
+        exec(compile(source, f"/home/user/script{number}.py", "exec"), names)
+        call = names["call"]
+        assert callable(call)
+        assert call() == (f"/home/user/script{number}.py", number + 2, "call")
