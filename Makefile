@@ -63,7 +63,7 @@ torch-suite: venv ## run PyTorch's own tests of process groups on this backend
 
 nightly: venv ## what is too long for every commit: PyTorch's own suite, and an hour of random programs
 	$(RUN) $(BIN)/python tests/torch_suite/run.py
-	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest tests/soak $(ARGS)
+	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/soak $(ARGS)
 
 bench: venv ## measure against gloo and torch, BENCH=… chooses; writes JSON, tables and plots
 	$(RUN) $(BIN)/python -m benchmarks $(BENCH) $(ARGS)

@@ -19,6 +19,7 @@ import lockstep
 from lockstep import env
 from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
+from lockstep.testing.soak.runner import run_programs
 
 TIMEOUT_S = 20.0
 
@@ -93,6 +94,13 @@ def groups() -> dict[str, Any]:
             work.wait()
         found["async"] = [float(work.result()[0].mean()) for work in works]
     return found
+
+
+def soak(seeds: range) -> str:
+    """Random programs, each checked against one process."""
+    with world():
+        run_programs(seeds, num_steps=40)
+    return "no mismatch"
 
 
 def messages() -> dict[str, Any]:

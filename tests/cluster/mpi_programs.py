@@ -18,6 +18,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep import env
 from lockstep.errors import LockstepError
+from lockstep.testing.soak.runner import run_programs
 
 Described = tuple[str, str, float, tuple[int, ...]]
 
@@ -131,6 +132,16 @@ def _train(rank: int) -> list[float]:
         model(torch.full((2, 4), float(rank + step))).square().mean().backward()
         optimizer.step()
     return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+def soak(seeds: range) -> str:
+    """Random programs, each checked against one process."""
+    dist.init_process_group("mpi4py", timeout=timedelta(seconds=30))
+    try:
+        run_programs(seeds, num_steps=40)
+        return "no mismatch"
+    finally:
+        dist.destroy_process_group()
 
 
 def threads_and_groups() -> list[bool]:

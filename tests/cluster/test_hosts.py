@@ -43,6 +43,11 @@ def test_backend_conforms(hosts: Cluster, sizes: tuple[int, ...]) -> None:
     assert not [result for result in report.results if result.status == "skipped"]
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 1)], ids=str)
+def test_random_programs(hosts: Cluster, sizes: tuple[int, ...]) -> None:
+    assert hosts.run(programs.soak, sizes, range(4)) == ["no mismatch"] * sum(sizes)
+
+
 def test_init(hosts: Cluster) -> None:
     ranks = well(hosts.run(programs.what_init_says, (2, 2)))
     for rank, found in enumerate(ranks):

@@ -27,6 +27,10 @@ def test_backend_conforms(world_size: int) -> None:
     assert not [result for result in report.results if result.status == "skipped"]
 
 
+def test_random_programs() -> None:
+    assert launch(programs.soak, 3, range(6)) == ["no mismatch"] * 3
+
+
 @pytest.fixture(scope="module")
 def well() -> list[dict[str, Any]]:
     """What `programs.without_trouble` found on each of three ranks."""

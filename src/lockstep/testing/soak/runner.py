@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from lockstep.testing.pool import run_ranks
 from lockstep.testing.soak.rank import Usage, measure_usage, run_program
 from lockstep.topology import read_topology
 
-__all__ = ["Ledger", "command", "seeds_from", "soak"]
+__all__ = ["Ledger", "command", "run_programs", "seeds_from", "soak"]
 
 # A rank that waits this long for another is stuck.
 _STUCK_AFTER_S = 30.0
@@ -68,6 +68,24 @@ def soak(seeds: Sequence[int], world_size: int, backend: str = "lockstep") -> di
         text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"{text}\nTo see it again: {command(seeds, world_size, backend)}") from error
     return dict(outcomes)
+
+
+def run_programs(seeds: Iterable[int], num_steps: int) -> None:
+    """Run programs on this rank, started by anything, whose default group is there. Collective.
+
+    Args:
+        seeds: one for each program.
+        num_steps: of each.
+
+    Raises:
+        AssertionError: a result is wrong, or a call raised; names the program and the step.
+    """
+    for seed in seeds:
+        try:
+            run_program(seeds_from(seed, num_steps))
+        except AssertionError as error:
+            raise AssertionError(f"program {seed}: {error}") from error
+        dist.barrier()
 
 
 def _on_rank(seeds: list[int], backend: str) -> tuple[int, Usage]:
