@@ -102,6 +102,9 @@ MASTER_ADDR = Variable("MASTER_ADDR", str, "Address of rank 0's store for torch'
 MASTER_PORT = Variable("MASTER_PORT", int, "Port of rank 0's store for torch's env:// rendezvous.")
 TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "How much torch's C++ parts say; WARNING by default.")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", str, "Threads per process for torch's CPU operators.")
+GLIBC_TUNABLES = Variable("GLIBC_TUNABLES", str, "Settings of the C library, such as glibc.malloc.hugetlb=1.")
+MALLOC_MMAP_THRESHOLD_ = Variable("MALLOC_MMAP_THRESHOLD_", str, "From which size on glibc maps memory by itself.")
+MALLOC_TRIM_THRESHOLD_ = Variable("MALLOC_TRIM_THRESHOLD_", str, "How much free memory glibc keeps at the heap's end.")
 TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "Set by torchrun; name of the job.")
 TORCHELASTIC_RESTART_COUNT = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, "How often the job was restarted; set by torchrun and by `lockstep run`."

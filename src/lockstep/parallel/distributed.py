@@ -30,6 +30,7 @@ from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import check_bucket_cap, check_group, check_parameters, find_buffers, host_device
 from lockstep.parallel.graph import map_tensors, reachable_leaves, runs_backward_to
+from lockstep.parallel.heap import keep_memory_of_gradients
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.transports import make_transport
@@ -80,7 +81,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         UnusedParameters: from `backward`, or where several backward passes were possible from the next
             forward pass: parameters got no gradient.
 
-    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does.
+    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does. For parameters on the
+    CPU, glibc is told to keep the memory of gradients between steps, unless MALLOC_TRIM_THRESHOLD_ or the like is
+    set (`heap.py`).
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
         self._parameters_to_reduce = list(named.values())
+        keep_memory_of_gradients(self._parameters_to_reduce)
         self._names = list(named)
         self.device = self._parameters_to_reduce[0].device
         self.device_ids = self._check_device_ids(device_ids, output_device)
