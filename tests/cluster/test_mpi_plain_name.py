@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,6 +23,16 @@ SCRIPT = str(Path(__file__).with_name("mpi_plain_name.py"))
 NEEDS_NO_MPI = pytest.mark.skipif(dist.is_mpi_available(), reason="this PyTorch has its own MPI, which is then meant")
 
 
+def outcomes_in(text: str) -> list[Any]:
+    """What the ranks printed as JSON, a line each; mpirun may put the lines of two into one."""
+    found = []
+    while text := text.lstrip():
+        outcome, end = json.JSONDecoder().raw_decode(text)
+        found.append(outcome)
+        text = text[end:]
+    return found
+
+
 @needs_mpi
 @NEEDS_NO_MPI
 @pytest.mark.parametrize(
@@ -32,7 +43,7 @@ def test_plain_name_reaches_our_group(program: tuple[str, ...]) -> None:
     done = mpirun(2, program)
     assert done.returncode == 0, done.stderr
     ignored = "For MPI backend, world_size (0) and rank (0) are ignored since they are assigned by the MPI runtime."
-    for rank, found in enumerate(sorted(map(json.loads, done.stdout.splitlines()))):
+    for rank, found in enumerate(sorted(outcomes_in(done.stdout))):
         assert found == [
             [rank, 2, "mpi4py", 3.0, "mpi4py", 3.0, "mpi4py", 3.0, 3.0],
             [rank, 3.0, 44.0, [ignored]],

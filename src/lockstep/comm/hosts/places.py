@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep import env
 from lockstep.comm.hosts.layout import Member
@@ -28,6 +28,8 @@ from lockstep.shm.meeting import Store
 from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
 
 __all__ = ["Notes", "find_members"]
+
+_Answer = TypeVar("_Answer")
 
 _LONGEST_NAP_S = 0.02
 _TROUBLE = "trouble"
@@ -59,7 +61,7 @@ class Notes:
     def write(self, topic: str, value: Any) -> None:
         """Tell all ranks something: JSON."""
         key = f"{topic}{self._rank}"
-        self._store.set(key, json.dumps(value))
+        self._ask(lambda: self._store.set(key, json.dumps(value)))
         self._written.append(key)
 
     def read(self, topic: str, ranks: Sequence[int]) -> list[Any]:
@@ -73,13 +75,14 @@ class Notes:
         nap_s = 0.0002
         while True:
             for rank in ranks:
-                if rank not in found and self._has(f"{topic}{rank}"):
-                    found[rank] = json.loads(self._store.get(f"{topic}{rank}"))
+                if rank not in found and (said := self._said(f"{topic}{rank}")) is not None:
+                    found[rank] = json.loads(said)
             if len(found) == len(ranks):
                 return [found[rank] for rank in ranks]
             self._look_out()
-            if self._has(_TROUBLE):
-                raise RendezvousError(self._store.get(_TROUBLE))
+            trouble = self._said(_TROUBLE)
+            if trouble is not None:
+                raise RendezvousError(trouble)
             if time.monotonic() > self._deadline:
                 missing = ", ".join(f"rank {self._global_ranks[rank]}" for rank in ranks if rank not in found)
                 raise RendezvousError(
@@ -102,9 +105,14 @@ class Notes:
         with contextlib.suppress(RuntimeError):
             self._store.set(_TROUBLE, f"{name} could not join: {str(error).splitlines()[0]}")
 
-    def _has(self, key: str) -> bool:
+    def _said(self, key: str) -> str | None:
+        """What stands under that key, if anything does."""
+        return self._ask(lambda: self._store.get(key) if self._store.has(key) else None)
+
+    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+        """Put a question to the store, which may be gone: it ends with the rank that has it."""
         try:
-            return self._store.has(key)
+            return question()
         except RuntimeError as error:
             raise RendezvousError(
                 f"rank {self._global_ranks[self._rank]} lost the store in which the ranks meet: "

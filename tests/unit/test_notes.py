@@ -1,0 +1,68 @@
+"""What ranks of several hosts tell each other before there is a group, when the store goes meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.comm.hosts.places import Notes
+from lockstep.errors import RendezvousError
+
+
+class BriefStore:
+    """A store that goes after a number of questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.values: dict[str, str] = {"parting0": "true"}
+        self.questions = questions
+
+    def _count(self) -> None:
+        self.questions -= 1
+        if self.questions < 0:
+            raise RuntimeError("Connection reset by peer\nmore that nobody needs")
+
+    def set(self, key: str, value: str) -> None:
+        self._count()
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        self._count()
+        return self.values[key]
+
+    def has(self, key: str) -> bool:
+        self._count()
+        return key in self.values
+
+    def delete(self, key: str) -> None:
+        self._count()
+        self.values.pop(key, None)
+
+
+def make_notes(questions: int) -> Notes:
+    return Notes(BriefStore(questions), 1, (0, 1), 5.0, lambda: None)
+
+
+@pytest.mark.parametrize("questions", range(7))
+def test_parting_ranks_need_no_store_any_more(questions: int) -> None:
+    """What they part over is the error to raise, wherever the first of them takes the store along."""
+    make_notes(questions).part(range(2))
+
+
+@pytest.mark.parametrize("questions", range(5))
+def test_who_needs_the_store_hears_that_it_is_gone(questions: int) -> None:
+    notes = make_notes(questions)
+
+    def tell_and_ask() -> None:
+        notes.write("parting", True)
+        notes.read("parting", range(2))
+
+    with pytest.raises(RendezvousError, match=r"^rank 1 lost the store in which the ranks meet: Connection reset by"):
+        tell_and_ask()
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    notes = make_notes(100)
+    notes.write("card", ["a", 1])
+    assert notes.read("card", [1]) == [["a", 1]]
+    notes.give_up(RendezvousError("no room\nat all"))
+    with pytest.raises(RendezvousError, match=r"^rank 1 could not join: no room$"):
+        notes.read("nothing", [0])
