@@ -44,8 +44,9 @@ def await_rest_at_exit() -> None:
 def _await_rest() -> None:
     """See [Note: at rest]."""
     deadline = time.monotonic() + _DEADLINE_S
-    before, now = None, _asleep()
-    while now != {} and (now is None or now != before) and time.monotonic() < deadline:
+    before: dict[str, str] | None = {}
+    now = _asleep()
+    while (now is None or now != before) and time.monotonic() < deadline:
         time.sleep(max(_NAP_S, 1.4 * sys.getswitchinterval()))
         before, now = now, _asleep()
 

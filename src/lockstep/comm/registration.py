@@ -3,7 +3,7 @@
 `import lockstep` calls `ensure`. If torch.distributed is loaded the names are registered at once;
 else when it is. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported by
 who makes a group with it; "mpi" means the same where torch has no MPI (`mpi/name.py`). `dist.monitored_barrier` learns
-of the groups on the same occasion (`monitored.py`).
+of the groups on the same occasion (`monitored.py`), and the end of the interpreter of gloo's threads (`gloo.py`).
 """
 
 from __future__ import annotations

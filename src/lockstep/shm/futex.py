@@ -36,7 +36,7 @@ class Futex:
     """
 
     def __init__(self, words: memoryview) -> None:
-        self._words = words
+        self._words = words  # keeps the memory mapped
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(words))
 
     @staticmethod
