@@ -15,6 +15,7 @@ from lockstep.rendezvous import urls as _urls
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # `as` marks a re-export for type checkers
+    from lockstep.batch import is_filler as is_filler
     from lockstep.data import DataLoader as DataLoader
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.launch.spawn import spawn as spawn
@@ -22,6 +23,10 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.parallel.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+    from lockstep.parallel.gathering import all_gather as all_gather
+    from lockstep.parallel.losses import global_loss as global_loss
+    from lockstep.parallel.losses import mean as mean
+    from lockstep.parallel.losses import sum as sum
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
     from lockstep.world import init as init
@@ -35,13 +40,18 @@ _PUBLIC = {
     "LockstepError": "lockstep.errors",
     "SyncBatchNorm": "lockstep.parallel.batchnorm",
     "World": "lockstep.world",
+    "all_gather": "lockstep.parallel.gathering",
     "checkpoint": "lockstep.checkpoint",
     "convert_sync_batchnorm": "lockstep.parallel.batchnorm",
     "current_world": "lockstep.world",
     "errors": "lockstep.errors",
+    "global_loss": "lockstep.parallel.losses",
     "init": "lockstep.world",
+    "is_filler": "lockstep.batch",
+    "mean": "lockstep.parallel.losses",
     "metrics": "lockstep.metrics",
     "spawn": "lockstep.launch.spawn",
+    "sum": "lockstep.parallel.losses",
     "symmetric_empty": "lockstep.world",
     "testing": "lockstep.testing",
 }

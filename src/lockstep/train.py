@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import batch, checkpoint
+from lockstep import checkpoint
+from lockstep.batch import BatchShare
 from lockstep.data import DataLoader
 from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.rank_zero import collective_device
@@ -118,7 +119,7 @@ class _Ledger:
         """Samples over all ranks of each micro-batch in the step under way."""
         return [samples for _, samples in self._window]
 
-    def add(self, loss: Tensor, share: batch.BatchShare) -> None:
+    def add(self, loss: Tensor, share: BatchShare) -> None:
         """Enter a micro-batch. Local."""
         loss = loss.detach().double()
         # A filler may have any loss, nan included: it is left out, not multiplied by zero.
@@ -280,11 +281,12 @@ class Trainer:
         steps: list[StepReport] = []
         ledger = _Ledger()
         started, communication_s = time.perf_counter(), _communication_s()
-        num_batches = self._batches_left()
-        for number, data in enumerate(self.loader, start=1):
-            closes_step = number % self.accumulate == 0 or number == num_batches
+        batches = iter(self.loader)
+        for number, data in enumerate(batches, start=1):
+            closes_step = number % self.accumulate == 0 or number == len(batches)
             with nullcontext() if closes_step else self.model.no_sync():
-                self._backward(data, ledger)
+                assert batches.share is not None
+                self._backward(data, batches.share, ledger)
             if closes_step:
                 self._update(ledger)
                 if self.step % self.log_every == 0:
@@ -301,20 +303,11 @@ class Trainer:
             communication_s=_communication_s() - communication_s,
         )
 
-    def _batches_left(self) -> int:
-        """Global batches in the rest of the epoch: all of them, unless it was entered half way."""
-        state = self.loader.state_dict()
-        samples: int = state["samples_per_epoch"] - state["samples_consumed"]
-        assert self.loader.batch_size is not None
-        return samples // self.loader.batch_size if self.loader.drop_last else -(-samples // self.loader.batch_size)
-
-    def _backward(self, data: Any, ledger: _Ledger) -> None:
+    def _backward(self, data: Any, share: BatchShare, ledger: _Ledger) -> None:
         """Add one micro-batch to the gradient."""
         window = ledger.window_samples
         if not window:
             self.optimizer.zero_grad()
-        share = batch.current()
-        assert share is not None, "the loader yields nothing without publishing a share"
         loss = self.loss_fn(self.model, data)
         ledger.add(loss, share)
         # As a part of a full window of micro-batches as large as its first; exactly 1 without accumulation.

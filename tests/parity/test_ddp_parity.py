@@ -318,8 +318,8 @@ def backward_of_infinite_filler() -> list[list[float]]:
     model = lockstep.DistributedDataParallel(nn.Linear(2, 1, bias=False).double())
     nn.init.ones_(model.module.weight)
     is_filler = dist.get_rank() == 1
-    batch.publish(batch.BatchShare(0 if is_filler else 3, 3, 2))
-    output = model(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    with batch.hold(batch.BatchShare(0 if is_filler else 3, 3, 2)):
+        output = model(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
     (output.log() * torch.inf if is_filler else output).sum().backward()
     assert model.module.weight.grad is not None
     return model.module.weight.grad.tolist()
@@ -329,17 +329,19 @@ def test_a_filler_counts_for_nothing() -> None:
     assert run_ranks(backward_of_infinite_filler, 2) == [[[3.0, 4.0]]] * 2
 
 
-def ignore_the_share_of_others() -> list[list[float]]:
-    """A loader that splits over another number of ranks than the engine averages over says nothing to it."""
+def average_over_a_part_of_the_ranks() -> list[list[float]]:
+    """A loader splits over more ranks than the engine averages over: the mean is over what these hold."""
     model = lockstep.DistributedDataParallel(nn.Linear(2, 1, bias=False).double())
-    batch.publish(batch.BatchShare(dist.get_rank(), 3, 3))
-    model(torch.full((1, 2), 1.0 + 2 * dist.get_rank(), dtype=torch.float64)).sum().backward()
+    with batch.hold(batch.BatchShare(1 + dist.get_rank(), 6, 3)):
+        model(torch.full((1, 2), 1.0 + 2 * dist.get_rank(), dtype=torch.float64)).sum().backward()
     assert model.module.weight.grad is not None
     return model.module.weight.grad.tolist()
 
 
-def test_the_share_of_another_world_is_not_taken() -> None:
-    assert run_ranks(ignore_the_share_of_others, 2) == [[[2.0, 2.0]]] * 2
+def test_a_batch_split_over_more_ranks_than_average() -> None:
+    """Rank 0 has 1 sample, of ones, rank 1 has 2, of threes."""
+    for gradients in run_ranks(average_over_a_part_of_the_ranks, 2):
+        assert gradients == [pytest.approx([7 / 3] * 2, abs=TOLERANCE)]
 
 
 def train_on_zipped_loaders(model: nn.Module, **place: int) -> Tensor:

@@ -124,13 +124,10 @@ def keep_fillers_out() -> None:
     expected = plain(whole)
     expected.square().sum().backward()
     layer = lockstep.SyncBatchNorm(CHANNELS, dtype=torch.float64)
-    lockstep.batch.publish(lockstep.batch.BatchShare(sizes[rank], sum(sizes), world_size))
-    try:
+    with lockstep.batch.active(lockstep.batch.BatchShare(sizes[rank], sum(sizes), world_size)):
         own = (whole.detach()[split(sizes)] if sizes[rank] else torch.full((1, CHANNELS), 9.0).double()).clone()
         output = layer(own.requires_grad_())
         (output.square().sum() * (1.0 if sizes[rank] else 0.0)).backward()
-    finally:
-        lockstep.batch.clear()
     assert_close(layer.running_mean, plain.running_mean, "running mean")
     assert_close(layer.running_var, plain.running_var, "running variance")
     assert own.grad is not None

@@ -387,10 +387,8 @@ def return_kinds(weighted: bool) -> list[str]:
         model, plain = twins(Returning(kind))
         for seed in range(2):
             inputs = data(5, 4, seed=seed).requires_grad_()
-            if weighted:
-                batch.publish(share)
-            output = model(inputs)
-            batch.clear()
+            with batch.hold(share) if weighted else contextlib.nullcontext():
+                output = model(inputs)
             model.module.loss(output).backward()
             got = inputs.grad.clone()
             inputs.grad = None

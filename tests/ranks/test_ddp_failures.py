@@ -258,9 +258,9 @@ def train_for_long(options: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     counts = []
     for step in range(201):
-        batch.publish(batch.BatchShare(1 + dist.get_rank(), 3, 2))
         optimizer.zero_grad()
-        loss_of(model, step).backward()
+        with batch.hold(batch.BatchShare(1 + dist.get_rank(), 3, 2)):
+            loss_of(model, step).backward()
         optimizer.step()
         if step % 10 == 0:
             loss_of(model, step)  # a forward pass without a backward pass

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import Plan, Schedule, draw_order, share_bounds, shuffled_order
+from lockstep.batch import filler_rows, share_bounds
+from lockstep.data.order import Plan, Schedule, draw_order, shuffled_order
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
@@ -82,7 +83,8 @@ def test_training_fills_empty_shares_with_the_first_sample(num_samples, batch_si
         schedule = Schedule(range(num_samples), plan, 0, 0, rank, world_size)
         for number, fetch in enumerate(schedule):
             if schedule.share(number).local_samples == 0:
-                assert fetch.indices == [plan.bounds(number)[0]]
+                rows = filler_rows(batch_size, rank, world_size)
+                assert fetch.indices == [plan.bounds(number)[0]] * rows
 
 
 @unhurried

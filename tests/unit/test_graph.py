@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node, tree_flatten
 
-from lockstep.parallel.graph import map_tensors, reachable_leaves, runs_backward_to
+from lockstep.parallel.graph import reachable_leaves, runs_backward_to
+from lockstep.tree import map_tensors
 
 
 @dataclasses.dataclass

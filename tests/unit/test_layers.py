@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.log",),
     ("lockstep.blackbox", "lockstep.frames"),
     ("lockstep.topology",),
+    ("lockstep.tree",),
     ("lockstep.batch",),
     ("lockstep.shm",),
     ("lockstep.rendezvous.interfaces",),

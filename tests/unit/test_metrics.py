@@ -18,13 +18,6 @@ from lockstep.metrics import Accuracy, Mean, Metric, Sum, synchronize
 FILLER = BatchShare(local_samples=0, global_samples=3, world_size=4)
 
 
-@pytest.fixture(autouse=True)
-def no_share_is_left():
-    batch.clear()
-    yield
-    batch.clear()
-
-
 @pytest.fixture(params=["mean", "sum", "accuracy", "top-2"])
 def filled(request):
     """A metric that has seen something."""
@@ -44,8 +37,8 @@ class TestMean:
     def test_scalar_counts_as_often_as_the_rank_holds_samples(self):
         mean = Mean()
         for share, value in ((BatchShare(4, 8, 2), 1.0), (BatchShare(1, 3, 2), torch.tensor(6.0))):
-            batch.publish(share)
-            mean.update(value)
+            with batch.hold(share):
+                mean.update(value)
         assert mean.compute() == pytest.approx((4 * 1.0 + 6.0) / 5)
 
     def test_scalar_counts_once_outside_a_loader(self):
@@ -56,19 +49,19 @@ class TestMean:
 
     def test_values_count_one_each_whatever_the_batch(self):
         mean = Mean()
-        batch.publish(BatchShare(7, 7, 1))
-        mean.update(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        mean.update(torch.tensor([5.0]))
+        with batch.hold(BatchShare(7, 7, 1)):
+            mean.update(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+            mean.update(torch.tensor([5.0]))
         assert mean.compute() == 3.0
         assert mean.state().tolist() == [15.0, 5.0]
 
     def test_explicit_weight_wins(self):
         mean = Mean()
-        batch.publish(BatchShare(7, 7, 1))
-        mean.update(1.0, weight=2)
-        mean.update(4.0, weight=torch.tensor(1))
-        mean.update(torch.tensor([1.0, 2.0]), weight=torch.tensor([0.0, 0.5]))
-        mean.update(torch.tensor([1.0, 2.0]), weight=0.5)
+        with batch.hold(BatchShare(7, 7, 1)):
+            mean.update(1.0, weight=2)
+            mean.update(4.0, weight=torch.tensor(1))
+            mean.update(torch.tensor([1.0, 2.0]), weight=torch.tensor([0.0, 0.5]))
+            mean.update(torch.tensor([1.0, 2.0]), weight=0.5)
         assert mean.state().tolist() == [2 + 4 + 1 + 1.5, 2 + 1 + 0.5 + 1]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
@@ -178,14 +171,14 @@ class TestAccuracy:
 class TestEveryMetric:
     def test_counts_nothing_under_a_filler(self, filled):
         before = filled.state()
-        batch.publish(FILLER)
-        if isinstance(filled, Accuracy):
-            filled.update(torch.ones(1, 3), torch.tensor([0]))
-        else:
-            filled.update(5.0)
-            filled.update(torch.ones(3))
-        if isinstance(filled, Mean):
-            filled.update(5.0, weight=3)
+        with batch.hold(FILLER):
+            if isinstance(filled, Accuracy):
+                filled.update(torch.ones(1, 3), torch.tensor([0]))
+            else:
+                filled.update(5.0)
+                filled.update(torch.ones(3))
+            if isinstance(filled, Mean):
+                filled.update(5.0, weight=3)
         assert torch.equal(filled.state(), before)
 
     def test_starts_empty_and_is_reset(self, filled):
@@ -255,8 +248,8 @@ class TestEveryMetric:
 def test_never_waits_for_the_device_while_updating():
     """The meta device has no values: whoever looks at one raises."""
     loss, accuracy = Mean(), Accuracy(top_k=2)
-    batch.publish(BatchShare(3, 3, 1))
-    loss.update(torch.ones((), device="meta"))
+    with batch.hold(BatchShare(3, 3, 1)):
+        loss.update(torch.ones((), device="meta"))
     loss.update(torch.ones(3, device="meta"), weight=torch.ones(3, device="meta"))
     accuracy.update(torch.ones(3, 5, device="meta"), torch.ones(3, dtype=torch.int64, device="meta"))
     assert loss.state().device.type == accuracy.state().device.type == "meta"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
-from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch import BatchShare, Iteration
 from lockstep.data.order import Fetch, Schedule
 from lockstep.data.seeding import preserve_global_rngs
 from lockstep.errors import DataError
 
-__all__ = ["EpochIterator", "Progress", "Publication", "RankBatchSampler"]
+__all__ = ["EpochIterator", "Progress", "RankBatchSampler"]
+
+
+_count = itertools.count(1).__next__
 
 
 @dataclass
@@ -24,52 +27,25 @@ class Progress:
         consumed: global samples of that epoch in the batches yielded so far. Batches that
             workers have fetched ahead do not count.
         finished: the epoch was walked to its end.
+        is_open: it can go on: neither finished nor dropped.
+        active: a number that grows over all iterations of the process: when it began, yielded last, or ended.
     """
 
     epoch: int
     consumed: int
     finished: bool = False
+    is_open: bool = True
+    active: int = field(default_factory=_count)
 
+    def advance(self, consumed: int) -> None:
+        """A batch was yielded."""
+        self.consumed = consumed
+        self.active = _count()
 
-class Publication:
-    """Publishes the share of one iteration's latest batch, and takes it back when it ends.
-
-    Iterations nest: an evaluation runs inside a training loop. When the inner one ends, the batch
-    yielded last is again the outer one's, so its share is published again; a forward pass of the
-    training loop after the evaluation is weighted as one before it.
-    """
-
-    # Those that have published and are not over; the one that published last is at the end.
-    # One list per process, as there is one current share.
-    _open: ClassVar[list[Publication]] = []
-
-    def __init__(self) -> None:
-        self._share: BatchShare | None = None
-
-    def publish(self, share: BatchShare) -> None:
-        """Make `share` the current one."""
-        opened = Publication._open
-        if not opened or opened[-1] is not self:
-            if self in opened:
-                opened.remove(self)
-            opened.append(self)
-        self._share = share
-        batch.publish(share)
-
-    def close(self) -> None:
-        """Take the share back, unless somebody has published another since. May be called twice."""
-        opened = Publication._open
-        if self not in opened:
-            return
-        opened.remove(self)
-        # Identity, not equality: another loader's share may be equal, and must stay.
-        if batch.current() is self._share:
-            outer = opened[-1]._share if opened else None
-            if outer is None:
-                batch.clear()
-            else:
-                batch.publish(outer)
-        self._share = None
+    def finish(self) -> None:
+        """The epoch was walked to its end."""
+        self.finished = True
+        self.active = _count()
 
 
 class RankBatchSampler:
@@ -98,16 +74,14 @@ class RankBatchSampler:
 
 
 class EpochIterator(Iterator[Any]):
-    """Yields this rank's batches of one epoch and publishes the share of each.
+    """Yields this rank's batches of one epoch and tags each with its share.
 
-    Ends like any iterator; dropping it halfway (`break`) or calling `close` takes the published
-    share back and stops workers that do not persist.
+    Ends like any iterator; dropping it halfway (`break`) or calling `close` stops workers that do not persist.
 
     Args:
-        batches: torch's iterator over `schedule`, collated.
+        batches: an iterator over `schedule`, collated.
         schedule: this rank's batches.
         progress: updated with every batch yielded.
-        publication: publishes the shares.
         preserve_rngs: samples are fetched in this process by code that seeds the process-wide
             generators; put those back after each batch.
         shared_workers: the sampler of the worker pool that this iteration shares with later
@@ -119,7 +93,6 @@ class EpochIterator(Iterator[Any]):
         batches: Iterator[Any],
         schedule: Schedule,
         progress: Progress,
-        publication: Publication,
         *,
         preserve_rngs: bool,
         shared_workers: RankBatchSampler | None,
@@ -127,11 +100,15 @@ class EpochIterator(Iterator[Any]):
         self._batches = batches
         self._schedule = schedule
         self._progress = progress
-        self._publication = publication
+        self._iteration = Iteration()
         self._preserve_rngs = preserve_rngs
         self._shared_workers = shared_workers
         self._number = 0  # of the batch that comes next
-        self._full_share: BatchShare | None = None
+
+    @property
+    def share(self) -> BatchShare | None:
+        """What this rank holds of the batch yielded last; None before the first."""
+        return self._iteration.latest
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -150,16 +127,17 @@ class EpochIterator(Iterator[Any]):
         try:
             loaded = self._load()
         except StopIteration:
-            self._progress.finished = True
+            self._progress.finish()
             self.close()
             raise
-        except Exception:
+        except Exception as error:
             # torch has dropped the batch that failed; whoever goes on gets the one after it. It is
             # not counted as consumed, so a checkpoint written now leads back to it.
-            self._number += 1
+            if not _is_timeout(error):
+                self._number += 1
             raise
-        self._publication.publish(self._share(self._number))
-        self._progress.consumed = self._schedule.consumed(self._number)
+        self._iteration.publish(self._schedule.share(self._number), loaded)
+        self._progress.advance(self._schedule.consumed(self._number))
         self._number += 1
         return loaded
 
@@ -169,18 +147,19 @@ class EpochIterator(Iterator[Any]):
         with preserve_global_rngs():
             return next(self._batches)
 
-    def _share(self, number: int) -> BatchShare:
-        share = self._full_share
-        if share is None or number + 1 == len(self._schedule.plan):  # only the last one can be smaller
-            share = self._full_share = self._schedule.share(number)
-        return share
-
     def close(self) -> None:
-        """End here: take the share back, let go of the workers. Local; may be called twice."""
-        self._publication.close()
+        """End here, and let go of the workers. Local; may be called twice."""
+        self._iteration.close()
+        self._progress.is_open = False
         self._batches = iter(())
         self._shared_workers = None
 
     def __del__(self) -> None:
-        if hasattr(self, "_publication"):  # __init__ got that far
-            self._publication.close()
+        if hasattr(self, "_iteration"):  # __init__ got that far
+            self._iteration.close()
+            self._progress.is_open = False
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Whether a batch did not come in time: torch goes on waiting for it when it is asked again."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")

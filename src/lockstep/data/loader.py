@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils.data
 
-from lockstep import log
+from lockstep import batch, log
 from lockstep.data.checks import (
     STATE_VERSION,
     check_dataset,
@@ -19,7 +19,8 @@ from lockstep.data.checks import (
     check_state,
     check_workers,
 )
-from lockstep.data.iteration import EpochIterator, Progress, Publication, RankBatchSampler
+from lockstep.data.device import DeviceIterator, check_device
+from lockstep.data.iteration import EpochIterator, Progress, RankBatchSampler
 from lockstep.data.order import Order, Plan, Schedule, draw_order, shuffled_order
 from lockstep.data.place import check_place, find_place
 from lockstep.data.seeding import derive_seed
@@ -45,8 +46,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     An iterator that is merely made (`next(iter(loader))`) has begun one, so ranks must iterate
     alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
 
-    **Weights.** With each batch the loader publishes a `lockstep.batch.BatchShare`, and takes it
-    back when the iteration ends or is dropped.
+    **Weights.** The loader tags the memory of what it yields with the batch's share
+    (`lockstep.batch`), by which engine, metrics and losses know it, whenever it is used.
 
     **Randomness per sample.** If `dataset.__getitem__` has a keyword `generator`, it is handed a
     `torch.Generator` seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset`
@@ -65,7 +66,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         drop_last: leave out the last global batch if it is smaller than `batch_size`.
         num_workers: worker processes per rank; 0 loads in the training process.
         collate_fn: as in torch; sees one rank's share of a batch.
-        pin_memory: as in torch.
+        pin_memory: as in torch; None means where `device` is a GPU.
         timeout: seconds to wait for a worker's batch; 0 waits as long as the workers live.
         worker_init_fn: as in torch; called with the worker's number, in the worker.
         multiprocessing_context: as in torch.
@@ -85,6 +86,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks:
             let its `__getitem__` take a `generator` instead. If False, workers start from seeds
             that depend on (seed, epoch, rank, worker).
+        device: move batches there; None leaves them on the CPU. To a GPU they are copied from pinned memory
+            on a stream of its own, beside the loop.
+        prefetch: batches copied to a GPU ahead of the loop, which do not count as consumed.
         rank: of this process, together with `world_size`. Without them: the open world, else
             `torch.distributed`'s default group, else one process; read when an iteration begins.
         world_size: number of ranks.
@@ -118,7 +122,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         drop_last: bool = False,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
@@ -127,6 +131,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         pin_memory_device: str = "",
         sampler: Iterable[int] | None = None,
         seed_global_rng: bool = True,
+        device: torch.device | str | int | None = None,
+        prefetch: int = 1,
         rank: int | None = None,
         world_size: int | None = None,
         batch_sampler: None = None,
@@ -142,8 +148,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.shuffle = bool(shuffle)
         self.evaluation = bool(evaluation)
         self.seed_global_rng = bool(seed_global_rng)
+        self.device = check_device(device, prefetch)
+        self.prefetch = check_integer("prefetch", prefetch, 0, "It counts the batches copied to the device ahead")
+        if pin_memory is None:
+            pin_memory = self.device is not None and self.device.type == "cuda"
         self._place = check_place(rank, world_size)
         self._rank_batches = RankBatchSampler()
+        self._batch_source = batch.Source()
         super().__init__(
             dataset,
             batch_sampler=cast(Any, self._rank_batches),
@@ -167,8 +178,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._ordered_by_sampler = sampler is not None
         self._next_epoch = 0
         self._next_start = 0
-        self._progress: Progress | None = None  # of the newest iteration, until another epoch is asked for
-        self._publication = Publication()
+        self._epoch_after = 0  # the epoch that follows a resumed one, if others had begun within it
+        # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
+        self._progresses: list[Progress] = []
         self._plan()
 
     def __len__(self) -> int:
@@ -183,19 +195,22 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         epoch, start = self._next_epoch, self._next_start
         rank, world_size = self._place or find_place()
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
-        schedule = Schedule(order, self._plan(start), self.seed, epoch, rank, world_size, self.evaluation)
+        plan = self._plan(start)
+        schedule = Schedule(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source)
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
-        self._publication.close()
+        batch.register(self._batch_source, rank, schedule.divisions())
         self._rank_batches.schedule = schedule
-        batches = super().__iter__()
-        self._next_epoch, self._next_start = epoch + 1, 0
-        self._progress, self._publication = Progress(epoch, start), Publication()
+        batches: Iterator[Any] = super().__iter__()
+        if self.device is not None:
+            batches = DeviceIterator(batches, self.device, self.prefetch)
+        self._next_epoch, self._next_start, self._epoch_after = max(epoch + 1, self._epoch_after), 0, 0
+        progress = Progress(epoch, start)
+        self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
             batches,
             schedule,
-            self._progress,
-            self._publication,
+            progress,
             preserve_rngs=self.num_workers == 0 and self._source().seeds_global_rngs,
             shared_workers=self._rank_batches if self.persistent_workers else None,
         )
@@ -211,8 +226,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         epoch = check_integer("epoch", epoch, 0)
         if epoch != self._next_epoch:
-            self._next_epoch, self._next_start = epoch, 0
-        self._progress = None
+            self._next_epoch, self._next_start, self._epoch_after = epoch, 0, 0
+        self._progresses.clear()
 
     @property
     def epoch(self) -> int:
@@ -221,7 +236,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _position(self) -> tuple[int, int]:
         """Epoch, and samples of it consumed."""
-        progress = self._progress
+        under_way = [each for each in self._progresses if each.is_open] or self._progresses
+        progress = max(under_way, key=lambda each: each.active, default=None)
         if progress is None or progress.finished:
             return self._next_epoch, self._next_start
         return progress.epoch, progress.consumed
@@ -233,7 +249,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         so take it when the step on the k-th is done. After a `break` it leads to the batch that
         would have come next, although iterating on in the same process begins the next epoch.
         After the end of an epoch it leads to the next one. Batches that workers have loaded ahead
-        do not count. With several iterators alive it describes the newest.
+        do not count. Of several iterations that can go on (an evaluation on the training data, within an epoch)
+        it describes the one that yielded last, and of others what comes after it.
 
         An evaluation loader whose batches are smaller than the world counts only what this rank
         was given: take the state on rank 0, which holds a part of every batch.
@@ -247,6 +264,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "samples_per_epoch": self._samples_per_epoch(),
             "dataset_length": check_dataset(self.dataset),
             "order": self._order_name(),
+            "next_epoch": max(self._next_epoch, self._epoch_after),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -265,7 +283,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
         self.seed = numbers["seed"]
         self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
-        self._progress = None
+        # Older states do not say it.
+        self._epoch_after = check_integer("state['next_epoch']", state.get("next_epoch", 0), 0)
+        self._progresses.clear()
 
     def _get_iterator(self) -> Any:
         # torch's iterator copies what it needs from the loader it is given. A shallow copy of this

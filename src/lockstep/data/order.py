@@ -23,32 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.batch import BatchShare
+from lockstep.batch import BatchShare, Division, filler_rows, share_bounds
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
-__all__ = ["Fetch", "Order", "Plan", "Schedule", "draw_order", "share_bounds", "shuffled_order"]
+__all__ = ["Fetch", "Order", "Plan", "Schedule", "draw_order", "shuffled_order"]
 
 Order: TypeAlias = npt.NDArray[np.int64] | range  # [num_samples]; numpy slices small runs faster than torch
-
-
-def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The part of a batch that one rank holds: contiguous, sizes at most one apart, larger first.
-
-    Args:
-        num_samples: samples in the global batch.
-        rank: 0 … world_size-1.
-        world_size: number of ranks.
-
-    Returns:
-        Begin and end, counted from the batch's first sample; equal when the rank gets none.
-
-    >>> [share_bounds(5, rank, 3) for rank in range(3)]
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    size, larger_shares = divmod(num_samples, world_size)
-    begin = rank * size + min(rank, larger_shares)
-    return begin, begin + size + (rank < larger_shares)
 
 
 @dataclass(frozen=True)
@@ -154,6 +135,7 @@ class Schedule:
         rank: this rank.
         world_size: number of ranks.
         evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
+        source: of the loader; its shares keep it alive.
     """
 
     order: Order
@@ -163,6 +145,7 @@ class Schedule:
     rank: int
     world_size: int
     evaluation: bool = False
+    source: object = None
 
     def __len__(self) -> int:
         """Number of batches that this rank yields."""
@@ -175,17 +158,28 @@ class Schedule:
         for number in range(len(self)):
             first, last = self.plan.bounds(number)
             begin, end = share_bounds(last - first, self.rank, self.world_size)
+            # A filler: the step needs a forward and backward pass on every rank. Its weight is 0.
+            copies = 1 if begin < end else filler_rows(self.plan.batch_size, self.rank, self.world_size)
             if begin == end:
-                # The filler: the step needs a forward and backward pass on every rank. Its weight is 0.
                 begin, end = 0, 1
             picked = self.order[first + begin : first + end]
-            yield Fetch(self.seed, self.epoch, list(picked) if isinstance(picked, range) else picked.tolist())
+            indices = list(picked) if isinstance(picked, range) else picked.tolist()
+            yield Fetch(self.seed, self.epoch, indices * copies)
 
     def share(self, number: int) -> BatchShare:
         """What this rank holds of batch `number`."""
         first, last = self.plan.bounds(number)
         begin, end = share_bounds(last - first, self.rank, self.world_size)
-        return BatchShare(end - begin, last - first, self.world_size)
+        # Named by its place in the epoch: a resumed epoch counts its batches anew.
+        name = f"samples {first} to {last - 1} of epoch {self.epoch}"
+        rows = end - begin or filler_rows(self.plan.batch_size, self.rank, self.world_size)
+        return BatchShare(end - begin, last - first, self.world_size, name, self.evaluation, rows, self.source)
+
+    def divisions(self) -> set[Division]:
+        """How the batches are split; those of an evaluation are not for training, and not told."""
+        numbers = {0, len(self.plan) - 1} if len(self.plan) and not self.evaluation else set()
+        sizes = {last - first for first, last in map(self.plan.bounds, numbers)}
+        return {Division(size, self.plan.batch_size, self.world_size) for size in sizes}
 
     def consumed(self, number: int) -> int:
         """Samples of the epoch used up once batch `number` has been yielded."""

@@ -13,7 +13,8 @@ adds up all metrics of all ranks in one collective::
 
 Inside a `lockstep.DataLoader` the metrics know what the rank holds of the batch
 (`lockstep.batch`): a scalar that is a mean over the rank's samples counts as many times as there
-are samples, and a filler batch, which repeats a sample that another rank holds, counts nothing.
+are samples, and a filler batch, which repeats a sample that another rank holds, counts nothing. Where a loop
+fetches batches ahead, so that it cannot be told which one a scalar is of, `update` asks for its `weight`.
 
 Counts are exact below 2**53. Sums of values are float64 sums; their last bits depend on how the
 samples were grouped into batches and ranks, and repeat from run to run on a group that adds in a

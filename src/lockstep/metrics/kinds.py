@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep import batch
 from lockstep.errors import InputError, InputTypeError
 from lockstep.metrics.metric import Metric
 
@@ -44,18 +43,19 @@ class Mean(Metric):
             value: a scalar (number or 0-dim tensor) is the mean over this rank's samples, as
                 losses are; a tensor of any other shape holds values that count one each.
             weight: how often `value` counts; a tensor is broadcast against it. Default for a
-                scalar: the number of samples this rank holds of the batch its `lockstep.DataLoader`
-                yielded last, and 1 outside a loader. Under a filler batch nothing counts,
-                whatever the weight.
+                scalar: the number of samples this rank holds of the batch in hand, and 1 outside a
+                loader. Under a filler batch nothing counts, whatever the weight. A loss that is a mean over
+                tokens takes their number.
 
         Raises:
-            InputError: the shapes of `value` and `weight` do not broadcast to that of `value`.
+            InputError: the shapes of `value` and `weight` do not broadcast to that of `value`; or a scalar without
+                weight, and it cannot be told which batch is in hand (a loop that fetches ahead).
             InputTypeError: complex numbers.
         """
         values = _as_values("Mean.update", value)
         if weight is None:
-            share = batch.current()
-            weight = share.local_samples if share is not None and values.dim() == 0 else 1
+            share = self.share_in_hand() if values.dim() == 0 else None
+            weight = 1 if share is None else share.local_samples
         if not isinstance(weight, Tensor):
             self.accumulate(values.sum() * weight, values.numel() * weight)
             return

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep import batch
+from lockstep.batch import BatchShare
 from lockstep.errors import InputError, InputTypeError
+from lockstep.tree import tensors_in
 
 __all__ = ["Metric"]
 
@@ -30,6 +34,12 @@ class Metric(ABC):
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None  # float64 [num_sums]; made on the device of the first update
+        self._asked = _Asked()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "update" in vars(cls):
+            cls.update = _knowing_the_batch(cls.update)  # type: ignore[method-assign]
 
     @abstractmethod
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -44,9 +54,11 @@ class Metric(ABC):
 
         Args:
             *contributions: `num_sums` 0-dim tensors or Python numbers.
+
+        Raises:
+            InputError: this may be a filler batch, or not.
         """
-        share = batch.current()
-        if share is not None and share.local_samples == 0:
+        if self._is_filler():
             return
         device = next((one.device for one in contributions if isinstance(one, Tensor)), torch.device("cpu"))
         if self._sums is None:
@@ -58,6 +70,39 @@ class Metric(ABC):
             if isinstance(contribution, Tensor):
                 contribution = contribution.detach().to(place.device).to(torch.float64)
             place.add_(contribution)
+
+    def share_in_hand(self) -> BatchShare | None:
+        """What this rank holds of the batch that `update` was called for; None outside of a loader. Local.
+
+        The arguments of `update` tell it if one of them came with a batch, or in a graph from an engine; else the
+        loop does ([Note: in hand] in `lockstep/batch/hand.py`).
+
+        Raises:
+            InputError: it may be one of several batches, of which this rank holds different numbers of samples.
+        """
+        found = self._asked.candidates()
+        if len(found) > 1:
+            held = " or ".join(str(share.local_samples) for share in found)
+            raise InputError(
+                f"{type(self).__name__}.update: cannot tell which batch this value is of, and so whether it is a mean "
+                f"over {held} samples: the loop fetches batches ahead, or has several loaders at work. Pass the number "
+                "of samples: Mean.update(loss, weight=len(labels))"
+            )
+        return found[0] if found else None
+
+    def _is_filler(self) -> bool:
+        found = self._asked.candidates()
+        fillers = [share for share in found if share.local_samples == 0]
+        if not fillers or len(fillers) == len(found):
+            return bool(fillers)
+        if self._asked.rows is not None:  # a filler never has the size of a full batch's share
+            return self._asked.rows not in {share.local_samples for share in found}
+        raise InputError(
+            f"{type(self).__name__}.update: cannot tell whether this is a filler, which repeats samples that other "
+            "ranks hold and must not count: the loop fetches batches ahead, or has several loaders at work. Hand "
+            "update a tensor that the loader yielded (the labels), or leave the batch out where "
+            "lockstep.is_filler(batch)"
+        )
 
     def compute(self) -> float:
         """The value over what this rank has seen. Local; waits for the device.
@@ -111,3 +156,62 @@ class Metric(ABC):
 
     def __repr__(self) -> str:
         return f"<{self.label()}, this rank: {self.compute():.6g}>"
+
+
+class _Asked:
+    """What a metric knows of the batch while `update` runs.
+
+    Attributes:
+        rows: first size of the first argument that is a tensor with dimensions; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.rows: int | None = None
+        self._shares: list[BatchShare] = []  # that the arguments tell
+        self._iteration: weakref.ref[batch.Iteration] | None = None
+        self._num_updates = 0  # in that iteration, before this one
+
+    def begin(self, arguments: Any) -> None:
+        """`update` is called with these."""
+        tensors = tensors_in(arguments)
+        self.rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
+        tags = [tag for tag in map(batch.find_tag, tensors) if tag is not None]
+        self._shares = [tags[0].share] if tags else []
+        if not tags:
+            forwards = [forward for tensor in tensors for forward in batch.find_marks(tensor)]
+            shares = [forward.feed.share for forward in forwards if forward.feed.share is not None]
+            self._shares = list({share.local_samples: share for share in shares}.values())
+
+    def end(self) -> None:
+        """`update` has returned."""
+        iteration = batch.latest_iteration()
+        if iteration is None:
+            return
+        if self._iteration is None or self._iteration() is not iteration:
+            self._iteration, self._num_updates = weakref.ref(iteration), 0
+        self._num_updates += 1
+
+    def _updates_in(self, iteration: batch.Iteration) -> int:
+        return self._num_updates if self._iteration is not None and self._iteration() is iteration else 0
+
+    def candidates(self) -> list[BatchShare]:
+        """Shares that the batch may have; see `batch.in_hand`."""
+        return self._shares or batch.in_hand(self._updates_in)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # of this process, and this moment
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def _knowing_the_batch(update: Callable[..., None]) -> Callable[..., None]:
+    """`update`, noting what its arguments tell of the batch."""
+
+    @functools.wraps(update)
+    def wrapper(self: Metric, *args: Any, **kwargs: Any) -> None:
+        self._asked.begin((args, kwargs))
+        update(self, *args, **kwargs)
+        self._asked.end()
+
+    return wrapper

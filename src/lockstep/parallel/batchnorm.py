@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.training and not self.track_running_stats:
                 tracked = (None, None)
             return functional.batch_norm(input, *tracked, self.weight, self.bias, uses_batch, factor, self.eps)
-        share = batch.current()
+        share = batch.active_share(in_backward=torch._C._current_graph_task_id() != -1)
         is_filler = share is not None and share.local_samples == 0 and share.world_size == group.size()
         moments = _gather_moments(input.detach(), not is_filler, group)
         if self.track_running_stats and self.running_mean is not None and not moments.is_empty:

@@ -23,17 +23,22 @@ from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
+from lockstep.batch import BatchShare
 from lockstep.errors import InputError, InputTypeError, ModelError, UnusedParameters
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import check_bucket_cap, check_group, check_parameters, find_buffers, host_device
-from lockstep.parallel.graph import map_tensors, reachable_leaves, runs_backward_to
+from lockstep.parallel.claims import Claims, join_claims
+from lockstep.parallel.feeding import PLAIN, Feed, Feeding, add_up
+from lockstep.parallel.graph import reachable_leaves, runs_backward_to
 from lockstep.parallel.heap import keep_memory_of_gradients
+from lockstep.parallel.loss_kinds import look_at_next_loss
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.transports import make_transport
+from lockstep.tree import map_tensors
 
 __all__ = ["DistributedDataParallel"]
 
@@ -48,8 +53,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`. On a lockstep group gradients meet in shared
     memory; on any other group (gloo, nccl, …) each bucket is one asynchronous all_reduce.
-    With `lockstep.DataLoader` the gradient is that of the mean over the global batch, also when ranks
-    hold different numbers of samples; without it, the plain mean over ranks.
+    The gradient is that of the mean over the global batch, also when ranks hold different numbers of samples, with
+    `lockstep.DataLoader` and with any other; how the engine knows what a forward pass holds is said in `feeding.py`. A
+    loss that is no mean over samples is written with `lockstep.mean`, `lockstep.sum` or `lockstep.global_loss`.
 
     Collective: every rank constructs it, with the same model. Parameters and buffers become those of rank 0.
 
@@ -137,6 +143,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             unannounced=weakref.WeakMethod(self._backward_begins),
         )
         self._buffer_places = find_buffers(module, ignored)
+        self._feeding = Feeding(group, host_device(group, self.device))
+        self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
+        self._was_even = False  # the ranks came with equally many rows when they last asked
+        # Forward passes behind which the loss is looked at; one process divides by what it likes.
+        self._looks_left = 3 if self._world_size > 1 and group.rank() == 0 else 0
         self._num_hooks = 0
         # Of the last forward pass that may have a backward pass, those outputs that none has come to yet.
         self._roots: dict[int, Node] = {}
@@ -198,27 +209,71 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
         Raises:
             UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
+            InputError: how many samples it holds cannot be told from its inputs.
         """
         with_gradients = torch.is_grad_enabled()
         syncing = with_gradients and self._prepare()
+        feed = self._feed((inputs, kwargs), with_gradients, syncing)
         if self.device_ids is not None:
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
-        share = batch.current() if with_gradients else None
-        weight = share.weight if share is not None and share.world_size == self._world_size else 1.0
-        passage = Passage(weight, syncing, weakref.WeakMethod(self._backward_reaches))
-        if weight != 1.0:
-            inputs, kwargs = passage.enter((inputs, kwargs))
-        with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"):
+        passage = Passage(
+            feed, syncing, self.process_group, weakref.WeakMethod(self._backward_reaches), not self._was_even
+        )
+        inputs, kwargs = passage.enter((inputs, kwargs))
+        with (
+            torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"),
+            batch.active(feed.share),
+        ):
             output = self.module(*inputs, **kwargs)
-        if not syncing and weight == 1.0:
+        if not syncing and passage.is_plain and not feed.claim:
             return output
         output, roots = passage.leave(output)
         if not roots and self.training:
-            self._watch_parameters(weight, type(output).__name__)
+            self._watch_parameters(feed, type(output).__name__)
         if syncing:
             self._roots.update(roots)
+            self._look_at_loss(feed)
         return output
+
+    def _look_at_loss(self, feed: Feed) -> None:
+        """In the first steps: is what comes a mean over samples?"""
+        if self._looks_left and self.training:
+            self._looks_left -= 1
+            look_at_next_loss(None if feed.share is None else feed.share.local_samples)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _feed(self, inputs: Any, with_gradients: bool, syncing: bool) -> Feed:
+        """What goes through the model; see `feeding.py`. Local."""
+        if with_gradients and self._world_size > 1:
+            feed = self._feeding.resolve(inputs, self.training, syncing, not self._join_config.enable)
+        else:
+            share = self._feeding.look(inputs)
+            feed = PLAIN if share is None else Feed(share=share)
+        batch.note_forward(feed.share)
+        return feed
+
+    @contextmanager
+    def samples(self, count: int) -> Iterator[None]:
+        """Say how many samples this rank's loss is the mean over, for forward passes inside. Collective.
+
+        For inputs that do not tell: sequence first, lists of unequal tensors, data that is no batch of a loader. All
+        ranks together hold the sum of their counts, and each weighs as much as it has of it.
+
+        Args:
+            count: of samples of this rank; 0 for a filler (`lockstep.is_filler`).
+
+        Raises:
+            InputError: negative, or 0 on all ranks.
+            InputTypeError: no integer.
+        """
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
+        total = int(add_up(count, self.process_group, host_device(self.process_group, self.device)).item())
+        if count < 0 or total <= 0:
+            raise InputError(f"samples({count}): give a number of at least 0, and more than 0 on some rank")
+        with batch.hold(BatchShare(count, total, self._world_size)):
+            yield
 
     def _prepare(self) -> bool:
         """Make ready for the forward pass. Returns whether its backward pass averages."""
@@ -238,10 +293,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 self._reducer.disarm()
         return syncing
 
-    def _watch_parameters(self, weight: float, kind: str) -> None:
+    def _watch_parameters(self, feed: Feed, kind: str) -> None:
         """The output shows no tensor that a gradient could come through: if one comes, parameters will tell."""
         self._reducer.watch_all()
-        if weight != 1.0:
+        if feed.share is not None and feed.share.local_samples * self._world_size != feed.share.global_samples:
             warn_once(
                 _logger,
                 f"the model returned no tensor that requires a gradient (it returned {kind}). Should its "
@@ -251,7 +306,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def _backward_reaches(self, output: int, syncing: bool) -> bool:
+    def _backward_reaches(self, output: int, passage: Passage) -> bool:
         """A gradient has come to an output; whether it goes on to parameters of the model. See `Passage`."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -259,7 +314,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not self._task_reaches:
             return False
         self._roots.pop(output, None)
-        if syncing:
+        if passage.feed.question is not None:
+            passage.settle()
+            self._was_even = passage.is_plain
+        if passage.feed.claim and passage.claimed_task != task:
+            passage.claimed_task = task
+            self._claims[passage.feed.claim] = passage.feed.is_certain
+        if passage.syncing:
             self._backward_begins()
         return True
 
@@ -281,6 +342,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._check_unused(missing)
         if self._world_size == 1 and not self._num_hooks:
             self._reducer.disarm()
+            self._claims.clear()
             return
         with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
@@ -290,7 +352,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 self._reducer.finish(unused)
                 self._rescale_after_join()
             else:
-                self._reducer.finish(unused, self._buffers_to_sync())
+                self._reducer.finish(unused, self._buffers_to_sync(), self._take_claims())
+
+    def _take_claims(self) -> Claims:
+        """What the forward passes of this step were understood to hold."""
+        claims, self._claims = self._claims, {}
+        return join_claims(claims)
 
     def _comes_later(self, missing: list[int]) -> bool:
         """Whether parts of the model wait for another backward pass, over outputs that none has come to yet."""

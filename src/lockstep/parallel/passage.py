@@ -11,6 +11,9 @@ from each other, a tensor returned twice, or two engines in a row (a decoder beh
 several outputs each gets a copy of its own, and inputs that require a gradient take the weight off again. Only a pass
 that accumulates into parameters of the model is weighted: `torch.autograd.grad` gives what it gives without an engine.
 
+[Note: found by a loss] `lockstep.mean` and the like (`losses.py`) take the weight off again for their part of a loss.
+They find the passages that a loss comes from by marks on the outputs' nodes in the graph (`lockstep/batch/graph.py`).
+
 What these hooks cannot see is a gradient that reaches the parameters on another way: from a tensor that the model keeps
 as an attribute, or through the graph of a gradient (`create_graph=True`). It counts plainly, as outside a loader.
 """
@@ -23,38 +26,85 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import Node
 
-from lockstep.errors import ModelError
-from lockstep.parallel.graph import map_tensors
+from lockstep import batch
+from lockstep.errors import InputError, ModelError
+from lockstep.parallel.feeding import Feed
+from lockstep.tree import map_tensors, tensors_in
 
 __all__ = ["Passage"]
 
 _numbers = itertools.count()
 
-Reached = Callable[[int, bool], bool]
+Reached = Callable[[int, "Passage"], bool]
 
 
 class Passage:
     """One forward pass of an engine.
 
     Args:
-        weight: for the gradients that enter at its outputs; see [Note: exact weighting].
+        feed: what goes through, and so the weight for the gradients that enter at its outputs; see [Note: exact
+            weighting].
         syncing: whether its backward pass averages gradients.
+        group: whose ranks average.
         reached: a weak reference to a method of the engine, which is called with the number of an output that a
-            backward pass has come to, and `syncing`, and answers whether the pass goes on to parameters of the
+            backward pass has come to, and this passage, and answers whether the pass goes on to parameters of the
             model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
+        may_separate: copy outputs although the weight is not known yet; False where it is expected to be 1.
+
+    Attributes:
+        feed: what goes through; with a weight from `settle` on.
     """
 
-    def __init__(self, weight: float, syncing: bool, reached: Callable[[], Reached | None]) -> None:
-        self._weight = weight
-        self._syncing = syncing
+    def __init__(
+        self,
+        feed: Feed,
+        syncing: bool,
+        group: dist.ProcessGroup,
+        reached: Callable[[], Reached | None],
+        may_separate: bool = True,
+    ) -> None:
+        self.feed = feed
+        self.syncing = syncing
+        self.group = group
+        self.may_separate = may_separate
         self._reached = reached
+        self.claimed_task = -1  # the last backward pass for which the engine noted the feed's claim
+        self._is_unseparated = False
         self._weighted_task = -1  # the last backward pass in which the weight was put on
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be weighted."""
+        weight = self.feed.weight
+        return self.feed.question is None and isinstance(weight, float) and weight == 1.0
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether nothing that this rank computes counts."""
+        weight = self.feed.weight
+        return self.feed.question is None and isinstance(weight, float) and weight == 0.0
+
+    def settle(self) -> None:
+        """Ask the other ranks for what the weight depends on, if that was not done. Collective.
+
+        Raises:
+            InputError: how many samples the forward pass holds cannot be told, or it is too late to weight it.
+        """
+        if self.feed.question is None:
+            return
+        self.feed = self.feed.settled()
+        if self._is_unseparated and not self.is_plain:
+            raise InputError(
+                "the ranks came with different numbers of rows, after they had equally many, to a model with several "
+                "outputs. Say how many samples the loss on this rank is the mean over: `with model.samples(n):`"
+            )
 
     def enter(self, inputs: Any) -> Any:
         """The inputs of the forward pass, with hooks where they need some."""
-        return inputs if self._weight in (0.0, 1.0) else map_tensors(self._enter_one, inputs)
+        return inputs if self.is_plain or self.is_filler else map_tensors(self._enter_one, inputs)
 
     def _enter_one(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
@@ -66,12 +116,14 @@ class Passage:
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
         is_weighted = self._weighted_task == torch._C._current_graph_task_id()
-        return gradient / self._weight if is_weighted else None
+        return (gradient / self.feed.weight).to(gradient.dtype) if is_weighted else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
         """The output with hooks on all its tensors that require a gradient, and the graph nodes of those by number."""
         roots: dict[int, Node] = {}
-        separate = self._weight != 1.0 and _num_differentiable(output) > 1
+        has_several = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
+        separate = has_several and (self.may_separate or self.feed.question is None)
+        self._is_unseparated = has_several and not separate
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
@@ -87,6 +139,8 @@ class Passage:
             anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
             assert tensor.grad_fn is not None
             roots[number] = tensor.grad_fn
+            for marked in {id(each): each for each in (tensor, anchor)}.values():
+                batch.mark(marked, self)
             return tensor
 
         return map_tensors(watch, output), roots
@@ -98,23 +152,8 @@ class Passage:
                 "the DistributedDataParallel of this model was deleted between its forward and its backward pass: keep "
                 "it, the gradients are averaged by it"
             )
-        if not reached(number, self._syncing) or self._weight == 1.0:
+        if not reached(number, self) or self.is_plain:
             return None
         self._weighted_task = torch._C._current_graph_task_id()
         # Not multiplied by zero: what a filler sample gives may be infinite.
-        return gradient * self._weight if self._weight else torch.zeros_like(gradient)
-
-
-def _num_differentiable(value: Any) -> int:
-    """How many different tensors in `value` require a gradient."""
-    if isinstance(value, torch.Tensor):
-        return int(value.requires_grad)
-    count = 0
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += tensor.requires_grad
-        return tensor
-
-    map_tensors(look, value)
-    return count
+        return torch.zeros_like(gradient) if self.is_filler else (gradient * self.feed.weight).to(gradient.dtype)

@@ -31,6 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan
+from lockstep.parallel.checks import host_device
+from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
 
@@ -95,6 +97,7 @@ class Reducer:
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
+        self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))  # with a communication hook
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         self._handles: list[RemovableHandle | None] = [None] * len(plans)  # by bucket, then by parameter
         self._watches_all = False
@@ -277,19 +280,23 @@ class Reducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def finish(self, keep_none: Collection[int] = (), buffers: Sequence[torch.Tensor] = ()) -> None:
+    def finish(
+        self, keep_none: Collection[int] = (), buffers: Sequence[torch.Tensor] = (), claims: Claims = NO_CLAIMS
+    ) -> None:
         """Average everything. Collective; all has been sent.
 
         Args:
             keep_none: parameters that no rank used; their `.grad` is left as it is.
             buffers: to be overwritten by those of the group's first rank on the way.
+            claims: what all ranks must agree on about this step.
+
+        Raises:
+            CollectiveMismatch: the ranks claim different things.
         """
         if self._hook is not None:
-            self._finish_hooks(buffers)
-        elif buffers:
-            self._transport.finish_with_buffers(buffers)
+            self._finish_hooks(buffers, claims)
         else:
-            self._transport.finish()
+            self._transport.finish(buffers, claims)
         for index in range(len(self._parameters)):
             if self._parameters[index].grad is None and index not in keep_none:
                 self._parameters[index].grad = self._views[index]
@@ -338,7 +345,8 @@ class Reducer:
             )
         self._hook_futures.append((bucket, future))
 
-    def _finish_hooks(self, buffers: Sequence[torch.Tensor]) -> None:
+    def _finish_hooks(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+        self._claim_check.check(claims)
         for bucket, future in self._hook_futures:
             result: Any = future.wait()
             if isinstance(result, (list, tuple)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
@@ -22,6 +22,7 @@ from lockstep.comm.engine import Engine
 from lockstep.comm.flight import describe_tensor, fingerprint
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
+from lockstep.parallel.claims import Claims
 from lockstep.shm.algorithms import reduce_in_place, share_bounds
 from lockstep.shm.kernels import Kernel, find_kernel
 from lockstep.shm.sync import fence
@@ -172,28 +173,26 @@ class SymmetricTransport:
         self._kept[bucket].clear()
         self._reduced.add(bucket)
 
-    def finish(self) -> None:
+    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
         """Reduce what is published, wait for the others, and reduce the rest. Collective."""
-        self._finish(self._reduce_rest)
-
-    def finish_with_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The same, with buffers riding along. Collective."""
-        if self._mail is None or not self._mail.fits(buffers):
-            self._mail = _BufferMail(self._engine, self._rank, buffers)
         mail = self._mail
-        mail.write(buffers)
+        if buffers:
+            if mail is None or not mail.fits(buffers):
+                mail = self._mail = _BufferMail(self._engine, self._rank, buffers)
+            mail.write(buffers)
 
         def between() -> None:
-            mail.read(buffers)
+            if buffers:
+                assert mail is not None
+                mail.read(buffers)
             self._reduce_rest()
 
-        self._finish(between)
-
-    def _finish(self, between: Callable[[], None]) -> None:
         if self._num_failed == 0:
             self._reduce_published()
+        # What the ranks claim is compared as what they call is: by the fingerprint of the description.
+        description = f"{self._description}; {claims.text}" if claims.text else self._description
         try:
-            self._engine.run_steps(self._description, lambda: self._description, between)
+            self._engine.run_steps(description, lambda: description, between)
         except CollectiveMismatch:
             self._num_failed, self._failed_collective = 0, self._engine.flight.number
             raise

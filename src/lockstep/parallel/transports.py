@@ -18,6 +18,8 @@ from lockstep.comm import clock
 from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
+from lockstep.parallel.checks import host_device
+from lockstep.parallel.claims import ClaimCheck, Claims
 from lockstep.parallel.symmetric import SymmetricTransport
 from lockstep.shm.team import Team
 
@@ -55,11 +57,16 @@ class Transport(Protocol):
     def publish(self, bucket: int) -> None:
         """This rank's gradients of a bucket are complete. Local."""
 
-    def finish(self) -> None:
-        """Return when all buckets hold the mean over ranks. Collective; every bucket was published."""
+    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+        """Return when all buckets hold the mean over ranks. Collective; every bucket was published.
 
-    def finish_with_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The same, and overwrite `buffers` by those of the group's first rank. Collective."""
+        Args:
+            buffers: overwritten by those of the group's first rank.
+            claims: what the ranks must agree on about this step.
+
+        Raises:
+            CollectiveMismatch: they do not.
+        """
 
     def restart(self) -> None:
         """Forget what was filled and published: its backward pass failed, and there will be no `finish`. Local."""
@@ -83,6 +90,7 @@ class GroupTransport:
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
+        self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))
 
     def _allocate(self, plan: BucketPlan) -> torch.Tensor:
         if plan.device.type == "cpu" and isinstance(self._group, LockstepProcessGroup) and self._world_size > 1:
@@ -121,8 +129,8 @@ class GroupTransport:
             self._works.append(dist.all_reduce(buffer, op, group=self._group, async_op=True))
             self._next += 1
 
-    def finish(self) -> None:
-        """Wait for all reductions."""
+    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+        """Wait for all reductions, compare the claims, and broadcast the buffers."""
         start = time.perf_counter()
         for work in self._works:
             work.wait()
@@ -130,11 +138,9 @@ class GroupTransport:
         self._works.clear()
         self._ready.clear()
         self._next = 0
-
-    def finish_with_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Wait for all reductions, then broadcast."""
-        self.finish()
-        broadcast_tensors(buffers, self._group)
+        self._claim_check.check(claims)
+        if buffers:
+            broadcast_tensors(buffers, self._group)
 
     def restart(self) -> None:
         """Let the reductions under way end; ranks whose pass failed at one place are then in step again."""

@@ -179,7 +179,7 @@ def _clean_up(_: Job) -> None:
         left_open.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-    batch.clear()
+    batch.reset()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     # gloo closes its connections when the last reference to the group goes.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.graph import map_tensors
+from lockstep.tree import map_tensors
 
 __all__ = ["CastForward", "keep_state_dict_wide"]
 

@@ -1,0 +1,67 @@
+"""What this rank holds of a global batch: the fact that loader, engine and metrics share.
+
+    share.py   BatchShare: how many samples of one global batch this rank holds
+    tags.py    which batch a tensor came with: the loader tags what it yields
+    plans.py   how the loaders in use split their batches, for tensors that have no tag
+    graph.py   which forward passes of an engine a tensor comes from, told by its graph
+    hand.py    which batch a thread works on, for metrics and for layers inside a model
+
+[Note: the share belongs to the batch] `lockstep.DataLoader` tags the memory of every tensor it yields with the
+batch's share. So a batch is weighted as what it is, whenever and in whichever order it goes through a model: fetched
+ahead, kept in a list, replayed, zipped with another loader's. A tensor computed from it has memory of its own and no
+tag. Then its size says which batch it is, as long as the batches that the loaders in use make have different sizes
+on this rank; where they do not, the ranks add up what they hold, and the sum says it.
+"""
+
+from lockstep.batch import hand, plans, tags
+from lockstep.batch.graph import find_marks, find_marks_behind, is_marked, mark, names_behind
+from lockstep.batch.hand import (
+    Iteration,
+    active,
+    active_share,
+    current,
+    held,
+    hold,
+    in_hand,
+    latest_iteration,
+    note_forward,
+)
+from lockstep.batch.plans import Division, Source, divisions, is_ambiguous, register
+from lockstep.batch.share import BatchShare, filler_rows, share_bounds
+from lockstep.batch.tags import Tag, find_tag, is_filler, tag_batch
+
+__all__ = [
+    "BatchShare",
+    "Division",
+    "Iteration",
+    "Source",
+    "Tag",
+    "active",
+    "active_share",
+    "current",
+    "divisions",
+    "filler_rows",
+    "find_marks",
+    "find_marks_behind",
+    "find_tag",
+    "held",
+    "hold",
+    "in_hand",
+    "is_ambiguous",
+    "is_filler",
+    "is_marked",
+    "latest_iteration",
+    "mark",
+    "names_behind",
+    "note_forward",
+    "register",
+    "reset",
+    "share_bounds",
+    "tag_batch",
+]
+
+
+def reset() -> None:
+    """Forget every batch, loader and iteration. Local; for processes that are used again for something else."""
+    for module in (hand, plans, tags):
+        module.reset()

@@ -1,0 +1,69 @@
+"""Which forward passes a tensor comes from, told by its graph.
+
+An engine marks the graph nodes of its outputs. Whoever is handed a loss finds the marks by walking back from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import Node
+
+__all__ = ["find_marks", "find_marks_behind", "is_marked", "mark", "names_behind"]
+
+_KEY = "lockstep.forward"
+# A graph that is walked further than that without an end is not walked on: a mark would have been found.
+_MAX_NODES = 100_000
+
+
+def _metadata(node: Node) -> dict[Any, Any]:
+    return cast("dict[Any, Any]", node.metadata)  # typed as a method in torch's stubs, but a property
+
+
+def mark(output: torch.Tensor, forward: object) -> None:
+    """Mark an output of a forward pass, which requires a gradient. Local."""
+    assert output.grad_fn is not None
+    _metadata(output.grad_fn)[_KEY] = forward
+
+
+def is_marked(node: Node) -> bool:
+    """Whether this is the node of an output of a forward pass. Local."""
+    return _KEY in _metadata(node)
+
+
+def find_marks(tensor: torch.Tensor) -> list[Any]:
+    """The forward passes whose outputs `tensor` was computed from, each once; empty without a graph. Local."""
+    return [] if tensor.grad_fn is None else find_marks_behind(tensor.grad_fn)
+
+
+def names_behind(tensor: torch.Tensor) -> set[str]:
+    """The names of the nodes between `tensor` and the marks that it leads to."""
+    found: dict[int, Any] = {}
+    return {node.name() for node in _walk(tensor.grad_fn, found)}
+
+
+def find_marks_behind(node: Node) -> list[Any]:
+    """Those that a node of a graph leads to."""
+    found: dict[int, Any] = {}
+    for _ in _walk(node, found):
+        pass
+    return list(found.values())
+
+
+def _walk(root: Node | None, found: dict[int, Any]) -> Iterator[Node]:
+    """The nodes behind `root`, up to those with a mark, whose marks go into `found` by `id`."""
+    stack = [] if root is None else [root]
+    seen: set[Node] = set()
+    while stack and len(seen) < _MAX_NODES:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        forward = _metadata(node).get(_KEY)
+        if forward is None:
+            yield node
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+        else:
+            found[id(forward)] = forward

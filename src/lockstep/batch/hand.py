@@ -1,0 +1,194 @@
+"""Which batch a thread works on: for metrics, which see numbers, and for layers inside a model.
+
+[Note: in hand] The batch of a forward pass is known by its tensors. A metric that is handed a loss has none to look
+at. It takes the batch of the engine's forward pass, if there was one since the loader yielded last; else the batch
+yielded last, unless the loop may be working on another: an earlier batch of the same iteration is still in memory, two
+iterations take turns, or the batch yielded last was transformed and the number of updates is not that of the
+batches. Then there are several candidates, and who cannot do without an answer asks the user.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lockstep.batch.share import BatchShare
+from lockstep.batch.tags import tag_batch
+
+__all__ = [
+    "Iteration",
+    "active",
+    "active_share",
+    "current",
+    "held",
+    "hold",
+    "in_hand",
+    "latest_iteration",
+    "note_forward",
+    "reset",
+]
+
+_counter = itertools.count(1)
+# Earlier batches of one iteration that may still be in memory; a loop that keeps more than that keeps all.
+_MAX_KEPT = 256
+
+
+class Iteration:
+    """One pass of a loader over its batches, as this process sees it.
+
+    Iterations nest: an evaluation runs inside a training loop. When the inner one ends, the batch in hand is again
+    the outer one's.
+
+    Attributes:
+        num_batches: yielded so far.
+        latest: the share of the batch yielded last; None before the first.
+    """
+
+    # Those that have yielded and are not over; the one that yielded last is at the end.
+    _open: list[Iteration] = []  # noqa: RUF012  # one for the process
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.latest: BatchShare | None = None
+        self._began = next(_counter)
+        self._yielded = self._began
+        self._storages: list[StorageWeakRef] = []  # of the batch yielded last
+        self._kept: list[tuple[BatchShare, list[StorageWeakRef]]] = []  # the batches before it
+        self._all: set[BatchShare] = set()
+
+    def publish(self, share: BatchShare, batch: Any = None) -> None:
+        """This batch is yielded now: tag its tensors. Local."""
+        opened = Iteration._open
+        if not opened or opened[-1] is not self:
+            if self in opened:
+                opened.remove(self)
+            opened.append(self)
+        if self.latest is not None and self.latest.local_samples != share.local_samples:
+            self._all.add(self.latest)
+        if self.latest is not None and len(self._kept) < _MAX_KEPT:
+            self._kept = [each for each in self._kept if _in_memory(each[1])]
+            self._kept.append((self.latest, self._storages))
+        self.latest = share
+        self.num_batches += 1
+        self._yielded = next(_counter)
+        self._storages = tag_batch(batch, share)
+
+    def close(self) -> None:
+        """The iteration is over. Local; may be called twice."""
+        if self in Iteration._open:
+            Iteration._open.remove(self)
+        self._kept.clear()
+
+    def candidates(self, num_updates: int | None) -> list[BatchShare]:
+        """What may be in hand; see [Note: in hand].
+
+        Args:
+            num_updates: how often the asking metric was updated in this iteration before; None if it cannot tell.
+        """
+        assert self.latest is not None
+        found = [self.latest, *(share for share, storages in self._kept if _in_memory(storages))]
+        found += [
+            other.latest
+            for other in Iteration._open
+            if other is not self and other._yielded > self._began and other.latest is not None
+        ]
+        if self._storages and not _in_memory(self._storages) and num_updates != self.num_batches - 1:
+            found += self._all
+        return found
+
+
+def _in_memory(storages: list[StorageWeakRef]) -> bool:
+    return any(not storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
+
+
+class _Local(threading.local):
+    held: BatchShare | None = None  # by the user's word
+    active: BatchShare | None = None  # of the forward pass under way
+
+
+_local = _Local()
+_forward: tuple[int, BatchShare | None] = (0, None)  # when the last forward pass of an engine was, and of which batch
+
+
+@contextmanager
+def hold(share: BatchShare) -> Iterator[None]:
+    """What goes through an engine inside, in this thread, is of this share, whatever it looks like. Local."""
+    before, _local.held = _local.held, share
+    try:
+        yield
+    finally:
+        _local.held = before
+
+
+def held() -> BatchShare | None:
+    """The share that `hold` named for this thread."""
+    return _local.held
+
+
+@contextmanager
+def active(share: BatchShare | None) -> Iterator[None]:
+    """A forward pass of an engine on that share is under way in this thread. Local."""
+    before, _local.active = _local.active, share
+    try:
+        yield
+    finally:
+        _local.active = before
+
+
+def active_share(in_backward: bool) -> BatchShare | None:
+    """The share of the forward pass under way, for a layer inside the model; None where nobody knows.
+
+    Args:
+        in_backward: the layer runs again in a backward pass (a checkpoint), behind the forward pass of its engine.
+    """
+    share = _local.active or _local.held
+    return _forward[1] if share is None and in_backward else share
+
+
+def note_forward(share: BatchShare | None) -> None:
+    """An engine begins a forward pass on that share; None where it cannot tell. Local."""
+    global _forward
+    _forward = (next(_counter), share)
+
+
+def current() -> BatchShare | None:
+    """The share of the batch that an open iteration of a loader yielded last; None outside of loaders."""
+    return Iteration._open[-1].latest if Iteration._open else None
+
+
+def reset() -> None:
+    """Forget iterations that were left open, and the last forward pass. Local."""
+    global _forward
+    Iteration._open.clear()
+    _forward = (0, None)
+
+
+def latest_iteration() -> Iteration | None:
+    """The open iteration that yielded last; None outside of loaders."""
+    return Iteration._open[-1] if Iteration._open else None
+
+
+def in_hand(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
+    """The shares of the batches that this thread may be working on; empty outside of loaders.
+
+    Args:
+        num_updates: how often the asking metric was updated in an iteration before.
+
+    Returns:
+        Shares of different numbers of local samples, most likely first; more than one where it cannot be told.
+    """
+    if _local.held is not None:
+        return [_local.held]
+    if not Iteration._open:
+        return []
+    iteration = Iteration._open[-1]
+    when, share = _forward
+    if when > iteration._yielded and share is not None:
+        return [share]
+    found = iteration.candidates(num_updates(iteration))
+    return list({each.local_samples: each for each in reversed(found)}.values())[::-1]

@@ -1,0 +1,70 @@
+"""How many samples of one global batch this rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["BatchShare", "filler_rows", "share_bounds"]
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """How many samples of one global batch this rank holds.
+
+    Attributes:
+        local_samples: samples of this rank; 0 when the batch it got is a filler.
+        global_samples: samples of all ranks together; at least 1.
+        world_size: number of ranks that share the batch.
+        name: which batch it is, the same on all ranks, such as "batch 3 of epoch 0"; "" where nobody says.
+        evaluation: it comes from a loader with `evaluation=True`, of which ranks may get different numbers of batches.
+        rows: samples that this rank was given: its own, or those of the filler.
+        source: kept alive with the batch; see `plans.Source`.
+    """
+
+    local_samples: int
+    global_samples: int
+    world_size: int
+    name: str = field(default="", compare=False)
+    evaluation: bool = field(default=False, compare=False)
+    rows: int = field(default=0, compare=False)
+    source: object = field(default=None, compare=False, repr=False)
+
+    @property
+    def weight(self) -> float:
+        """This rank's share relative to an even one: 1.0 when the batch divides evenly.
+
+        The mean over ranks of `weight * mean over the rank's samples` is the mean over
+        the global batch.
+        """
+        return self.local_samples * self.world_size / self.global_samples
+
+
+def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The part of a batch that one rank holds: contiguous, sizes at most one apart, larger first.
+
+    Args:
+        num_samples: samples in the global batch.
+        rank: 0 … world_size-1.
+        world_size: number of ranks.
+
+    Returns:
+        Begin and end, counted from the batch's first sample; equal when the rank gets none.
+
+    >>> [share_bounds(5, rank, 3) for rank in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    size, larger_shares = divmod(num_samples, world_size)
+    begin = rank * size + min(rank, larger_shares)
+    return begin, begin + size + (rank < larger_shares)
+
+
+def filler_rows(batch_size: int, rank: int, world_size: int) -> int:
+    """How many rows a filler has on this rank: 1, or 2 where a full batch gives it 1 sample.
+
+    So the size of a filler is never that of a full batch's share, and tells the two apart.
+
+    >>> filler_rows(8, 0, 4), filler_rows(4, 0, 4)
+    (1, 2)
+    """
+    begin, end = share_bounds(batch_size, rank, world_size)
+    return 2 if end - begin == 1 else 1

@@ -1,0 +1,376 @@
+"""How many samples of the global batch a forward pass holds, from what goes into it.
+
+[Note: what a forward pass holds] In this order:
+
+1. What the user says: `with model.samples(n)`.
+2. The tag of the batch that a tensor came with (`lockstep.batch`): of the tensor, and of views of it.
+3. The size of the inputs, where a `lockstep.DataLoader` is in use that splits over these ranks: a tensor computed
+   from a batch has the batch's size. Where on some rank batches of different numbers of samples have one size, the
+   ranks tell each other their sizes, and all sizes together say which batch it is.
+4. Without such a loader the ranks tell each other the sizes of their inputs, and each weighs as much as it has of
+   the sum.
+
+What none of these tells is an error, unless all batches divide evenly: then every forward pass weighs the same.
+Where a rank went by a size, a claim travels with the gradients and is compared (`claims.py`), so that ranks that
+understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
+them make; a forward pass waits for nobody.
+
+[Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
+divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
+that together they are the batch. The first is checked at once, the second when other batches come. *Rejected:*
+weighting a slice by its own size: what one process would have had in its slice is unknown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep import batch
+from lockstep.batch import BatchShare, Division, Tag
+from lockstep.comm.flight import describe_tensor
+from lockstep.errors import InputError
+from lockstep.log import get_logger, warn_once
+from lockstep.tree import tensors_in
+
+__all__ = ["PLAIN", "Feed", "Feeding", "add_up"]
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one forward pass holds.
+
+    Attributes:
+        weight: of its gradients, relative to an even share; a 0-dim tensor where only the device knows it.
+        share: of the global batch; None where it is of none.
+        claim: what all ranks must have understood alike; "" where there is nothing to compare.
+        is_certain: the claim comes from a tag or from the user, not from a size.
+        question: what the ranks must ask each other before the weight is known; None where it is.
+    """
+
+    weight: float | torch.Tensor = 1.0
+    share: BatchShare | None = None
+    claim: str = ""
+    is_certain: bool = False
+    question: Question | None = None
+
+    def settled(self) -> Feed:
+        """The same with its weight. Collective where there is a question."""
+        return self if self.question is None else self.question.ask()
+
+
+PLAIN = Feed()
+
+
+@dataclass(frozen=True)
+class Question:
+    """How many rows each rank holds, and what follows from it.
+
+    Asked in the backward pass, which all ranks make: a forward pass waits for nobody, and one rank may make it alone.
+    """
+
+    rows: int
+    group: dist.ProcessGroup
+    device: torch.device
+    follow: Callable[[torch.Tensor], Feed]
+
+    def ask(self) -> Feed:
+        """Collective."""
+        rows = torch.zeros(self.group.size(), dtype=torch.int64)
+        rows[self.group.rank()] = self.rows
+        rows = rows.to(self.device, non_blocking=True)
+        dist.all_reduce(rows, group=self.group)
+        return self.follow(rows)
+
+
+def add_up(count: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """The sum of a count over the ranks of a group, int64 [] on `device`. Collective."""
+    total = torch.tensor(count, dtype=torch.int64, device=device)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class Feeding:
+    """Tells for one engine what each of its forward passes holds.
+
+    Args:
+        group: of the engine.
+        device: where the group takes small tensors from.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._world_size = group.size()
+        self._rank = group.rank()
+        self._parts = _Parts()
+
+    def look(self, inputs: Any) -> BatchShare | None:
+        """The share of a forward pass that needs no weight, if it can be told without asking others. Local."""
+        held = batch.held()
+        if held is not None:
+            return held
+        tags = _tags_of(inputs)
+        if tags:
+            return tags[0][1].share
+        divisions = batch.divisions(self._rank, self._world_size)
+        matches = [] if batch.is_ambiguous(divisions) else self._matches(divisions, _sizes_of(inputs))
+        return matches[0].share(self._rank) if len(matches) == 1 else None
+
+    def resolve(self, inputs: Any, trains: bool, syncs: bool, joins_none: bool) -> Feed:
+        """What a forward pass with gradients holds. Local; where a size does not say it, with a question.
+
+        Args:
+            inputs: positional and keyword arguments of the model.
+            trains: the model is in training mode.
+            syncs: its backward pass averages gradients. One that does not may be made by some ranks only, unless
+                they walk a loader that splits over them.
+            joins_none: ranks do not leave at different times (`join`).
+
+        Raises:
+            InputError: it cannot be told, or the inputs are of several batches.
+        """
+        may_ask = syncs and joins_none
+        held = batch.held()
+        if held is not None:
+            return self._of_share(held, may_ask)
+        divisions = batch.divisions(self._rank, self._world_size)
+        tags = _tags_of(inputs)
+        if tags:
+            feed = self._of_tags(tags, trains, may_ask)
+            rows = tags[0][1].share.rows
+            if feed.question is None and rows and joins_none and batch.is_ambiguous(divisions):
+                return self._ask({rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
+            return feed
+        sizes = _sizes_of(inputs)
+        if not divisions:
+            return self._of_sum(inputs, sizes, may_ask)
+        matches, shown = self._matches(divisions, sizes), _show(inputs)
+        if batch.is_ambiguous(divisions) and joins_none:
+            sizes_of_batches = {each.rows(self._rank) for each in matches}
+            shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
+            known = shares.popitem()[1] if len(shares) == 1 else None
+            return self._ask(
+                sizes_of_batches, lambda rows: self._of_all_rows(rows, matches, sizes, shown, divisions), known
+            )
+        return self._of_matches(matches, sizes, shown, divisions)
+
+    def _ask(self, sizes: set[int], follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
+        rows = next(iter(sizes)) if len(sizes) == 1 else 0
+        return Feed(share=share, question=Question(rows, self._group, self._device, follow))
+
+    def _of_all_rows(
+        self,
+        of_ranks: torch.Tensor,
+        matches: list[Division],
+        sizes: set[int],
+        shown: str,
+        divisions: Sequence[Division],
+    ) -> Feed:
+        rows = tuple(of_ranks.tolist())
+        return self._of_matches([each for each in matches if each.rows_of_ranks == rows], sizes, shown, divisions)
+
+    def _of_matches(self, matches: list[Division], sizes: set[int], shown: str, divisions: Sequence[Division]) -> Feed:
+        if len(matches) == 1:
+            share = matches[0].share(self._rank)
+            return Feed(share.weight, share, f"{share.global_samples} samples")
+        if not all(division.is_even for division in divisions):
+            raise InputError(self._explain(shown, divisions))
+        return _of_equal(sizes)
+
+    def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
+        if share.world_size == self._world_size:
+            return Feed(share.weight, share, f"{share.global_samples} samples", is_certain=True)
+        # A loader splits over other ranks than the engine averages over: the batch of these is what they hold.
+        if not may_ask:
+            return Feed(share=share)
+
+        def follow(of_ranks: torch.Tensor) -> Feed:
+            samples = int(of_ranks.sum().item())
+            weight = share.local_samples * self._world_size / samples if samples else 0.0
+            return Feed(weight, share, f"{samples} samples of these ranks", is_certain=True)
+
+        return self._ask({share.local_samples}, follow, share)
+
+    def _of_tags(self, tags: Sequence[tuple[torch.Tensor, Tag]], trains: bool, may_ask: bool) -> Feed:
+        share = tags[0][1].share
+        if share.evaluation and trains and self._world_size > 1:
+            raise InputError(
+                "this batch comes from a DataLoader with evaluation=True, and the model trains on it: ranks get "
+                "different numbers of batches there, and wait for each other in vain. Leave out evaluation=True for "
+                "training; to evaluate, call model.eval() or use torch.no_grad()"
+            )
+        for _, tag in tags:
+            if (tag.share.weight, tag.share.world_size) != (share.weight, share.world_size):
+                raise InputError(
+                    f"the inputs of this forward pass come from two batches, of which this rank holds different shares "
+                    f"({_describe(share)}: {share.local_samples}; {_describe(tag.share)}: {tag.share.local_samples}). "
+                    "Call the model on each of them, or say how many samples its loss is the mean over: "
+                    "`with model.samples(n):`"
+                )
+        num_parts = self._parts.add(tags[0]) if self._world_size > 1 else 1
+        feed = self._of_share(share, may_ask)
+        return feed if num_parts == 1 else replace(feed, claim=f"{feed.claim} in {num_parts} parts")
+
+    def _of_sum(self, inputs: Any, sizes: set[int], may_ask: bool) -> Feed:
+        """No loader of ours is in use: what all ranks hold together is the batch."""
+        if not may_ask or self._world_size == 1:
+            return _of_equal(sizes)
+        shown = _show(inputs)  # the inputs may be gone when it is asked
+        return self._ask(sizes, lambda rows: self._of_rows(rows, sizes, shown))
+
+    def _of_rows(self, of_ranks: torch.Tensor, sizes: set[int], shown: str) -> Feed:
+        rows = next(iter(sizes)) if len(sizes) == 1 else 0
+        total = of_ranks.sum()
+        if total.device.type != "cpu":
+            # Nobody waits for the device: the weight stays there.
+            weight = torch.where(total > 0, rows * self._world_size / total, torch.ones_like(total))
+            return Feed(weight.to(torch.float64))
+        total_rows = int(total.item())
+        if rows * self._world_size == total_rows:
+            # Even, or nothing to go by: then at least all ranks must have come with the same.
+            return PLAIN if rows else _of_equal(sizes)
+        if not rows:
+            raise InputError(self._explain(shown, ()))
+        warn_once(
+            _logger,
+            f"the ranks came with different numbers of rows ({rows} of {total_rows} on rank {self._rank}): the "
+            "gradient is that of the mean over all rows. If they are not the samples that the loss is the mean over, "
+            "say how many this rank has: `with model.samples(n):`",
+        )
+        share = BatchShare(rows, total_rows, self._world_size)
+        return Feed(share.weight, share)
+
+    def _matches(self, divisions: Sequence[Division], sizes: set[int]) -> list[Division]:
+        """The divisions with one of these sizes on this rank, one of each number of samples."""
+        return list({each.num_samples: each for each in divisions if each.rows(self._rank) in sizes}.values())
+
+    def _explain(self, shown: str, divisions: Sequence[Division]) -> str:
+        if divisions:
+            expected = " or ".join(str(rows) for rows in sorted({each.rows(self._rank) for each in divisions}))
+            known = f"the loaders' batches have {expected} rows on rank {self._rank}, and do not divide evenly over "
+            known += f"{self._world_size} ranks"
+        else:
+            known = "ranks came with different numbers of rows"
+        return (
+            f"cannot tell how many samples of the global batch this forward pass holds: its inputs are {shown}; "
+            f"{known}. Say how many samples the loss on this rank is the mean over: `with model.samples(n): model(…)` "
+            "(0 where lockstep.is_filler(batch)); or pass drop_last=True and a batch_size that the ranks divide"
+        )
+
+
+def _of_equal(sizes: set[int]) -> Feed:
+    """Nothing says how many samples: right if all ranks have the same."""
+    rows = " or ".join(map(str, sorted(sizes))) or "no"
+    return Feed(
+        claim=f"inputs of {rows} rows on each rank (are they no samples? `with model.samples(n):` says how many)"
+    )
+
+
+def _describe(share: BatchShare) -> str:
+    return f"{share.name}: {share.global_samples} samples" if share.name else f"{share.global_samples} samples"
+
+
+def _show(inputs: Any) -> str:
+    return ", ".join(describe_tensor(tensor) for tensor in tensors_in(inputs)[:4]) or "no tensor"
+
+
+def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
+    """Tensors of the inputs that came with a batch."""
+    found = []
+    for tensor in tensors_in(inputs):
+        tag = batch.find_tag(tensor)
+        if tag is not None:
+            found.append((tensor, tag))
+    return found
+
+
+def _sizes_of(inputs: Any) -> set[int]:
+    """What may be the number of rows: first sizes of tensors, and lengths of lists of anything else."""
+    args, kwargs = inputs
+    sizes: set[int] = set()
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
+            sizes.add(len(value))
+        else:
+            sizes.update(
+                int(tensor.size(0))
+                for tensor in tensors_in(value)
+                if tensor.dim() > 0 and not isinstance(tensor, torch.nn.Parameter)
+            )
+            if isinstance(value, list):
+                sizes.add(len(value))  # of samples, such as the images of detection models; or of inputs
+    return sizes
+
+
+class _Parts:
+    """Batches of which slices went through the model. See [Note: parts of a batch]."""
+
+    # Two loaders may take turns; a third batch shows that the slices of the first were all there will be.
+    _MAX_OPEN = 2
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Part] = {}
+
+    def add(self, found: tuple[torch.Tensor, Tag]) -> int:
+        """A forward pass on that tensor begins. Returns into how many parts its batch is cut.
+
+        Raises:
+            InputError: the parts cannot add up to the mean over the batch.
+        """
+        tensor, tag = found
+        rows = _rows_of(tensor, tag)
+        if rows is None or rows == tag.rows:
+            return 1
+        what = _describe(tag.share)
+        part = self._open.setdefault(what, _Part(rows, tag.rows, set()))
+        if not rows or tag.rows % rows or rows != part.rows:
+            raise InputError(
+                f"this forward pass takes {rows} of the {tag.rows} samples that this rank holds of {what}. Parts of a "
+                "batch must have one size on every rank, and be the whole of it. For micro-batches let the loader make "
+                "them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean over: "
+                "`with model.samples(n):`"
+            )
+        part.offsets.add(tensor.storage_offset())
+        if len(part.offsets) * rows == tag.rows:
+            del self._open[what]
+        elif len(self._open) > self._MAX_OPEN:
+            self._give_up()
+        return tag.rows // rows
+
+    def _give_up(self) -> None:
+        what, part = next(iter(self._open.items()))
+        self._open.clear()
+        raise InputError(
+            f"only {len(part.offsets) * part.rows} of the {part.of_rows} samples that this rank holds of {what} went "
+            "through the model, cut from the batch: which samples of the global batch that leaves out depends on the "
+            "number of ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the "
+            "mean over: `with model.samples(n):`"
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    rows: int
+    of_rows: int
+    offsets: set[int]  # of the slices that came, in elements of their memory
+
+
+def _rows_of(tensor: torch.Tensor, tag: Tag) -> int | None:
+    """How many rows of the tensor that was yielded this view of it has; None where that cannot be told, or is all."""
+    if tensor.numel() == tag.numel or tag.rows < 2 or tag.rows != (tag.share.local_samples or tag.rows):
+        return None
+    strides = list(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, size in strides:
+        if stride == tag.stride:
+            return size
+    for stride, size in strides:  # every second row
+        if stride > tag.stride and stride % tag.stride == 0:
+            return size
+    return 1 if tensor.numel() * tag.rows == tag.numel else None

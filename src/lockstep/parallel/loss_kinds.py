@@ -1,0 +1,165 @@
+"""Sees by its graph that a loss is no mean over samples.
+
+Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`), and the engine cannot know it
+from gradients. So after its first forward passes it looks at the loss, and warns. What is found: a mean over targets
+of which some were ignored or weighted by class, a sum, and a sum divided by something else than what was summed or
+the samples.
+
+[Note: before the backward pass] A backward pass frees what the nodes of the loss have saved before it comes to the
+model's outputs, so the loss has to be seen when `backward` is called. For those few steps Python's profiling hook of
+this thread is borrowed, if nobody uses it: it is called for each call of a Python function, and given back at the first
+`backward`, or after so many calls that none seems to come. *Rejected:* putting a function in the place of
+`Tensor.backward`, for the whole program; a hook on tensors, which comes too late.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lockstep import batch
+from lockstep.comm.callsite import is_users
+from lockstep.log import get_logger
+
+__all__ = ["describe_other_divisor", "look_at_next_loss"]
+
+_logger = get_logger(__name__)
+
+# What torch's losses have saved under `reduction`.
+_MEAN, _SUM = 1, 2
+# The functions through which every backward pass goes, and what they call the losses.
+_ROOTS = {("backward", "_tensor.py"): "self", ("backward", "__init__.py"): "tensors"}
+_MAX_NODES = 2000
+_found: dict[str, str] = {}  # lines of which was warned, and what they are
+# Of Python functions, between a forward pass and its backward pass.
+_MAX_CALLS = 20_000
+
+
+def look_at_next_loss(local_samples: int | None) -> None:
+    """Warn if the next backward pass in this thread is of such a loss. Local; see [Note: before the backward pass].
+
+    Args:
+        local_samples: of this rank in this step; None where nobody knows.
+    """
+    if sys.getprofile() is None:
+        sys.setprofile(_Lookout(local_samples))
+
+
+class _Lookout:
+    """A profiling hook that waits for a backward pass.
+
+    Args:
+        local_samples: of this rank in this step; None where nobody knows.
+    """
+
+    def __init__(self, local_samples: int | None) -> None:
+        self._local_samples = local_samples
+        self._calls_left = _MAX_CALLS
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        self._calls_left -= 1
+        code = frame.f_code
+        name = _ROOTS.get((code.co_name, code.co_filename.rpartition("/")[2])) if code.co_name == "backward" else None
+        if self._calls_left and (name is None or "/torch/" not in code.co_filename):
+            return
+        sys.setprofile(None)
+        if name is None:
+            return
+        value = frame.f_locals.get(name)
+        for loss in (value,) if isinstance(value, Tensor) else tuple(value or ()):
+            if isinstance(loss, Tensor) and loss.dim() == 0:
+                _warn(loss, self._local_samples, frame)
+
+
+def _warn(loss: Tensor, local_samples: int | None, frame: FrameType) -> None:
+    try:
+        what = describe_other_divisor(loss, local_samples)
+    except RuntimeError:  # what the nodes have saved is gone: the graph was walked backward before
+        return
+    line = _users_line(frame)
+    if what is not None and line not in _found:
+        _found[line] = what
+        _logger.warning(
+            f"{line}: this loss is {what}, not a mean over samples, by which ranks are weighted: the "
+            "training is not that of one process. Write lockstep.mean(loss_sum, count) for a sum divided by a count "
+            "of this rank's (valid tokens, weights of classes), lockstep.sum(loss) for a sum, "
+            "lockstep.global_loss(loss) for what every rank has computed over the data of all",
+        )
+
+
+def describe_other_divisor(loss: Tensor, local_samples: int | None) -> str | None:
+    """What the loss is, if it is seen to be no mean over this rank's samples; None where it may be one. Local.
+
+    Args:
+        loss: 0-dim, with a graph.
+        local_samples: of this rank; None where nobody knows.
+    """
+    # Nodes, and what the sums behind them are divided by: None for nothing yet.
+    stack: list[tuple[Node, float | None]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
+    seen: set[Node] = set()
+    while stack and len(seen) < _MAX_NODES:
+        node, divisor = stack.pop()
+        if node in seen or batch.is_marked(node) or node.name() == "_RescaleBackward":
+            continue
+        seen.add(node)
+        what = _of_reduction(node, divisor) or _of_sum(node, divisor, local_samples)
+        if what is not None and batch.find_marks_behind(node):
+            return what
+        if node.name() == "DivBackward0":
+            divisor = _scalar(getattr(node, "_saved_other", None)) or divisor
+        elif node.name() == "MulBackward0" and divisor is None:
+            divisor = 0.0  # scaled by something: then the divisor is nobody's to judge
+        stack.extend((following, divisor) for following, _ in node.next_functions if following is not None)
+    return None
+
+
+def _of_reduction(node: Node, divisor: float | None) -> str | None:
+    """What a loss of torch's with a `reduction` is, if no mean over all its targets."""
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction == _SUM:
+        return "a sum" if divisor is None else None
+    total_weight = getattr(node, "_saved_total_weight", None)
+    if reduction == _MEAN and total_weight is not None:
+        targets: Any = getattr(node, "_saved_target", None)
+        weight: Any = getattr(node, "_saved_weight", None)
+        if weight is not None and float(total_weight) != targets.numel():
+            return "a mean over targets weighted by class (weight=)"
+        if float(total_weight) != targets.numel():
+            counted = f"{int(total_weight)} of {targets.numel()} targets"
+            return f"a mean over {counted}, the others being ignored (ignore_index=)"
+    return None
+
+
+def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> str | None:
+    """What `sum()` divided by `divisor` is, if no mean over all that was summed, nor over samples."""
+    if node.name() == "SumBackward0":
+        sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
+    elif getattr(node, "_saved_reduction", None) == _SUM:
+        sizes = getattr(node, "_saved_self", torch.empty(0)).shape
+    else:
+        return None
+    if divisor is None:
+        return "a sum"
+    numel = torch.Size(sizes).numel()
+    if divisor == 0 or not numel or not (numel / divisor).is_integer() or divisor != int(divisor):
+        is_judged = divisor != 0
+    else:
+        is_judged = bool(local_samples and divisor % local_samples)
+    return f"a sum divided by {divisor:g}" if is_judged else None
+
+
+def _scalar(value: object) -> float | None:
+    return float(value) if isinstance(value, Tensor) and value.dim() == 0 else None
+
+
+def _users_line(frame: FrameType | None) -> str:
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

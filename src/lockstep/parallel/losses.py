@@ -1,0 +1,248 @@
+"""Losses that are no mean over samples: what one process would divide by, at any number of ranks.
+
+An engine weights what goes through it by the samples of each rank, which is right for a loss that is a mean over
+samples. For any other there is a function here. It gives the value that one process would have computed, on every rank,
+and gradients that are those of one process, once the engine has averaged them:
+
+    loss = lockstep.mean(loss_sum, count)     a mean over something else: tokens, pixels, boxes, weighted classes
+    loss = lockstep.sum(loss_sum)             a sum
+    features = lockstep.all_gather(features)  what a loss over the samples of all ranks is computed from
+    loss = lockstep.global_loss(loss)         a loss that is right for torch's engine: divided by a global count by hand
+
+Terms may be added up: each has its own divisor, and what is handed to none of these stays a mean over samples::
+
+    words = lockstep.mean(cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), (labels != -100).sum())
+    loss = words + cross_entropy(order, is_next)
+
+With accumulation every micro-batch is divided by the count of its own; to divide all of a window by the count of the
+window, hand that to each of them.
+
+[Note: divisors] An engine multiplies gradients by a rank's weight w = n_r·W/n and takes the mean over its W ranks. A
+loss that is the sum of l_r over ranks, divided by d, has the gradient sum(l_r')/d; so l_r' is multiplied by W/(d·w)
+here. The engine's forward passes that a loss comes from, and so w and W, are found in its graph
+(`lockstep/batch/graph.py`). Where there is none, as with torch's engine, w is 1 and W the size of the default group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import batch
+from lockstep.errors import InputError, InputTypeError
+from lockstep.parallel.checks import host_device
+from lockstep.parallel.passage import Passage
+
+__all__ = ["Origin", "find_origin", "global_loss", "mean", "sum"]
+
+
+def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean over the items of all ranks: the sum of `total` over ranks, divided by the sum of `count`.
+
+    For a loss that is divided by something else than the number of samples: valid tokens (`ignore_index`, padding),
+    the weights of classes, pixels under a mask, boxes. A rank may have none: a total of 0 and a count of 0.
+
+    Collective: one all_reduce of two numbers; every rank calls it, at the same places.
+
+    Args:
+        total: 0-dim; the sum over this rank's items, with a graph while training.
+        count: how many items that is (or the sum of their weights), a number or a 0-dim tensor. Under a filler
+            nothing counts.
+        process_group: who has the items; default the group of the engine that `total` comes from, else the default
+            group.
+
+    Returns:
+        0-dim, of `total`'s dtype and device: the same value on every rank. nan where no rank has an item.
+
+    Raises:
+        InputTypeError: `total` is no floating 0-dim tensor.
+        InputError: `total` comes from forward passes in which this rank holds different shares.
+
+        >>> logits, labels = torch.zeros(3, 2), torch.tensor([0, 1, -100])
+        >>> loss_sum = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        >>> mean(loss_sum, (labels != -100).sum())
+        tensor(0.6931)
+    """
+    _check_scalar("mean", total)
+    origin = find_origin("mean", total, process_group)
+    value = count.detach() if isinstance(count, Tensor) else torch.tensor(float(count), dtype=torch.float64)
+    if value.dim() != 0:
+        raise InputTypeError(f"mean: count is a tensor of shape {list(value.shape)}; give one number: count.sum()")
+    sums = origin.add_up(total, value)
+    return _Rescale.of(total, sums[0] / sums[1], origin.factor / sums[1], origin.is_filler or value)
+
+
+def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of `total` over all ranks, for a loss with `reduction="sum"`.
+
+    Collective: one all_reduce; every rank calls it, at the same places.
+
+    Args:
+        total: 0-dim; the sum over this rank's samples, with a graph while training. Under a filler it does not count.
+        process_group: as in `mean`.
+
+    Returns:
+        0-dim, of `total`'s dtype and device: the same value on every rank.
+
+    Raises:
+        InputTypeError, InputError: as in `mean`.
+
+        >>> sum(torch.tensor(2.5))
+        tensor(2.5000)
+    """
+    _check_scalar("sum", total)
+    origin = find_origin("sum", total, process_group)
+    sums = origin.add_up(total, torch.ones(()))
+    return _Rescale.of(total, sums[0], origin.factor, origin.is_filler)
+
+
+def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """A loss of which the plain mean over ranks is right already: this rank's share of the samples is left out of it.
+
+    For losses that were divided by a global count and multiplied by the number of ranks by hand, as many programs do
+    for torch's engine. For losses over the features of all ranks there is `lockstep.all_gather`. Every rank calls it, at
+    the same places.
+
+    Args:
+        loss: 0-dim, with a graph.
+        process_group: as in `mean`.
+
+    Returns:
+        The same value.
+
+    Raises:
+        InputTypeError, InputError: as in `mean`; and for a loss over gathered features.
+    """
+    _check_scalar("global_loss", loss)
+    origin = find_origin("global_loss", loss, process_group)
+    if any(word in name for name in batch.names_behind(loss) for word in _COLLECTIVES):
+        raise InputError(
+            "global_loss: this loss was computed from what a collective of torch's has gathered with gradients, which "
+            "other ranks weight by their share of the samples. Gather with lockstep.all_gather, and leave global_loss "
+            "out"
+        )
+    if origin.is_filler:
+        raise InputError(
+            "global_loss: this rank holds a filler, which repeats a sample of another rank, and was counted with the "
+            "others. Pass drop_last=True to the DataLoader, or leave fillers out of the count (lockstep.is_filler)"
+        )
+    return _Rescale.of(loss, loss.detach(), origin.factor / origin.world_size, False)
+
+
+# What names of graph nodes of torch's differentiable collectives contain.
+_COLLECTIVES = ("AllGather", "AllReduce", "AlltoAll", "AllToAll", "ReduceScatter", "_Broadcast", "_Gather")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The forward passes that a loss comes from.
+
+    Attributes:
+        group: of their engine; None for one process.
+        weight: that the engine gives their gradients on this rank.
+        is_filler: nothing that this rank computes counts.
+    """
+
+    group: dist.ProcessGroup | None
+    weight: float | Tensor
+    is_filler: bool
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def factor(self) -> float | Tensor:
+        """For the gradient of a term of which one process would take the sum; see [Note: divisors]."""
+        return 0.0 if self.is_filler else self.world_size / self.weight
+
+    def add_up(self, total: Tensor, count: Tensor) -> Tensor:
+        """The sums over ranks of both, float64 [2]. Collective."""
+        device = total.device if self.group is None else host_device(self.group, total.device)
+        own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
+        if self.is_filler:
+            own.zero_()
+        elif not count.is_cuda and count == 0:
+            own.zero_()  # 0/0, and whatever else a rank without items has computed
+        if self.world_size > 1:
+            dist.all_reduce(own, group=self.group)
+        return own
+
+
+def _check_scalar(name: str, loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        shape = f"of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputTypeError(
+            f"{name}: expected a floating tensor without dimensions, got {shape}: reduce it with .sum()"
+        )
+
+
+def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None) -> Origin:
+    """Where a tensor comes from. Collective where a forward pass does not know its weight yet.
+
+    Args:
+        name: of the function that asks, for errors.
+        loss: with or without a graph.
+        process_group: instead of the engine's.
+    """
+    forwards = cast("list[Passage]", batch.find_marks(loss))
+    if not forwards:
+        group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        return Origin(group, 1.0, _is_filler_in_hand(name))
+    for forward in forwards:
+        forward.settle()
+    first = forwards[0]
+    for other in forwards[1:]:
+        if not _same_weight(first, other):
+            raise InputError(
+                f"{name}: this loss comes from forward passes on two batches, of which this rank holds different "
+                f"shares. Hand {name} the part of each batch, and add up what it returns"
+            )
+    return Origin(process_group or first.group, first.feed.weight, first.is_filler)
+
+
+def _same_weight(first: Passage, other: Passage) -> bool:
+    weights = first.feed.weight, other.feed.weight
+    if any(isinstance(weight, Tensor) for weight in weights):
+        return weights[0] is weights[1]
+    return bool(weights[0] == weights[1])
+
+
+def _is_filler_in_hand(name: str) -> bool:
+    """Without a forward pass of an engine of ours the loop tells; see [Note: in hand] in `lockstep/batch/hand.py`."""
+    found = batch.in_hand(lambda iteration: iteration.num_batches - 1)
+    fillers = [share for share in found if share.local_samples == 0]
+    if fillers and len(fillers) < len(found):
+        raise InputError(
+            f"{name}: cannot tell whether the batch in hand is a filler, which must not count: the loop fetches "
+            "batches ahead. Wrap the model in lockstep.DistributedDataParallel, or pass drop_last=True"
+        )
+    return bool(fillers)
+
+
+class _Rescale(torch.autograd.Function):
+    """Another value, and the gradient times a factor."""
+
+    @staticmethod
+    def of(loss: Tensor, value: Tensor, factor: float | Tensor, is_void: bool | Tensor) -> Tensor:
+        """`is_void`: true, or a count of 0, for a loss without gradient, whatever its value is."""
+        is_void = is_void if isinstance(is_void, bool) else is_void == 0
+        value = value.to(loss.device, loss.dtype)
+        return cast(Tensor, _Rescale.apply(loss, value, factor, is_void))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor, factor: float | Tensor, is_void: bool | Tensor) -> Tensor:
+        ctx.factor, ctx.is_void = factor, is_void
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        factor = ctx.factor.to(gradient.device) if isinstance(ctx.factor, Tensor) else ctx.factor
+        scaled = gradient * factor
+        if isinstance(ctx.is_void, Tensor):  # where only the device knows
+            return torch.where(ctx.is_void.to(gradient.device), 0.0, scaled).to(gradient.dtype), None, None, None
+        return (torch.zeros_like(gradient) if ctx.is_void else scaled.to(gradient.dtype)), None, None, None

@@ -1,0 +1,359 @@
+"""Losses that are no mean over samples, with the function that each needs: one process's training on any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import lockstep
+from lockstep.metrics import Mean, synchronize
+from lockstep.parallel import loss_kinds
+from lockstep.testing import run_ranks
+
+TOLERANCE = 1e-12
+WORLDS = (1, 2, 3, 5)
+IGNORED = -100
+CLASSES = 5
+
+
+class Words(torch.utils.data.Dataset[Any]):
+    """Sequences of 6 words of which the last ones are padding; every fourth is all padding."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(count, 6, 3, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(CLASSES, (count, 6), generator=generator)
+        for index in range(count):
+            self.y[index, 0 if index % 4 == 0 else index % 6 :] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index].clone(), self.y[index].clone()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+class Site:
+    """On one process with a plain model, or on a rank with an engine."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
+        self.values: list[float] = []
+
+    def wrap(self, model: nn.Module) -> Any:
+        self.model = model
+        return model if self.alone else lockstep.DistributedDataParallel(model)
+
+    def loader(self, count: int, batch_size: int, **options: Any) -> Any:
+        place = {"rank": 0, "world_size": 1} if self.alone else {}
+        return lockstep.DataLoader(Words(count), batch_size, shuffle=True, seed=3, **place, **options)
+
+    def mean(self, total: Tensor, count: Any) -> Tensor:
+        return total / count if self.alone else lockstep.mean(total, count)
+
+    def sum(self, total: Tensor) -> Tensor:
+        return total if self.alone else lockstep.sum(total)
+
+    def result(self) -> Tensor:
+        parameters = [parameter.detach().flatten() for parameter in self.model.parameters()]
+        return torch.cat([*parameters, torch.tensor(self.values, dtype=torch.float64)])
+
+
+def sum_of_words(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def steps(site: Site, loss_of: Callable[..., Tensor], count: int = 22, batch_size: int = 6) -> None:
+    model = site.wrap(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for x, y in site.loader(count, batch_size):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            site.values.append(loss.item())
+            optimizer.step()
+
+
+def a_mean_over_words(site: Site) -> None:
+    steps(site, lambda model, x, y: site.mean(sum_of_words(model(x), y), (y != IGNORED).sum()))
+
+
+def a_mean_over_words_where_sizes_tell_nothing(site: Site) -> None:
+    """The batch has lost its tag, and on some ranks the last one is as large as the others."""
+    steps(site, lambda model, x, y: site.mean(sum_of_words(model(x * 2), y), (y != IGNORED).sum()), 23, 8)
+
+
+def a_mean_with_weights_of_classes(site: Site) -> None:
+    weight = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits, labels = model(x)[:, 0], y[:, 0]
+        total = cross_entropy(logits, labels, weight=weight, ignore_index=IGNORED, reduction="sum")
+        return site.mean(total, weight[labels[labels != IGNORED]].sum())
+
+    steps(site, loss_of)
+
+
+def a_masked_mean(site: Site) -> None:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        mask = (y != IGNORED).double()
+        return site.mean((model(x).square().mean(-1) * mask).sum(), mask.sum())
+
+    steps(site, loss_of)
+
+
+def a_sum(site: Site) -> None:
+    steps(site, lambda model, x, y: site.sum(0.01 * sum_of_words(model(x), y)))
+
+
+def terms_with_divisors_of_their_own(site: Site) -> None:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        words = site.mean(sum_of_words(logits, y), (y != IGNORED).sum())
+        squares = logits.square().mean()  # over samples
+        value = site.mean(squares.detach() * len(y), len(y))
+        return words + 0.1 * squares + (0.1 * (value - squares)).detach()  # the value of one process, for comparison
+
+    steps(site, loss_of)
+
+
+def accumulated(site: Site) -> None:
+    """Each micro-batch by its own count; the last window and its last batch are smaller."""
+    model = site.wrap(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = site.loader(22, 4)
+    for number, (x, y) in enumerate(loader):
+        loss = site.mean(sum_of_words(model(x), y), (y != IGNORED).sum()) / 2
+        if not loss.isfinite():  # no word in the whole batch
+            continue
+        loss.backward()
+        site.values.append(loss.item())
+        if number % 2 == 1 or number == len(loader) - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accumulated_without_averaging(site: Site) -> None:
+    """A window of batches is divided by its words, which are counted first."""
+    model = site.wrap(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = list(site.loader(22, 6))
+    for start in range(0, len(batches), 2):
+        window = batches[start : start + 2]
+        count = sum(int((y != IGNORED).sum()) for x, y in window if site.alone or not lockstep.is_filler(x))
+        optimizer.zero_grad()
+        for number, (x, y) in enumerate(window):
+            if not site.alone:
+                model.require_backward_grad_sync = number == len(window) - 1  # what no_sync() sets
+            loss = site.mean(sum_of_words(model(x), y), count)
+            loss.backward()
+            site.values.append(loss.item())
+        optimizer.step()
+
+
+def measured(site: Site) -> None:
+    """Evaluation and metrics by words."""
+    model = site.wrap(make_model())
+    metric = Mean()
+    with torch.no_grad():
+        for x, y in site.loader(23, 8, evaluation=True):
+            count = int((y != IGNORED).sum())
+            metric.update(sum_of_words(model(x), y) / max(count, 1), weight=count)
+    site.values.append(metric.compute() if site.alone else synchronize(metric)[0])
+
+
+LOSSES = {
+    loss.__name__: loss
+    for loss in (
+        a_mean_over_words,
+        a_mean_over_words_where_sizes_tell_nothing,
+        a_mean_with_weights_of_classes,
+        a_masked_mean,
+        a_sum,
+        terms_with_divisors_of_their_own,
+        accumulated,
+        accumulated_without_averaging,
+        measured,
+    )
+}
+
+
+def differences() -> dict[str, float]:
+    loss_kinds._found.clear()
+    found = {}
+    for name, program in LOSSES.items():
+        alone, ranks = Site(alone=True), Site(alone=False)
+        program(alone)
+        program(ranks)
+        found[name] = (ranks.result() - alone.result()).abs().max().item()
+    assert not loss_kinds._found, f"a right program was warned of: {loss_kinds._found}"
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_losses_are_those_of_one_process(world_size: int) -> None:
+    for found in run_ranks(differences, world_size, timeout=120):
+        assert {name: what for name, what in found.items() if not what <= TOLERANCE} == {}
+
+
+# ---- what each rank computes over the data of all --------------------------------------------------
+
+
+def contrast(own: Tensor, features: Tensor) -> Tensor:
+    """Every row of `own` against all features; a mean over `own`."""
+    return (own @ features.t()).logsumexp(1).mean()
+
+
+def contrast_over_all_ranks() -> float:
+    """Differences to one process: with the loss over all rows on every rank, and with that over its own rows."""
+    worst = 0.0
+    for is_local in (False, True):
+        for count, batch_size in ((23, 6), (7, 3), (23, 8)):
+            alone, ranks = Site(alone=True), Site(alone=False)
+            for site in (alone, ranks):
+                gather = (lambda features: features) if site.alone else lockstep.all_gather
+
+                def loss_of(model: nn.Module, x: Tensor, y: Tensor, gather: Any = gather) -> Tensor:
+                    own = model(x * 1.0).mean(1)
+                    features = gather(own)
+                    return contrast(own if is_local else features, features) + own.square().mean()
+
+                steps(site, loss_of, count, batch_size)
+                site.values.clear()
+            worst = max(worst, (ranks.result() - alone.result()).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_loss_over_the_features_of_all_ranks(world_size: int) -> None:
+    assert max(run_ranks(contrast_over_all_ranks, world_size)) <= TOLERANCE
+
+
+def divide_by_hand() -> float:
+    alone, ranks = Site(alone=True), Site(alone=False)
+    steps(alone, lambda model, x, y: sum_of_words(model(x), y) / (y != IGNORED).sum())
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        count = (y != IGNORED).sum()
+        dist.all_reduce(count)
+        return lockstep.global_loss(sum_of_words(model(x), y) * dist.get_world_size() / count)
+
+    steps(ranks, loss_of)
+    for site in (alone, ranks):
+        site.values.clear()
+    return (ranks.result() - alone.result()).abs().max().item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_loss_that_was_divided_by_hand(world_size: int) -> None:
+    assert max(run_ranks(divide_by_hand, world_size)) <= TOLERANCE
+
+
+def gather_by_torch() -> None:
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    model = lockstep.DistributedDataParallel(make_model())
+    features = all_gather_tensor_autograd(model(torch.ones(2, 3, dtype=torch.float64)), 0, dist.group.WORLD)
+    lockstep.global_loss(features.sum())
+
+
+def test_a_loss_over_what_torch_has_gathered_is_an_error() -> None:
+    for outcome in run_ranks(gather_by_torch, 2, expect_errors=True):
+        assert "Gather with lockstep.all_gather" in str(outcome)
+
+
+def hand_over_a_filler() -> None:
+    model = lockstep.DistributedDataParallel(make_model())
+    for x, _ in site_loader():
+        lockstep.global_loss(model(x).sum())
+
+
+def site_loader() -> Any:
+    return Site(alone=False).loader(7, 6)
+
+
+def test_a_global_loss_with_a_filler_is_an_error() -> None:
+    outcomes = run_ranks(hand_over_a_filler, 2, expect_errors=True)
+    assert outcomes[0] is None
+    assert "holds a filler" in str(outcomes[1])
+    assert "drop_last=True" in str(outcomes[1])
+
+
+@pytest.mark.parametrize("function", [lambda x: lockstep.mean(x, 1), lockstep.sum, lockstep.global_loss])
+def test_a_loss_with_dimensions_is_an_error(function: Callable[[Any], Tensor]) -> None:
+    for wrong in (torch.ones(2), torch.tensor(1), 1.0):
+        with pytest.raises(lockstep.errors.InputTypeError, match="without dimensions"):
+            function(wrong)
+    with pytest.raises(lockstep.errors.InputTypeError, match=r"count\.sum"):
+        lockstep.mean(torch.ones(()), torch.ones(2))
+
+
+# ---- warnings -----------------------------------------------------------------------------------------
+
+
+def plain_ways() -> dict[str, dict[str, str]]:
+    """What is warned of when a loss is written as for one process."""
+    found = {}
+    weight = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+
+    def masked(logits: Tensor, y: Tensor) -> Tensor:
+        mask = (y != IGNORED).double()
+        return (logits.square().mean(-1) * mask).sum() / mask.sum()
+
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "ignored": lambda logits, y: cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED),
+        "weighted": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0), weight=weight),
+        "sum": lambda logits, y: logits.square().sum(),
+        "masked": masked,
+        "mean": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0)),
+        "mean by hand": lambda logits, y: logits.square().sum() / len(y),
+        "mean over all by hand": lambda logits, y: logits.square().sum() / logits.numel(),
+        "mean and a term on parameters": lambda logits, y: logits.mean() + weight.requires_grad_().sum(),
+        "mean, accumulated": lambda logits, y: logits.square().mean() / 3,
+    }
+    for name, way in ways.items():
+        loss_kinds._found.clear()
+        model = lockstep.DistributedDataParallel(make_model())
+        for x, y in Site(alone=False).loader(12, 6):
+            way(model(x), y).backward()
+        found[name] = dict(loss_kinds._found)
+    return found
+
+
+def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
+    found, of_rank_1 = run_ranks(plain_ways, 2)
+    assert not any(of_rank_1.values()), "one rank speaks for all"
+    for name, what in {
+        "ignored": "targets, the others being ignored (ignore_index=)",
+        "weighted": "weighted by class (weight=)",
+        "sum": "a sum",
+        "masked": "a sum divided by",
+    }.items():
+        ((line, text),) = found.pop(name).items()
+        assert line.startswith("test_losses.py:")
+        assert what in text
+    assert not any(found.values()), found
+
+
+def without_warning_alone() -> dict[str, str]:
+    loss_kinds._found.clear()
+    model = lockstep.DistributedDataParallel(make_model())
+    for x, _ in Site(alone=False).loader(12, 6):
+        model(x).sum().backward()
+    return dict(loss_kinds._found)
+
+
+def test_one_process_divides_by_what_it_likes() -> None:
+    assert run_ranks(without_warning_alone, 1) == [{}]
