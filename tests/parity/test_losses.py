@@ -153,11 +153,12 @@ def accumulated_without_averaging(site: Site) -> None:
     for start in range(0, len(batches), 2):
         window = batches[start : start + 2]
         count = sum(int((y != IGNORED).sum()) for x, y in window if site.alone or not lockstep.is_filler(x))
+        words = site.sum(torch.tensor(float(count)))
         optimizer.zero_grad()
         for number, (x, y) in enumerate(window):
             if not site.alone:
                 model.require_backward_grad_sync = number == len(window) - 1  # what no_sync() sets
-            loss = site.mean(sum_of_words(model(x), y), count)
+            loss = site.sum(sum_of_words(model(x), y)) / words
             loss.backward()
             site.values.append(loss.item())
         optimizer.step()
@@ -225,7 +226,9 @@ def contrast_over_all_ranks() -> float:
             for site in (alone, ranks):
                 gather = (lambda features: features) if site.alone else lockstep.all_gather
 
-                def loss_of(model: nn.Module, x: Tensor, y: Tensor, gather: Any = gather) -> Tensor:
+                def loss_of(
+                    model: nn.Module, x: Tensor, y: Tensor, gather: Any = gather, is_local: bool = is_local
+                ) -> Tensor:
                     own = model(x * 1.0).mean(1)
                     features = gather(own)
                     return contrast(own if is_local else features, features) + own.square().mean()

@@ -337,7 +337,7 @@ class _Parts:
                 "them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean over: "
                 "`with model.samples(n):`"
             )
-        part.offsets.add(tensor.storage_offset())
+        part.offsets.add(int(tensor.storage_offset()))
         if len(part.offsets) * rows == tag.rows:
             del self._open[what]
         elif len(self._open) > self._MAX_OPEN:

@@ -14,8 +14,11 @@ Terms may be added up: each has its own divisor, and what is handed to none of t
     words = lockstep.mean(cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), (labels != -100).sum())
     loss = words + cross_entropy(order, is_next)
 
-With accumulation every micro-batch is divided by the count of its own; to divide all of a window by the count of the
-window, hand that to each of them.
+With accumulation every micro-batch is divided by the count of its own. To divide all of a window by the count of the
+window, add that up first; leave fillers out of it (`lockstep.is_filler`)::
+
+    words = lockstep.sum(torch.tensor(float(count_of_the_window)))
+    loss = lockstep.sum(loss_sum) / words
 
 [Note: divisors] An engine multiplies gradients by a rank's weight w = n_r·W/n and takes the mean over its W ranks. A
 loss that is the sum of l_r over ranks, divided by d, has the gradient sum(l_r')/d; so l_r' is multiplied by W/(d·w)
@@ -77,12 +80,13 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
 
 
 def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of `total` over all ranks, for a loss with `reduction="sum"`.
+    """The sum of `total` over all ranks, for a loss with `reduction="sum"`, or for a count.
 
     Collective: one all_reduce; every rank calls it, at the same places.
 
     Args:
-        total: 0-dim; the sum over this rank's samples, with a graph while training. Under a filler it does not count.
+        total: 0-dim, floating; the sum over this rank's samples, with a graph while training. Under a filler that does
+            not count; a number without a graph counts as it is.
         process_group: as in `mean`.
 
     Returns:
@@ -95,7 +99,7 @@ def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor
         tensor(2.5000)
     """
     _check_scalar("sum", total)
-    origin = find_origin("sum", total, process_group)
+    origin = find_origin("sum", total, process_group, asks_the_loop=False)
     sums = origin.add_up(total, torch.ones(()))
     return _Rescale.of(total, sums[0], origin.factor, origin.is_filler)
 
@@ -104,8 +108,8 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     """A loss of which the plain mean over ranks is right already: this rank's share of the samples is left out of it.
 
     For losses that were divided by a global count and multiplied by the number of ranks by hand, as many programs do
-    for torch's engine. For losses over the features of all ranks there is `lockstep.all_gather`. Every rank calls it, at
-    the same places.
+    for torch's engine. For losses over the features of all ranks there is `lockstep.all_gather`. Every rank calls it,
+    at the same places.
 
     Args:
         loss: 0-dim, with a graph.
@@ -181,18 +185,19 @@ def _check_scalar(name: str, loss: object) -> None:
         )
 
 
-def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None) -> Origin:
+def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None, asks_the_loop: bool = True) -> Origin:
     """Where a tensor comes from. Collective where a forward pass does not know its weight yet.
 
     Args:
         name: of the function that asks, for errors.
         loss: with or without a graph.
         process_group: instead of the engine's.
+        asks_the_loop: without a graph, a filler may be in hand.
     """
     forwards = cast("list[Passage]", batch.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        return Origin(group, 1.0, _is_filler_in_hand(name))
+        return Origin(group, 1.0, asks_the_loop and _is_filler_in_hand(name))
     for forward in forwards:
         forward.settle()
     first = forwards[0]
