@@ -236,6 +236,24 @@ def test_nobody_is_more_than_one_step_ahead() -> None:
     assert memory[:3].tolist() == [199] * 3
 
 
+def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: looks]: whoever waits long leaves the cores to those that compute."""
+    looks: list[float] = []
+    look = words.waiter.look
+
+    def count(*arguments: object) -> None:
+        looks.append(time.monotonic())
+        look(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(words.waiter, "look", count)
+    words.trouble(timeout_s=0.3)
+    assert len(looks) < 80, "a look every 2 ms makes 150"
+    assert sync._next_look(0.0, 0.0, 60.0) == sync._LOOK_EVERY_S
+    assert sync._next_look(0.0, 30.0, 60.0) == 30.0 + sync._LONGEST_LOOK_S
+    assert sync._next_look(0.0, 59.99, 60.0) == 60.0
+    assert sync._next_look(0.0, 61.0, 60.0) == 61.0 + sync._LOOK_EVERY_S, "a peer that is giving up will say why"
+
+
 @pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
 def test_who_sleeps_is_woken_by_the_step_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "_LOOK_EVERY_S", 20.0)  # otherwise it would wake up by itself
