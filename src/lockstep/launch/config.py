@@ -58,8 +58,10 @@ class LaunchConfig:
     on_end: Callable[[Path], None] | None = None
 
     @property
-    def command_line(self) -> str:
-        """Target and arguments as one would type them."""
+    def rehearsable(self) -> str | None:
+        """Target and arguments as one would type them behind `lockstep rehearse`; None if this is a rehearsal."""
+        if self.on_end is not None:
+            return None
         return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.args])
 
     def args_of(self, local_rank: int) -> tuple[str, ...]:

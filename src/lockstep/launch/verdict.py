@@ -237,9 +237,11 @@ def _after(failures: list[Failure]) -> list[str]:
     return lines
 
 
-def _advise(first: Failure, num_ranks: int, script: str) -> list[str]:
+def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
     """What to write instead, where the error is one that has a way out."""
-    if first.report is None or not needs_gpu(first.report.message) or visible_gpus(env.snapshot()) > 0:
+    if script is None or first.report is None or not needs_gpu(first.report.message):
+        return []
+    if visible_gpus(env.snapshot()) > 0:
         return []
     return [
         f"lockstep: there is no GPU on this host: `lockstep rehearse --nproc {num_ranks} {script}` runs the script on "
@@ -248,7 +250,7 @@ def _advise(first: Failure, num_ranks: int, script: str) -> list[str]:
 
 
 def format_verdict(
-    failures: list[Failure], num_ranks: int, log_dir: str | None = None, script: str = "script.py"
+    failures: list[Failure], num_ranks: int, log_dir: str | None = None, script: str | None = None
 ) -> str:
     """The block that a failed job ends with: the verdict, then the first failure's traceback.
 
@@ -256,7 +258,7 @@ def format_verdict(
         failures: from `find_first_failure`; not empty.
         num_ranks: of the whole job.
         log_dir: folder with the ranks' output, if that went to files.
-        script: what was run, as the command line has it, arguments included.
+        script: what was run, as the command line has it, arguments included; None if it is a rehearsal already.
     """
     first = failures[0]
     rule = "=" * _WIDTH
