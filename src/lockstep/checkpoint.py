@@ -12,6 +12,13 @@ goes to a hidden temporary file, fsync, rename, fsync of the folder: whatever is
 file with a final name is whole. `load` verifies it all the same, since disks fail too, and
 falls back to the newest one that is good.
 
+[Note: going back] A folder belongs to one run, whose steps go up. A run that loads the file of an earlier step and
+trains on, or that starts anew in a folder that is not empty, leaves checkpoints of later steps behind. They are another
+history: `load` must not take them for this run's newest, nor may they push this run's own files out of the `keep`
+newest. So `save` renames them to `abandoned-step-....pt`, with a warning. Nothing is lost: they can still be loaded by
+their names. They are renamed before the new file appears, so a kill in between leaves the checkpoint that the run
+went back to as the newest.
+
 Files are ordinary `torch.save` archives that `torch.load(..., weights_only=True)` reads.
 """
 
@@ -41,6 +48,7 @@ State = dict[str, Any]
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<checksum>[0-9a-f]{16})\.pt")
 _ZIP_MAGIC = b"PK\x03\x04"  # without it, torch.load takes the file for one of torch before 1.6
 _TEMPORARY = ".writing-"
+_ABANDONED = "abandoned-"
 # What `torch.load(weights_only=True)` reads back, besides tensors; exact types, since a subclass
 # (a numpy scalar is a float) needs an import that it refuses.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
@@ -52,8 +60,11 @@ def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int =
     Collective: every rank calls it; rank 0 alone writes, and all return when the file is on
     disk, or raise together if it could not be written.
 
+    Checkpoints of later steps are those of a run that was left when this one went back: they are
+    renamed, with a warning, and neither loaded nor counted any more. See [Note: going back].
+
     Args:
-        folder: where this run's checkpoints lie; made if it is not there.
+        folder: where this run's checkpoints lie, and no other's; made if it is not there.
         state: nested dicts and lists of tensors, numbers and strings. Only rank 0's is used.
         step: what to number it by, usually the optimizer step; at least 0.
         keep: how many checkpoints to leave in the folder; at least 1.
@@ -105,8 +116,8 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
 
 def available(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in `folder`, newest first, unverified. Local."""
-    found = [(int(match["step"]), entry) for entry in _entries(Path(folder)) if (match := _NAME.fullmatch(entry.name))]
-    return [entry for _, entry in sorted(found, key=lambda pair: (pair[0], _modified(pair[1])), reverse=True)]
+    found = [entry for entry in _entries(Path(folder)) if _NAME.fullmatch(entry.name)]
+    return sorted(found, key=lambda entry: (_step_of(entry), _modified(entry)), reverse=True)
 
 
 def gather_rng() -> State:
@@ -164,6 +175,7 @@ def _write(folder: Path, state: State, step: int, keep: int) -> Path:
             writer.flush()
             os.fsync(file.fileno())
         final = folder / f"step-{step:08d}-{writer.digest.hexdigest()[:16]}.pt"
+        _set_later_ones_aside(folder, step)
         temporary.replace(final)
     finally:
         temporary.unlink(missing_ok=True)
@@ -174,13 +186,30 @@ def _write(folder: Path, state: State, step: int, keep: int) -> Path:
     return final
 
 
+def _set_later_ones_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints of steps after `step`. See [Note: going back]."""
+    later = [entry for entry in available(folder) if _step_of(entry) > step]
+    for entry in later:
+        entry.replace(folder / f"{_ABANDONED}{entry.name}")
+    if later:
+        steps = ", ".join(str(_step_of(entry)) for entry in reversed(later))
+        get_logger(__name__).warning(
+            "checkpoint.save: step %d comes after step %s in %s: the run went back, or another one used the folder. "
+            "Those later checkpoints are renamed to %sstep-*.pt; delete them, or give each run a folder of its own",
+            step,
+            steps,
+            folder,
+            _ABANDONED,
+        )
+
+
 def _choose(path: Path) -> Path:
     """The file to load: the one named, or the newest good one of a folder."""
     if path.is_file():
         problem = _problem(path)
         if problem:
             raise CheckpointError(f"checkpoint {path} {problem}{_alternatives(path)}")
-        if not _NAME.fullmatch(path.name):
+        if not _parse(path):
             get_logger(__name__).warning("checkpoint %s has no checksum in its name; it is loaded unverified", path)
         return path
     if not path.is_dir():
@@ -201,7 +230,7 @@ def _choose(path: Path) -> Path:
 
 def _problem(path: Path) -> str:
     """Why `path` must not be loaded, or nothing if its bytes are those that its name promises."""
-    match = _NAME.fullmatch(path.name)
+    match = _parse(path)
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -215,6 +244,17 @@ def _problem(path: Path) -> str:
     if match and digest.hexdigest()[:16] != match["checksum"]:
         return f"is damaged: SHA-256 begins {digest.hexdigest()[:16]}, its name says {match['checksum']}"
     return ""
+
+
+def _parse(path: Path) -> re.Match[str] | None:
+    """Step and checksum in the name of a checkpoint, an abandoned one too."""
+    return _NAME.fullmatch(path.name.removeprefix(_ABANDONED))
+
+
+def _step_of(path: Path) -> int:
+    match = _parse(path)
+    assert match is not None, path
+    return int(match["step"])
 
 
 def _alternatives(path: Path) -> str:

@@ -232,7 +232,12 @@ LOCKSTEP_ELASTIC_FOLDER = Variable(
     str,
     "Where elastic states are kept from one attempt of a job to the next; `lockstep horovodrun` makes and removes it.",
 )
-LOCKSTEP_SHM_DIR = Variable("LOCKSTEP_SHM_DIR", str, "Folder for shared-memory segments; default /dev/shm.")
+LOCKSTEP_SHM_DIR = Variable(
+    "LOCKSTEP_SHM_DIR",
+    str,
+    "Folder for shared-memory segments, for containers that share it but no pid namespace; default: no folder, but "
+    "memfds that peers open through /proc/<pid>/fd.",
+)
 LOCKSTEP_WIRE = Variable(
     "LOCKSTEP_WIRE",
     str,

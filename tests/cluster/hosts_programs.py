@@ -96,6 +96,27 @@ def groups() -> dict[str, Any]:
     return found
 
 
+def premultiplied_late(late: int) -> float:
+    """A sum of symmetric tensors, each multiplied before, where one rank comes to multiplying later than the others."""
+    with world() as opened:
+        tensor = lockstep.symmetric_empty(100_000).fill_(1.0)
+        dist.all_reduce(tensor)  # the first one also agrees on sizes, for which the ranks wait
+        tensor.fill_(1.0)
+        team = opened.process_group.engine.team  # type: ignore[attr-defined]
+        arrive = team.arrive
+
+        def arrive_and_linger(timeout_s: float) -> None:
+            arrive(timeout_s)
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                team.listen()
+
+        if opened.rank == late:
+            team.arrive = arrive_and_linger
+        dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))  # type: ignore[attr-defined]
+        return float(tensor.max())
+
+
 def soak(seeds: range) -> str:
     """Random programs, each checked against one process."""
     with world():

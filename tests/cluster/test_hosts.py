@@ -102,6 +102,11 @@ def test_sums_are_within_the_bound_and_the_same_everywhere(hosts: Cluster, sizes
         assert one == ranks[0], "the same bits on every rank"
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_rank_reads_what_a_peer_of_its_host_has_yet_to_multiply(hosts: Cluster, late: int) -> None:
+    assert hosts.run(programs.premultiplied_late, (2, 1), late) == [1.5] * 3
+
+
 def test_environment_chooses_the_wire(hosts: Cluster) -> None:
     by_argument = well(hosts.run(programs.sums, (1, 1), "bf16"))
     by_variable = well(hosts.run(programs.sums, (1, 1), None, more=lambda _: {"LOCKSTEP_WIRE": "bf16"}))

@@ -29,7 +29,7 @@ from mpi_harness import environ, needs_mpi
 
 def boards() -> tuple[MpiBoard, MpiBoard]:
     """Of two ranks that know each other."""
-    identities = [PeerIdentity(10 + rank, 1, "here") for rank in range(2)]
+    identities = [PeerIdentity(10 + rank, 1, "here", 1) for rank in range(2)]
     return MpiBoard(0, identities, lambda _: None), MpiBoard(1, identities, lambda _: None)
 
 

@@ -45,6 +45,8 @@ OF_THEIR_OWN = {
     ("launch.py", 2): ("lockstep launch --nproc_per_node=2", ["--lr", "0.05"], r"rank 1 of 2, local rank 1: loss"),
     ("horovod_sgd.py", 1): ("lockstep run --nproc 1", [], r"epoch 1: loss .* on 1 process"),
     ("horovod_sgd.py", 2): ("lockstep horovodrun -np 2 -H localhost:2 python", [], r"epoch 1: loss .* on 2 process"),
+    ("accelerate_train.py", 1): ("lockstep run --nproc 1", [], r"epoch 1: loss .* on 1 process\(es\) over lockstep"),
+    ("accelerate_train.py", 2): ("lockstep run --nproc 2", [], r"epoch 1: loss .* on 2 process\(es\) over lockstep"),
     ("apex_amp.py", 1): ("lockstep run --nproc 1", ["--opt-level", "O0"], r"O0: loss .* on 1 process"),
     ("apex_amp.py", 2): ("lockstep run --nproc 2", ["--opt-level", "O2"], r"O2: loss .* on 2 process"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
@@ -41,6 +42,20 @@ def test_first_failing_rank_is_named_last_with_its_traceback(launches: Launches)
     assert lines[-1] == "IndexError: list index out of range"
     assert "worker.py" not in done.stderr
     assert "[1] IndexError: list index out of range\n" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["libraries", "other/site-packages", "usr/lib/python3/dist-packages"])
+def test_users_line_is_named_wherever_libraries_lie(launches: Launches, where: str) -> None:
+    """On PYTHONPATH, in the user's site or that of the system: an error inside a library is shown at its caller."""
+    folder = launches.folder / where
+    (folder / "optical" / "flow").mkdir(parents=True)
+    (folder / "optical" / "__init__.py").write_text("def estimate(frame):\n    return frame.shape\n")
+    if where == "libraries":
+        (folder / "optical-1.0.dist-info").mkdir()
+    script = launches.script("import optical\n\noptical.estimate(None)\n")
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = launches.run("--nproc", "1", script, env=launches.environment(PYTHONPATH=path))
+    assert "failed with AttributeError at script.py:5: 'NoneType' object" in verdict_of(done.stderr)
 
 
 def test_echoes_do_not_bury_the_cause(launches: Launches) -> None:
@@ -262,3 +277,42 @@ def test_exception_in_a_forked_child_is_not_the_ranks(launches: Launches) -> Non
     done = launches.run("--nproc", "1", script)
     assert (done.returncode, done.stdout) == (0, "[0] 1\n")
     assert "[0] ValueError: of the child\n" in done.stderr
+
+
+# What torch says to scripts for GPUs, where there is none or where it is built without CUDA.
+GPU_MESSAGES = (
+    "Distributed package doesn't have NCCL built in",
+    "module 'torch._C' has no attribute '_cuda_setDevice'",
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+    "Torch not compiled with CUDA enabled",
+)
+
+
+@pytest.mark.parametrize("command", ["run", "launch", "horovodrun"])
+def test_script_for_gpus_is_told_of_rehearsals(launches: Launches, command: str) -> None:
+    script = launches.script("raise RuntimeError(sys.argv[-1])")
+    count = "--nproc_per_node" if command == "launch" else "-np" if command == "horovodrun" else "--nproc"
+    hidden = launches.environment(CUDA_VISIBLE_DEVICES="")
+    done = launches.run(count, "1", script, GPU_MESSAGES[0], command=command, env=hidden)
+    said = verdict_of(done.stderr).splitlines()
+    assert said[0].endswith(f"failed with RuntimeError at script.py:3: {GPU_MESSAGES[0]}")
+    assert said[1].startswith("lockstep: there is no GPU on this host: `lockstep rehearse --nproc 1 script.py ")
+    assert "on CPUs" in said[1]
+
+
+def test_worker_of_a_loader_is_quoted(launches: Launches) -> None:
+    """torch raises a worker's error again, with all of the worker's traceback as its text."""
+    script = launches.script(
+        """
+        from torch.utils.data import DataLoader, Dataset
+        class Images(Dataset):
+            def __len__(self):
+                return 2
+            def __getitem__(self, index):
+                raise ValueError(f"bad jpeg {index}")
+        list(DataLoader(Images(), num_workers=1))
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    (line,) = verdict_of(done.stderr).splitlines()[:1]
+    assert line.endswith("failed with ValueError at script.py:8: bad jpeg 0 (in DataLoader worker process 0)")

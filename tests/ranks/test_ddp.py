@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -305,9 +306,20 @@ def keep_the_graph_of_gradients() -> None:
         parameter.grad = None  # breaks the cycle of which torch warns
 
 
+def keep_the_graph_of_large_gradients() -> None:
+    """A weight of which each rank reduces more elements than it copies."""
+    warnings.filterwarnings("ignore", message="Using backward")
+    model, plain = twins(nn.Linear(300, 300), bucket_cap_mb=0)
+    for each in (model, plain):
+        each(data(5, 300)).square().sum().backward(create_graph=True)
+    assert_averaged(model, plain)
+    clear(model, plain)
+
+
 @backends
-def test_backward_may_create_a_graph(backend: str) -> None:
-    run_ranks(keep_the_graph_of_gradients, 2, backend=backend)
+@pytest.mark.parametrize("program", [keep_the_graph_of_gradients, keep_the_graph_of_large_gradients])
+def test_backward_may_create_a_graph(backend: str, program: Callable[[], None]) -> None:
+    run_ranks(program, 2, backend=backend)
 
 
 # ---- what a model may return ---------------------------------------------------------------------------

@@ -146,10 +146,10 @@ def test_other_users_cannot_open_segments(tmp_path: Path) -> None:
         parent.chmod(parent.stat().st_mode | 0o011)  # so that the folder is not what keeps them out
     for directory in (None, str(tmp_path)):
         segment = Segment.create(4096, directory)
-        said = as_nobody(lambda segment=segment: Segment.attach(segment.handle))
+        said = as_nobody(lambda segment=segment, where=directory: Segment.attach(segment.handle, where))
         assert said.startswith("lockstep.errors.SharedMemoryError: cannot open the shared memory of process "), said
         assert "Permission denied" in said
-        Segment.attach(segment.handle).release()
+        Segment.attach(segment.handle, directory).release()
         segment.release()
 
 

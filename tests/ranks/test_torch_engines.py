@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,24 @@ def train_with_fabric() -> None:
 
 def test_fabric() -> None:
     run_ranks(train_with_fabric, 2, init=False)
+
+
+def train_compiled() -> None:
+    """With buffers, which torch's DDP broadcasts from C++ while Dynamo watches the compiled model."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+    compiled = torch.compile(DistributedDataParallel(copy.deepcopy(plain)), backend="aot_eager")
+    inputs, targets = batch(dist.get_rank())
+    for step in range(STEPS):
+        loss_of(compiled, inputs, targets).backward()
+        loss_of(plain, inputs, targets).backward()
+        gradient = next(plain.parameters()).grad
+        assert gradient is not None
+        dist.all_reduce(gradient, dist.ReduceOp.AVG)
+        torch.testing.assert_close(next(compiled.parameters()).grad, gradient, msg=f"step {step}")
+        compiled.zero_grad()
+        plain.zero_grad()
+
+
+def test_compiled_ddp() -> None:
+    run_ranks(train_compiled, 2)

@@ -9,7 +9,7 @@ from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import PAGE_BYTES, Segment
 from lockstep.shm.sync import PeerState
 
-ME = PeerIdentity(4711, 123_456_789, "node-7.cluster")
+ME = PeerIdentity(4711, 123_456_789, "node-7.cluster", 4_026_531_836)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_ranks_introduce_themselves(boards: list[Board]) -> None:
 def test_blocks_do_not_overlap(boards: list[Board]) -> None:
     """Fill every field of rank 1 to the brim: its neighbours' blocks stay zero, its own fields stay apart."""
     board = boards[1]
-    board.introduce(PeerIdentity(1, 2, "h" * 1000))
+    board.introduce(PeerIdentity(1, 2, "h" * 1000, 3))
     board.announce("a" * 10_000)
     board.say_blocked("b" * 10_000)
     board.beat(77)
@@ -56,7 +56,7 @@ def test_blocks_do_not_overlap(boards: list[Board]) -> None:
     memory = boards[0]._bytes
     assert not any(memory[64:start])
     assert not any(memory[start + BLOCK_BYTES :])
-    assert boards[0].identity(1) == PeerIdentity(1, 2, "h" * 254)
+    assert boards[0].identity(1) == PeerIdentity(1, 2, "h" * 254, 3)
     assert boards[0].announcement(1) == "a" * 1022
     assert boards[0].blocked(1) == (1, 77, "b" * 510)
     assert boards[0].failure(1) == Failure("K", (0, 2), "f" * (2046 - len("K|0,2|")))

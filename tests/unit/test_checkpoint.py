@@ -60,8 +60,8 @@ def test_the_name_holds_step_and_checksum(tmp_path: Path) -> None:
 
 def test_a_folder_means_its_newest_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "digits"
-    paths = save_steps(run / "checkpoints", 9, 100_000_000, 10)
-    assert checkpoint.available(run / "checkpoints") == [paths[1], paths[2], paths[0]]
+    paths = save_steps(run / "checkpoints", 9, 10, 100_000_000)
+    assert checkpoint.available(run / "checkpoints") == [paths[2], paths[1], paths[0]]
     assert checkpoint.load(run / "checkpoints") == {"step": 100_000_000}
     assert checkpoint.load(run) == {"step": 100_000_000}
     assert checkpoint.load(paths[0]) == {"step": 9}
@@ -72,10 +72,45 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [checkpoint.load(path)["step"] for path in checkpoint.available(tmp_path)] == [5, 4]
 
 
-def test_the_one_just_written_is_kept_even_when_it_goes_back_in_steps(tmp_path: Path) -> None:
-    save_steps(tmp_path, 8, 9)
-    (path,) = save_steps(tmp_path, 3, keep=1)
-    assert checkpoint.available(tmp_path) == [path]
+def test_going_back_leaves_the_later_ones_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was resumed from step 100 does not go on, later, from step 300 of the run that was left."""
+    _, _, last = save_steps(tmp_path, 100, 200, 300, keep=3)
+    assert "WARNING" not in capsys.readouterr().err
+    resumed = checkpoint.load(checkpoint.available(tmp_path)[-1])
+    assert resumed == {"step": 100}
+    save_steps(tmp_path, 150, keep=3)
+    assert "step 150 comes after step 200, 300 in" in capsys.readouterr().err
+    assert checkpoint.load(tmp_path) == {"step": 150}
+    assert [checkpoint.load(path)["step"] for path in checkpoint.available(tmp_path)] == [150, 100], "100 is still here"
+
+    save_steps(tmp_path, 160, 300, keep=3)
+    assert checkpoint.load(tmp_path) == {"step": 300}
+    abandoned = tmp_path / f"abandoned-{last.name}"
+    assert checkpoint.load(abandoned) == {"step": 300}, "nothing is lost"
+    damage(abandoned)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        checkpoint.load(abandoned)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_kill_while_going_back_leaves_where_it_went_back_to(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 8, 9)
+    (died,) = run_ranks(go_back_and_die, 1, tmp_path, init=False, expect_errors=True)
+    assert isinstance(died, WorkerDied)
+    assert checkpoint.load(tmp_path) == {"step": 1}
+
+
+def go_back_and_die(folder: Path) -> None:
+    """Be killed before the new file of step 3 has its name."""
+    rename = Path.replace
+
+    def die(path: Path, target: Path) -> None:
+        if path.name.startswith(".writing-"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(path, target)
+
+    Path.replace = die  # type: ignore[assignment,method-assign]
+    checkpoint.save(folder, {"step": 3}, step=3)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

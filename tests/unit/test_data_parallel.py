@@ -6,6 +6,7 @@ import collections
 import copy
 import threading
 import warnings
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ import lockstep
 from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import _warned
 from lockstep.parallel import data_parallel, gather, parallel_apply, replicate, scatter, scatter_kwargs
+from lockstep.parallel.devices import resolve_device
 
 
 class Pair(NamedTuple):
@@ -444,6 +446,18 @@ def test_names_classes_and_copies() -> None:
     assert torch.equal(again(rows(3)), wrapped(rows(3)))
     assert data_parallel(wrapped.module, rows(3), 2).shape == (3, 2)
     assert data_parallel(Recorder(lambda: rows(1)), None, 2).shape == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["current_device_index", "current_device_idx"])
+def test_current_accelerator_under_both_of_torchs_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    accelerator = SimpleNamespace(
+        current_accelerator=lambda *_: torch.device("cuda"),
+        is_available=lambda: True,
+        device_count=lambda: 4,
+        **{name: lambda: 2},
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    assert resolve_device("cuda") == torch.device("cuda", 2)
 
 
 def test_without_device_ids_the_module_alone() -> None:

@@ -87,6 +87,28 @@ def test_what_somebody_has_said_stays(
     assert (told == []) is decides
 
 
+@pytest.mark.parametrize(
+    ("largest", "expected"),
+    [
+        (32 * MIB, [(MMAP, 41 * MIB), (MMAP, 32 * MIB), (TRIM, 2 * 40 * MIB + 41 * MIB)]),
+        (0, [(MMAP, 41 * MIB), (MMAP, 32 * MIB)]),
+    ],
+    ids=["older glibc", "another malloc"],
+)
+def test_what_is_refused_is_not_half_told(
+    told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, largest: int, expected: list[tuple[int, int]]
+) -> None:
+    """A trim threshold without the other one has glibc map every larger tensor of the program anew."""
+
+    def mallopt(name: int, value: int) -> int:
+        told.append((name, value))
+        return int(name != MMAP or value <= largest)
+
+    monkeypatch.setattr(heap, "_mallopt", mallopt)
+    keep_memory_of_gradients(of(40))
+    assert told == expected
+
+
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_mallopt", None)
     monkeypatch.setattr(heap, "_told", (0, 0))

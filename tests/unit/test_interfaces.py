@@ -124,7 +124,7 @@ def test_messages_in_order_and_the_end_of_a_peer() -> None:
 
 def test_layout() -> None:
     def member(host: int) -> Member:
-        return Member(PeerIdentity(1, 1, f"node{host}"), host, f"10.0.0.{host}", "eth0")
+        return Member(PeerIdentity(1, 1, f"node{host}", 1), host, f"10.0.0.{host}", "eth0")
 
     layout = Layout.of([member(host) for host in (0, 0, 2, 0, 2, 5)])
     assert layout.hosts == ((0, 1, 3), (2, 4), (5,))

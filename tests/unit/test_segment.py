@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -9,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import signal
 import stat
 import traceback
@@ -151,14 +153,100 @@ def test_what_was_not_announced_is_refused(change: dict[str, object], number: in
 
 def test_other_kinds_of_files_are_refused_without_waiting(tmp_path: Path) -> None:
     segment = Segment.create(PAGE_BYTES)
-    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real"
+    pipe, link, real = (tmp_path / f"lockstep-segment-{digit * 16}" for digit in "012")
     os.mkfifo(pipe)
     real.write_bytes(bytes(PAGE_BYTES))
     link.symlink_to(real)
     with pytest.raises(SharedMemoryError, match="is not the segment"):
-        Segment.attach(altered(segment, path=str(pipe)))
+        Segment.attach(altered(segment, path=str(pipe)), str(tmp_path))
     with pytest.raises(SharedMemoryError, match="symbolic links"):
-        Segment.attach(altered(segment, path=str(link)))
+        Segment.attach(altered(segment, path=str(link)), str(tmp_path))
+    segment.release()
+
+
+def forged(path: Path | None, contents: bytes, **changes: object) -> str:
+    """A handle that knows size and first bytes of something that is no segment."""
+    segment = Segment.create(PAGE_BYTES)
+    segment.release()
+    nonce = contents[:16].hex()
+    return altered(segment, path=path and str(path), size_bytes=len(contents), nonce=nonce, **changes)
+
+
+def test_handle_cannot_name_any_other_file_of_the_user(tmp_path: Path) -> None:
+    """See [Note: forged handles]: it would be mapped, and control words be written into it."""
+    contents = b"precious" * (PAGE_BYTES // 8)
+    folder, home = tmp_path / "segments", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    script, disguised = home / "train.py", home / "lockstep-segment-0123456789abcdef"
+    for path in (script, disguised):
+        path.write_bytes(contents)
+    for path, directory, says in (
+        (script, folder, "is not the name of a segment"),
+        (folder / ".." / "home" / "train.py", folder, "is not the name of a segment"),
+        (disguised, folder, "cannot open the shared memory"),
+        (disguised, None, "LOCKSTEP_SHM_DIR is not set here"),
+    ):
+        with pytest.raises(SharedMemoryError, match=says):
+            Segment.attach(forged(path, contents), directory and str(directory))
+
+
+def test_handle_cannot_name_a_descriptor_that_is_no_segment(tmp_path: Path) -> None:
+    contents = b"precious" * (PAGE_BYTES // 8)
+    path = tmp_path / "memfd:lockstep"
+    path.write_bytes(contents)
+    before = descriptors()
+    with path.open("r+b") as file, pytest.raises(SharedMemoryError, match="is not the segment that was announced"):
+        Segment.attach(forged(None, contents, fd=file.fileno()))
+    with pytest.raises(ValueError, match="invalid literal"):
+        Segment.attach(forged(None, contents, pid=f"self/root{tmp_path}/home", fd="../train.py"))
+    assert descriptors() == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can open what another user owns")
+def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    segment = Segment.create(PAGE_BYTES, str(tmp_path))
+    (name,) = os.listdir(tmp_path)
+    os.chown(tmp_path / name, 65534, 65534)
+    with pytest.raises(SharedMemoryError, match="is not the segment that was announced"):
+        Segment.attach(segment.handle, str(tmp_path))
+    segment.release()
+
+
+def test_folder_may_lie_elsewhere_for_the_peer(tmp_path: Path) -> None:
+    """As when two containers mount it under different names."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.symlink_to(here)
+    segment = Segment.create(PAGE_BYTES, str(here))
+    other = Segment.attach(segment.handle, str(there))
+    other.memory[100] = 7
+    assert segment.memory[100] == 7
+    segment.release()
+    other.release()
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_out_of_descriptors(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which limit it is, and does not send people looking for containers."""
+    if where == "folder":
+        monkeypatch.setenv("LOCKSTEP_SHM_DIR", str(tmp_path))
+    segment = Segment.create(PAGE_BYTES)
+
+    def exhaust() -> None:
+        limit = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        files = []
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        for action in (lambda: Segment.create(PAGE_BYTES), lambda: Segment.attach(segment.handle)):
+            with pytest.raises(SharedMemoryError, match=rf"may have {limit} open.*ulimit -n") as caught:
+                action()
+            assert caught.value.errno == errno.EMFILE
+            assert "container" not in str(caught.value)
+
+    in_child(exhaust)
     segment.release()
 
 
@@ -174,7 +262,7 @@ def test_other_users_are_refused(tmp_path: Path) -> None:
         os.setresuid(65534, 65534, 65534)
         for one in (segment, named):
             with pytest.raises(SharedMemoryError, match="Permission denied") as caught:
-                Segment.attach(one.handle)
+                Segment.attach(one.handle, str(tmp_path))
             assert caught.value.errno == errno.EACCES
 
     in_child(attach)
@@ -224,6 +312,6 @@ def test_orphans_of_killed_processes_are_removed(tmp_path: Path) -> None:
     assert orphan not in names
     assert len(names) == 3
     assert "lockstep-segment-notes.txt" in names
-    Segment.attach(held.handle).release()
+    Segment.attach(held.handle, str(tmp_path)).release()
     held.release()
     again.release()

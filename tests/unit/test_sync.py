@@ -11,12 +11,13 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from lockstep.shm import sync
 from lockstep.shm.futex import Futex
-from lockstep.shm.liveness import PeerIdentity, Watch, _read_stat, own_identity
+from lockstep.shm.liveness import PeerIdentity, Watch, _read_stat, is_running, own_identity, pid_namespace
 from lockstep.shm.sync import Channel, PeerState, PeerTrouble, TroubleKind, Waiter
 
 RANKS = 4
@@ -69,7 +70,7 @@ def child() -> Iterator[int]:
 
 
 def identity_of(pid: int) -> PeerIdentity:
-    return PeerIdentity(pid, _read_stat(pid)[1], "here")
+    return PeerIdentity(pid, _read_stat(pid)[1], "here", pid_namespace())
 
 
 def open_descriptors() -> int:
@@ -235,6 +236,24 @@ def test_nobody_is_more_than_one_step_ahead() -> None:
     assert memory[:3].tolist() == [199] * 3
 
 
+def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: looks]: whoever waits long leaves the cores to those that compute."""
+    looks: list[float] = []
+    look = words.waiter.look
+
+    def count(*arguments: object) -> None:
+        looks.append(time.monotonic())
+        look(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(words.waiter, "look", count)
+    words.trouble(timeout_s=0.3)
+    assert len(looks) < 80, "a look every 2 ms makes 150"
+    assert sync._next_look(0.0, 0.0, 60.0) == sync._LOOK_EVERY_S
+    assert sync._next_look(0.0, 30.0, 60.0) == 30.0 + sync._LONGEST_LOOK_S
+    assert sync._next_look(0.0, 59.99, 60.0) == 60.0
+    assert sync._next_look(0.0, 61.0, 60.0) == 61.0 + sync._LOOK_EVERY_S, "a peer that is giving up will say why"
+
+
 @pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
 def test_who_sleeps_is_woken_by_the_step_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "_LOOK_EVERY_S", 20.0)  # otherwise it would wake up by itself
@@ -353,12 +372,53 @@ def test_process_that_has_gone_already(child: int) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_pid_that_means_another_process_here(child: int) -> None:
-    """It is that of a peer in another pid namespace, which nobody here can watch."""
+    """Its start time differs: nothing here says whether the peer lives."""
     before = open_descriptors()
     there = identity_of(child)
-    watch = Watch({1: PeerIdentity(there.pid, there.start_time + 1, "elsewhere")})
+    watch = Watch({1: replace(there, start_time=there.start_time + 1)})
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert watch.dead() == set()
     assert open_descriptors() == before
+    watch.close()
+
+
+@pytest.mark.usefixtures("way")
+def test_pid_of_another_namespace_proves_no_death(child: int) -> None:
+    """A container's pid names no process here, or another one: neither says that the peer died."""
+    before = open_descriptors()
+    there = replace(identity_of(child), pid_namespace=pid_namespace() + 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    watch = Watch({1: there})
+    assert watch.dead() == set()
+    assert is_running(there)
+    assert open_descriptors() == before
+    watch.close()
+
+
+@pytest.fixture
+def no_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process cannot open any file."""
+
+    def refuse(*arguments: object, **options: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", refuse)
+        patch.setattr("lockstep.shm.liveness.open", refuse, raising=False)
+        patch.setattr("lockstep.shm.liveness._READ_PROC_EVERY_S", 0.0)
+        yield
+
+
+@pytest.mark.usefixtures("no_descriptors")
+def test_process_out_of_descriptors_takes_nobody_for_dead(child: int) -> None:
+    peer = PeerIdentity(child, 1, "here", pid_namespace())
+    watch = Watch({1: peer})
+    assert is_running(peer)
+    assert watch.dead() == set()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not is_running(peer), "the kernel says so without a descriptor, too"
+    assert watch.dead() == {1}
     watch.close()

@@ -1,4 +1,4 @@
-"""Collectives inside of `torch.inference_mode()`.
+"""Collectives inside of `torch.inference_mode()`, and under `torch.compile`.
 
 [Note: inference tensors] Tensors made in inference mode cannot be written outside of it, not by another thread
 either; and a group keeps tensors of its own, views of shared memory, that must not become such tensors because the
@@ -44,6 +44,18 @@ def _wrap(method: Callable[..., Any]) -> Callable[..., Any]:
                 self, *[_plain(each) for each in args], **{name: _plain(each) for name, each in kwargs.items()}
             )
 
+    return _untraced(call)
+
+
+def _untraced(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which Dynamo leaves alone. See [Note: Dynamo]."""
+    eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    try:
+        skip = eval_frame._FrameAction.SKIP  # type: ignore[union-attr]
+        strategy = eval_frame._FrameExecStrategy(skip, skip)  # type: ignore[union-attr]
+        eval_frame.set_code_exec_strategy(call.__code__, strategy)  # type: ignore[union-attr]
+    except AttributeError:  # older releases of torch
+        return torch._disable_dynamo(call)  # type: ignore[attr-defined]
     return call
 
 

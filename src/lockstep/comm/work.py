@@ -84,7 +84,10 @@ class PendingWork(_TorchWork):
     def run(self) -> None:
         """Run the call and keep its outcome. By the group's thread, once."""
         try:
-            self._call()
+            # Autograd may give an output its grad_fn while the call is under way (functional collectives), and what
+            # writes it is no operation to differentiate. Grad mode is a thread's own: the caller's stays.
+            with torch.no_grad():
+                self._call()
         except BaseException as error:  # carried over to whoever waits
             self._error = error
         self._finish()

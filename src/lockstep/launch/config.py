@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import math
 import os
+import shlex
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,13 @@ class LaunchConfig:
     environment: Mapping[str, str] | None = None
     local_rank_option: str | None = None
     on_end: Callable[[Path], None] | None = None
+
+    @property
+    def rehearsable(self) -> str | None:
+        """Target and arguments as one would type them behind `lockstep rehearse`; None if this is a rehearsal."""
+        if self.on_end is not None:
+            return None
+        return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.args])
 
     def args_of(self, local_rank: int) -> tuple[str, ...]:
         """What the target gets on one rank."""

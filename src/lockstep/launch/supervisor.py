@@ -75,7 +75,7 @@ class Supervisor:
                 if restart_count == self._config.max_restarts or outcome.interrupted_by is not None:
                     break
                 self._announce_restart(outcome.failures[0], restart_count + 1)
-            say(format_verdict(outcome.failures, self._num_ranks, self._config.log_dir))
+            say(format_verdict(outcome.failures, self._num_ranks, self._config.log_dir, self._config.rehearsable))
             return outcome.failures[0].exit_code
 
     def _run_attempt(self, restart_count: int, signals: SignalWatch, guardian: Guardian) -> Outcome:

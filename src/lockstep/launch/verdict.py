@@ -17,6 +17,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep import env
+from lockstep.launch.environment import visible_gpus
+from lockstep.launch.headline import first_reason, needs_gpu, origin_of
 from lockstep.launch.positions import (
     Place,
     describe_places,
@@ -31,7 +34,7 @@ from lockstep.launch.report import ErrorReport
 __all__ = ["Failure", "find_first_failure", "format_verdict"]
 
 _WIDTH = 88
-_MAX_MESSAGE_CHARS = 300
+_MAX_MESSAGE_CHARS = 500
 _MAX_OWN_MESSAGE_CHARS = 2000
 _OWN_ERRORS = "lockstep.errors."
 _MISMATCH = "lockstep.errors.CollectiveMismatch"
@@ -114,10 +117,12 @@ class Failure:
 
 
 def _short_message(report: ErrorReport) -> str:
-    """Of a message of ours all lines, which belong together; of others the first."""
-    is_ours = report.type.startswith(_OWN_ERRORS)
-    line = _as_paragraph(report.message) if is_ours else report.message.strip().partition("\n")[0]
-    limit = _MAX_OWN_MESSAGE_CHARS if is_ours else _MAX_MESSAGE_CHARS
+    """Of a message of ours all lines, which belong together; of others the one that says the reason."""
+    if report.type.startswith(_OWN_ERRORS):
+        line, limit = _as_paragraph(report.message), _MAX_OWN_MESSAGE_CHARS
+    else:
+        line = origin_of(report.type, report.message) or first_reason(report.message)
+        limit = _MAX_MESSAGE_CHARS
     return line if len(line) <= limit else line[:limit] + "…"
 
 
@@ -232,17 +237,32 @@ def _after(failures: list[Failure]) -> list[str]:
     return lines
 
 
-def format_verdict(failures: list[Failure], num_ranks: int, log_dir: str | None = None) -> str:
+def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
+    """What to write instead, where the error is one that has a way out."""
+    if script is None or first.report is None or not needs_gpu(first.report.message):
+        return []
+    if visible_gpus(env.snapshot()) > 0:
+        return []
+    return [
+        f"lockstep: there is no GPU on this host: `lockstep rehearse --nproc {num_ranks} {script}` runs the script on "
+        "CPUs, and says what would go wrong on GPUs"
+    ]
+
+
+def format_verdict(
+    failures: list[Failure], num_ranks: int, log_dir: str | None = None, script: str | None = None
+) -> str:
     """The block that a failed job ends with: the verdict, then the first failure's traceback.
 
     Args:
         failures: from `find_first_failure`; not empty.
         num_ranks: of the whole job.
         log_dir: folder with the ranks' output, if that went to files.
+        script: what was run, as the command line has it, arguments included; None if it is a rehearsal already.
     """
     first = failures[0]
     rule = "=" * _WIDTH
-    lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures)]
+    lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures), *_advise(first, num_ranks, script)]
     if log_dir is not None:
         lines.append(f"lockstep: its output is in {os.path.join(log_dir, f'rank{first.rank}.log')}")
     if first.report is not None:

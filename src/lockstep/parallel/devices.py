@@ -55,10 +55,16 @@ def resolve_device(device: Device) -> torch.device:
             f"{chosen} is asked for, but there is no {chosen.type} device here; give numbers or 'cpu' for replicas on "
             "the CPU"
         )
-    index = torch.accelerator.current_device_index() if chosen.index is None else chosen.index
+    index = _current_index() if chosen.index is None else chosen.index
     if index >= torch.accelerator.device_count():
         raise InputError(f"{chosen} is asked for, but there are {torch.accelerator.device_count()} devices here")
     return torch.device(chosen.type, index)
+
+
+def _current_index() -> int:
+    """Index of the accelerator in use. torch 2.6 knows the function by a shorter name."""
+    current = getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
+    return int(current())
 
 
 def resolve_devices(devices: Sequence[Device] | int) -> list[torch.device]:

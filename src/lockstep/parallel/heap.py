@@ -3,7 +3,8 @@
 [Note: gradients on the heap] Autograd allocates the gradients of a step, and `zero_grad` frees them. glibc has large
 pieces mapped by the kernel anew each time, or trims its heap when there is much to trim, and every page that comes
 back costs a fault: for a model of 10M parameters four thousand in a step, a tenth of its time. So glibc is told to keep
-what two steps' gradients take. That much more may stay with the process when the model is gone.
+what two steps' gradients take. That much more may stay with the process when the model is gone. An older glibc refuses
+a threshold of more than 32 MiB, and gets that; larger pieces are then mapped anew in every step, as without a word.
 
 Whoever has told glibc something about it keeps what they said: MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, or
 glibc.malloc in GLIBC_TUNABLES. Other allocators are left alone.
@@ -23,6 +24,8 @@ __all__ = ["keep_memory_of_gradients"]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # What glibc itself goes up to; and where a piece is so large that its faults do not matter.
 _SMALLEST_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = 32 << 20, 1 << 30
+# What glibc of some years ago accepts: half of one of its heaps.
+_OLD_LARGEST_MMAP_THRESHOLD = 32 << 20
 _SLACK_BYTES = 1 << 20
 _LARGEST_INT = 2**31 - 1
 
@@ -44,9 +47,11 @@ def keep_memory_of_gradients(parameters: Iterable[torch.Tensor]) -> None:
     kept_bytes = min(2 * sum(sizes) + piece_bytes, _LARGEST_INT)
     wanted = max(piece_bytes, _told[0]), max(kept_bytes, _told[1])
     if wanted != _told:
-        _mallopt(_M_MMAP_THRESHOLD, wanted[0])
-        _mallopt(_M_TRIM_THRESHOLD, wanted[1])
         _told = wanted
+        is_accepted = any(_mallopt(_M_MMAP_THRESHOLD, one) for one in (wanted[0], _OLD_LARGEST_MMAP_THRESHOLD))
+        # A trim threshold alone would freeze the other one where it stands, at 128 KiB: worse than saying nothing.
+        if is_accepted:
+            _mallopt(_M_TRIM_THRESHOLD, wanted[1])
 
 
 def _is_decided() -> bool:

@@ -125,7 +125,8 @@ class SymmetricTransport:
                 copied.append(index)
                 continue
             first, last = span[0] - offset, span[1] - offset
-            source = gradient.as_strided((gradient.numel(),), (1,))
+            # Detached: with create_graph=True a gradient has a graph, which is of no use to what is sent.
+            source = gradient.detach().as_strided((gradient.numel(),), (1,))
             target = self._parts[bucket][self._rank][offset : offset + gradient.numel()]
             target[:first].copy_(source[:first])
             target[last:].copy_(source[last:])

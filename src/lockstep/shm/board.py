@@ -9,7 +9,8 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     block:
     0        step count; fingerprint of the even collective, of the odd;   64
              bell: not 0 if a peer sleeps until the step count changes
-    64       state, pid, start time, beat, number of the blocked wait      64
+    64       state, pid, start time, beat, number of the blocked wait,     64
+             pid namespace
     128      record of the even collective: unused, number, call, site     64
     192      record of the odd collective                                  64
     256      text: host name                                               256
@@ -51,7 +52,7 @@ _SITE_WORD = 3
 _BELL_WORD = 3
 _STATE_WORD = 8
 _HOST = (256, 256)
-_BEAT_WORD, _BLOCKED_WORD = _STATE_WORD + 3, _STATE_WORD + 4
+_BEAT_WORD, _BLOCKED_WORD, _NAMESPACE_WORD = _STATE_WORD + 3, _STATE_WORD + 4, _STATE_WORD + 5
 _ANNOUNCEMENT = (512, 1024)
 _BLOCKED = (1536, 512)
 _FAILURE = (2048, 2048)
@@ -129,13 +130,15 @@ class Board:
         state = self.state_words[self.rank]
         self.words[state + 1] = identity.pid
         self.words[state + 2] = identity.start_time
+        self.words[self._starts[self.rank] // 8 + _NAMESPACE_WORD] = identity.pid_namespace
         fence()
         self.words[state] = PeerState.READY
 
     def identity(self, rank: int) -> PeerIdentity:
         """Who that rank is. Only for a rank that is not ABSENT."""
         state = self.state_words[rank]
-        return PeerIdentity(self.words[state + 1], self.words[state + 2], self._read_text(rank, _HOST[0]))
+        namespace = self.words[self._starts[rank] // 8 + _NAMESPACE_WORD]
+        return PeerIdentity(self.words[state + 1], self.words[state + 2], self._read_text(rank, _HOST[0]), namespace)
 
     def state(self, rank: int) -> PeerState:
         """Where that rank stands."""

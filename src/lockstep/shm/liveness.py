@@ -1,11 +1,18 @@
 """Is that process still there? By pidfd, which also sees a process that nobody has reaped yet.
 
-Where pidfds cannot be had (an old kernel, a container whose filter does not know the call),
-`/proc/<pid>/stat` tells the same, at a higher price and therefore less often.
+Where pidfds cannot be had (an old kernel, a container whose filter does not know the call, no descriptor
+left), `/proc/<pid>/stat` tells the same, at a higher price and therefore less often.
+
+[Note: what proves a death] A pid means a process only within its pid namespace, so a process of another one (another
+container) is not watched by its pid: its state word in the shared segment, which it sets when it leaves or fails, and
+the deadline of the wait are what end a wait for it. Within the namespace only a kernel that says "no such process"
+(ESRCH, ENOENT), a pidfd that became readable, and a zombie prove a death. Any other error (no descriptor left, no
+permission) says something about the process that asks.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -25,10 +32,11 @@ __all__ = [
 
 _CLOSE_PATIENCE_S = 0.1
 _READ_PROC_EVERY_S = 0.05
+_NO_SUCH_PROCESS = (errno.ENOENT, errno.ESRCH)
 
 
 def _read_stat(pid: int) -> tuple[str, int]:
-    """State letter and start time (clock ticks after boot) of a process. OSError if there is none."""
+    """State letter and start time (clock ticks after boot) of a process. OSError if it cannot be read."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         # The name, in parentheses, may hold anything; the fields behind it are plain.
         fields = file.read().rpartition(b")")[2].split()
@@ -45,9 +53,9 @@ def started_at_s() -> float:
     return _read_stat(os.getpid())[1] / os.sysconf("SC_CLK_TCK")
 
 
-def pid_namespace() -> str:
+def pid_namespace() -> int:
     """Tells processes that can see each other's pids from those that cannot, such as in two containers."""
-    return os.readlink("/proc/self/ns/pid")
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 @dataclass(frozen=True)
@@ -58,33 +66,50 @@ class PeerIdentity:
         pid: its process id.
         start_time: clock ticks after boot.
         host: the name of its host.
+        pid_namespace: inode of the namespace in which `pid` means this process.
     """
 
     pid: int
     start_time: int
     host: str
+    pid_namespace: int
 
 
 def own_identity() -> PeerIdentity:
     """The identity of the calling process."""
     pid = os.getpid()
-    return PeerIdentity(pid, _read_stat(pid)[1], socket.gethostname())
+    return PeerIdentity(pid, _read_stat(pid)[1], socket.gethostname(), pid_namespace())
 
 
 def is_running(peer: PeerIdentity) -> bool:
-    """Whether a process of this pid namespace is still there and not only waits to be reaped."""
+    """Whether a process of this host is still there, and is not a zombie. See [Note: what proves a death].
+
+    A process of another pid namespace counts as running: nothing here can tell.
+    """
+    if peer.pid_namespace != pid_namespace():
+        return True
     try:
         state, start_time = _read_stat(peer.pid)
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno not in _NO_SUCH_PROCESS and _has_pid(peer.pid)
     return start_time == peer.start_time and state not in "ZX"
 
 
-class Watch:
-    """Watches a set of processes for their end.
+def _has_pid(pid: int) -> bool:
+    """Whether any process, also a zombie, has that pid. Needs no descriptor."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's, but there
+    return True
 
-    A process in another pid namespace cannot be watched; it then counts as alive for ever, and
-    the deadline of a wait is what ends it.
+
+class Watch:
+    """Watches a set of processes of this host for their end.
+
+    A process in another pid namespace cannot be watched and counts as alive for ever. See [Note: what proves a death].
     """
 
     def __init__(self, peers: dict[int, PeerIdentity]) -> None:
@@ -100,7 +125,9 @@ class Watch:
             self.add(rank, peer)
 
     def add(self, rank: int, peer: PeerIdentity) -> None:
-        """Watch one more process."""
+        """Watch one more process. Local."""
+        if peer.pid_namespace != pid_namespace():
+            return
         fd: int | None = None
         try:
             fd = os.pidfd_open(peer.pid)
@@ -112,11 +139,14 @@ class Watch:
         try:
             # Read after the pidfd was opened: if it is the peer now, it was the peer then.
             is_peer = _read_stat(peer.pid)[1] == peer.start_time
-        except OSError:
-            self._dead.add(rank)
+        except OSError as error:
             is_peer = False
+            if error.errno in _NO_SUCH_PROCESS:
+                self._dead.add(rank)
+            else:
+                self._without_pidfd[rank] = peer  # `dead` goes on asking
         if not is_peer:
-            # Dead, or that pid means another process here: then it lives in another pid namespace.
+            # Dead, or this `/proc` counts time or pids differently: nothing to watch by.
             if fd is not None:
                 os.close(fd)
         elif fd is None:

@@ -183,7 +183,6 @@ class Meeting:
                 "handle": segment.handle,
                 "world_size": self.world_size,
                 "maker": asdict(own_identity()),
-                "pid_namespace": pid_namespace(),
                 "published_at_s": seconds_since_boot(),
             }
         )
@@ -207,7 +206,7 @@ class Meeting:
             except SharedMemoryError as error:
                 if self._store.has(_SEVERAL_HOSTS):
                     raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
-                if found["pid_namespace"] != pid_namespace() and error.errno != errno.ENOMEM:
+                if found["maker"]["pid_namespace"] != pid_namespace() and error.errno != errno.ENOMEM:
                     # Two containers of one machine that share neither processes nor a folder are two hosts.
                     self._tell_several_hosts()
                 if error.errno not in _STALE or not self._may_be_replaced(found):

@@ -10,6 +10,10 @@ with a random name and mode 0600, unlinked as soon as everybody has mapped it.
 maker holds a lock on it meanwhile, which no death survives, and whoever makes the next segment
 in that folder removes the files that nobody holds.
 
+[Note: forged handles] A handle comes out of a store that others may be able to write, and what it names is mapped and
+written. So it may name only what a rank of this user made for this: a file of our name in this rank's own
+LOCKSTEP_SHM_DIR, whatever folder the handle speaks of, or a memfd of our name; nothing else of the user's files.
+
 Pages are reserved when the segment is made (`posix_fallocate`): a full file system is an
 error here, never a SIGBUS later.
 """
@@ -20,14 +24,17 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
 import re
+import resource
 import secrets
 import stat
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +48,8 @@ HUGE_PAGE_BYTES = 2 << 20
 _NONCE_BYTES = 16
 _FILE_PREFIX = "lockstep-segment-"
 _FILE_NAME = re.compile(_FILE_PREFIX + "[0-9a-f]{16}")
+_MEMFD_NAME = "lockstep"
+_MEMFD_LINK = re.compile(rf"/?memfd:{_MEMFD_NAME}( \(deleted\))?")
 _LONGEST_DIRECTORY = 200  # the path travels in a small field of the control segment
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -52,6 +61,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+@functools.cache
 def boot_id() -> str:
     """What tells this boot of this host from all others; containers of one host share it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -83,7 +93,18 @@ def _open_in(directory: str) -> tuple[int, str]:
             os.close(fd)  # Somebody took it for an orphan before the lock was there.
     except OSError as error:
         raise SharedMemoryError(
-            error.errno, f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}"
+            error.errno,
+            f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}{_out_of_descriptors(error)}",
+        ) from None
+
+
+def _make_memfd() -> int:
+    """A new file without a name: its descriptor."""
+    try:
+        return os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot make a segment: {error.strerror}{_out_of_descriptors(error)}"
         ) from None
 
 
@@ -101,22 +122,56 @@ def _remove_orphans(directory: str) -> None:
                 os.close(fd)
 
 
-def _open_peers(path: str, description: dict[str, object]) -> int:
-    """Open what a peer announced, if it is that at all."""
+def _out_of_descriptors(error: OSError) -> str:
+    """What to do about it, as the end of a message; empty for other errors."""
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f". This process may have {limit} open at a time: close some, or raise the limit (ulimit -n)"
+    if error.errno == errno.ENFILE:
+        return ". That is the limit of the whole machine (sysctl fs.file-max)"
+    return ""
+
+
+def _place_of(description: dict[str, Any], directory: str | None) -> str:
+    """Where to open what a handle describes. See [Note: forged handles]."""
+    if description["path"] is None:
+        return f"/proc/{int(description['pid'])}/fd/{int(description['fd'])}"
+    name = os.path.basename(str(description["path"]))
+    if not _FILE_NAME.fullmatch(name):
+        raise SharedMemoryError(errno.EINVAL, f"{description['path']} is not the name of a segment; is the store ours?")
+    if directory is None:
+        raise SharedMemoryError(
+            errno.EINVAL,
+            f"process {description['pid']} made its shared memory in a folder ({description['path']}), and "
+            "LOCKSTEP_SHM_DIR is not set here: set it on all ranks, to the folder that they share",
+        )
+    return os.path.join(directory, name)
+
+
+def _open_peers(description: dict[str, Any], directory: str | None) -> tuple[int, str]:
+    """Open what a peer announced, if it is that at all: its descriptor, and where it lies."""
+    path = _place_of(description, directory)
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK  # Whatever lies there, do not wait for it.
     try:
         fd = os.open(path, flags if description["path"] is None else flags | os.O_NOFOLLOW)
     except OSError as error:
+        advice = _out_of_descriptors(error) or (
+            ". Ranks in different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they "
+            "share"
+        )
         raise SharedMemoryError(
             error.errno,
-            f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}. Ranks in "
-            "different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they share",
+            f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}{advice}",
         ) from None
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != description["size_bytes"]:
+    # Of the open file, since what a path names may change.
+    is_ours = found.st_uid == os.geteuid() and (
+        description["path"] is not None or _MEMFD_LINK.fullmatch(os.readlink(f"/proc/self/fd/{fd}")) is not None
+    )
+    if not is_ours or not stat.S_ISREG(found.st_mode) or found.st_size != description["size_bytes"]:
         os.close(fd)
         raise SharedMemoryError(errno.ESTALE, f"{path} is not the segment that was announced")
-    return fd
+    return fd, path
 
 
 def _map(fd: int, size_bytes: int) -> int:
@@ -182,7 +237,7 @@ class Segment:
         directory = directory or env.LOCKSTEP_SHM_DIR.get()
         path: str | None = None
         if directory is None:
-            fd = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+            fd = _make_memfd()
         else:
             fd, path = _open_in(directory)
         try:
@@ -209,11 +264,15 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, handle: str) -> Segment:
+    def attach(cls, handle: str, directory: str | None = None) -> Segment:
         """Map a segment that a peer on this host made. Local.
 
+        Args:
+            handle: what the peer's segment has as `handle`.
+            directory: where its file is, if it has one; default `LOCKSTEP_SHM_DIR`. Not taken from the handle.
+
         Raises:
-            SharedMemoryError: the peer is on another host, or its segment cannot be opened from here.
+            SharedMemoryError: the peer is on another host, or its segment cannot be opened from here, or it is none.
         """
         description = json.loads(handle)
         if description["boot_id"] != boot_id():
@@ -222,9 +281,8 @@ class Segment:
                 "the shared memory is that of another host. A lockstep group holds the ranks of one host; use gloo or "
                 "nccl across hosts",
             )
-        path = description["path"] or f"/proc/{description['pid']}/fd/{description['fd']}"
         size_bytes = int(description["size_bytes"])
-        fd = _open_peers(path, description)
+        fd, path = _open_peers(description, directory or env.LOCKSTEP_SHM_DIR.get())
         segment = cls(fd, size_bytes, handle, None)
         if bytes(segment.memory[:_NONCE_BYTES]).hex() != description["nonce"]:
             segment.release()

@@ -16,6 +16,11 @@ the rank takes a nap of a microsecond, because whoever wakes up is given an idle
 there is none to be given and a nap costs a time slice. Only the slow part looks at clocks and at the state of
 peers, so trouble is noticed within milliseconds and costs nothing when there is none.
 
+[Note: looks] A look costs a tenth of a millisecond, and a sleeper wakes up for it. Where ranks outnumber cores
+that time is the computing rank's: with a look every 2 ms, 31 waiting ranks on two cores took all of both. So looks
+become rarer the longer a wait lasts, down to one in 50 ms: a rank that dies, fails or closes its group is
+then noticed that much later. A step wakes the sleeper at once, however long it has slept.
+
 [Note: steps taken back] A rank that gives up waiting takes its own step back: it writes that it is
 giving up, then the count before the step. A peer that comes later finds the step incomplete, waits,
 looks, and learns why: it cannot take a collective for finished that others have given up. Only a
@@ -45,6 +50,8 @@ _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebod
 _SHORTEST_NAP_S = 0.000001
 _LONGEST_NAP_S = 0.0005
 _LOOK_EVERY_S = 0.002
+_LONGEST_LOOK_S = 0.05
+_LOOKS_OF_WAITED = 0.1  # of the time waited so far passes between two looks
 _REASON_FOLLOWS_WITHIN_S = 5.0
 
 
@@ -113,6 +120,13 @@ def nap(seconds: float) -> None:
     _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     time.sleep(min(seconds, _LONGEST_NAP_S))
     _libc.prctl(_PR_SET_TIMERSLACK, max(slack_ns, 0), 0, 0, 0)
+
+
+def _next_look(start: float, now: float, timeout_s: float) -> float:
+    """When a wait that began at `start` looks at its peers again: rarely in the end. See [Note: looks]."""
+    soon = now + _LOOK_EVERY_S
+    pause_s = min((now - start) * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
+    return max(soon, min(now + pause_s, start + timeout_s))
 
 
 class Overseer(Protocol):
@@ -192,7 +206,7 @@ class Waiter:
         self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float
     ) -> None:
         start = before = time.monotonic()
-        next_look = start + _LOOK_EVERY_S
+        next_look = _next_look(start, start, timeout_s)
         position, count = 0, len(pending)  # ranks before `position` have come
         while True:
             for _ in range(self._yields_per_look):
@@ -207,24 +221,24 @@ class Waiter:
             now = time.monotonic()
             if now >= next_look:
                 self.look(words, pending, target, now - start, timeout_s)
-                next_look = now + _LOOK_EVERY_S
+                next_look = _next_look(start, now, timeout_s)
             if self._futex is not None and now - start > _SLEEP_AFTER_S:
                 rank, index = pending[position]
-                self._sleep(self._futex, index, self._bell_words[rank], target)
+                self._sleep(self._futex, index, self._bell_words[rank], target, next_look - now)
             elif now - start > _NAP_AFTER_S:
                 nap((now - start) / 20)
             elif self._has_own_core and now - before > _SHARED_CORE_S:
                 nap(_SHORTEST_NAP_S)
             before = time.monotonic()
 
-    def _sleep(self, futex: Futex, index: int, bell: int, target: int) -> None:
-        """Sleep until the word changes or the next look is due. See [Note: missed wake-ups] in futex.py."""
+    def _sleep(self, futex: Futex, index: int, bell: int, target: int, limit_s: float) -> None:
+        """Sleep until the word changes, or for `limit_s`. See [Note: missed wake-ups] in futex.py."""
         words = self._words
         words[bell] = 1
         fence()
         seen = words[index]
         if seen < target:
-            futex.sleep(index, seen, _LOOK_EVERY_S)
+            futex.sleep(index, seen, max(limit_s, 0.0))
 
     def wake(self, index: int) -> None:
         """Wake those that sleep until that word of this rank changes. Local."""

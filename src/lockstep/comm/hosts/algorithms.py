@@ -216,7 +216,10 @@ def all_reduce_symmetric(
     local = team.local
     num_bytes = tensor.numel() * tensor.element_size()
     if kernel.factor is not None:
+        # After `arrive`, since a call that does not match must leave the tensor as it is; then the peers read it.
         tensor.mul_(kernel.factor)
+        local.begin_transfer()
+        local.step(timeout_s)
     adding = Adding.by(kernel, tensor.dtype, team)
     parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
     reduce_symmetric(team, parts, adding, timeout_s)

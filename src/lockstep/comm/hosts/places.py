@@ -23,7 +23,7 @@ from lockstep import env
 from lockstep.comm.hosts.layout import Member
 from lockstep.errors import LockstepError, RendezvousError, SharedMemoryError
 from lockstep.rendezvous.interfaces import Door, candidates, reachable
-from lockstep.shm.liveness import PeerIdentity, own_identity, pid_namespace
+from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.shm.meeting import Store
 from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
 
@@ -136,7 +136,6 @@ class _Card:
 
     identity: PeerIdentity
     boot_id: str
-    pid_namespace: str
     handle: str
 
     @classmethod
@@ -153,7 +152,7 @@ def find_members(notes: Notes, rank: int, world_size: int) -> list[Member]:
     everyone = range(world_size)
     segment = Segment.create(PAGE_BYTES)  # for others to find out whether they can open it
     try:
-        own = _Card(own_identity(), boot_id(), pid_namespace(), segment.handle)
+        own = _Card(own_identity(), boot_id(), segment.handle)
         notes.write("card", asdict(own))
         cards = [_Card.decode(found) for found in notes.read("card", everyone)]
         notes.write("first", _first_on_host(own, cards, rank))
@@ -174,7 +173,7 @@ def _first_on_host(own: _Card, cards: Sequence[_Card], rank: int) -> int:
     for peer, card in enumerate(cards[:rank]):
         if card.boot_id != own.boot_id:
             continue
-        if card.pid_namespace == own.pid_namespace:
+        if card.identity.pid_namespace == own.identity.pid_namespace:
             return peer
         try:
             Segment.attach(card.handle).release()

@@ -6,7 +6,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -43,13 +43,12 @@ class _Member:
     identity: PeerIdentity
 
     def encode(self) -> str:
-        one = self.identity
-        return json.dumps([self.mpi_rank, self.mpi_size, one.pid, one.start_time, one.host])
+        return json.dumps([self.mpi_rank, self.mpi_size, *astuple(self.identity)])
 
     @classmethod
     def decode(cls, text: str) -> _Member:
-        mpi_rank, mpi_size, pid, start_time, host = json.loads(text)
-        return cls(int(mpi_rank), int(mpi_size), PeerIdentity(int(pid), int(start_time), str(host)))
+        mpi_rank, mpi_size, *identity = json.loads(text)
+        return cls(int(mpi_rank), int(mpi_size), PeerIdentity(*identity))
 
 
 def _introduce(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> list[_Member]:

@@ -1,0 +1,89 @@
+"""What an error of torch's means, in one line: some say it further down in their text, or leave it to be guessed.
+
+Reads texts only, because the launcher does not import torch. A text that looks otherwise in another release of torch
+gives the line that it begins with.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["first_reason", "needs_gpu", "origin_of", "places_in"]
+
+# torch raises an error of a worker or a replica again, with that one's traceback as the text.
+_RELAYED = re.compile(r"Caught \S+ in (?P<where>[^\n]+?)\.\s*\nOriginal Traceback")
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in ', re.MULTILINE)
+_KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<keys>[^\n]*)")
+_QUOTED = re.compile(r'"([^"]*)"')
+_WRAPPERS_PREFIX = "module."
+_MAX_REASON_CHARS = 200
+_GPU_PHRASES = (
+    "doesn't have NCCL built in",
+    "_cuda_setDevice",
+    "Found no NVIDIA driver",
+    "Torch not compiled with CUDA enabled",
+    "No CUDA GPUs are available",
+    "ProcessGroupNCCL is only supported with GPUs",
+    "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
+)
+
+
+def places_in(message: str) -> list[tuple[str, int]]:
+    """File and line of each frame of the traceback that an error brought from elsewhere, outermost first."""
+    if _RELAYED.match(message) is None:
+        return []
+    return [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(message)]
+
+
+def origin_of(kind: str, message: str) -> str | None:
+    """What a worker or a replica raised: `bad jpeg 37 (in DataLoader worker process 0)`.
+
+    Args:
+        kind: name of the exception that brought it.
+        message: its text.
+
+    Returns:
+        None if the text is no traceback from elsewhere.
+    """
+    relayed = _RELAYED.match(message)
+    frames = list(_FRAME.finditer(message))
+    if relayed is None or not frames:
+        return None
+    raised = [line for line in message[frames[-1].start() :].splitlines() if line and not line[0].isspace()]
+    if not raised:
+        return None
+    name, _, text = raised[0].partition(": ")
+    # The same exception needs no name; torch puts a RuntimeError in place of one that it cannot make.
+    reason = text if name == kind and text else raised[0]
+    return f"{reason} (in {relayed['where']})"
+
+
+def first_reason(message: str) -> str:
+    """The first line of a text; where that ends with a colon, also what follows it, and what a pattern in it means."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    if len(lines) < 2 or not lines[0].endswith(":"):
+        return lines[0] if lines else ""
+    reason = next(line for line in lines[1:] if line) if any(lines[1:]) else ""
+    if len(reason) > _MAX_REASON_CHARS:
+        reason = reason[:_MAX_REASON_CHARS] + "…"
+    hint = _prefix_hint(message)
+    return f"{lines[0]} {reason}{f' ({hint})' if hint else ''}".rstrip()
+
+
+def _prefix_hint(message: str) -> str:
+    """What to do where the keys of a state_dict differ by the prefix of a wrapped model."""
+    keys = {found["kind"]: set(_QUOTED.findall(found["keys"])) for found in _KEYS.finditer(message)}
+    missing, unexpected = keys.get("Missing", set()), keys.get("Unexpected", set())
+    if missing and {f"{_WRAPPERS_PREFIX}{key}" for key in missing} & unexpected:
+        return (
+            "the saved keys begin with 'module.': they are those of a wrapped model. Load them into the wrapped model, "
+            "or save model.module.state_dict()"
+        )
+    if unexpected and {f"{_WRAPPERS_PREFIX}{key}" for key in unexpected} & missing:
+        return "the saved keys lack 'module.', which a wrapped model's have: load them into model.module"
+    return ""
+
+
+def needs_gpu(message: str) -> bool:
+    """Whether the error is that of a script for GPUs where there is none, or no torch for them."""
+    return any(phrase in message for phrase in _GPU_PHRASES)

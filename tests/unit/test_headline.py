@@ -1,0 +1,105 @@
+"""One line for errors of torch's that say their reason further down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.launch.headline import first_reason, needs_gpu, origin_of, places_in
+
+
+class Unmakeable(Exception):
+    """torch cannot raise it again, because it needs two arguments."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f'code {code}\n  File "no frame": {text}')
+
+
+class Broken(Dataset[int]):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("bad jpeg 37"), "bad jpeg 37"),
+        (ValueError("two\nlines"), "two"),
+        (KeyError("label"), "'label'"),
+        (ValueError(), "ValueError"),
+        (Unmakeable(3, "torn"), "test_headline.Unmakeable: code 3"),
+    ],
+)
+def test_errors_of_workers(error: Exception, expected: str) -> None:
+    with pytest.raises(Exception) as caught:  # any kind, as the worker raised it
+        list(DataLoader(Broken(error), num_workers=1))
+    text, kind = str(caught.value), type(caught.value).__name__
+    assert origin_of(kind, text) == f"{expected} (in DataLoader worker process 0)"
+    line = Broken.__getitem__.__code__.co_firstlineno + 1
+    assert places_in(text)[-1] == (__file__, line)
+
+
+@pytest.mark.parametrize("message", ["", "Caught", "Caught ValueError in a net.", 'x:\n  File "a.py", line 3, in f'])
+def test_other_texts_are_no_workers(message: str) -> None:
+    assert origin_of("ValueError", message) is None
+    assert places_in(message) == []
+
+
+def refusal(model: nn.Module, state: dict[str, torch.Tensor]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state)
+    return first_reason(str(caught.value))
+
+
+def test_state_of_another_shape() -> None:
+    said = refusal(nn.Linear(2, 3), nn.Linear(4, 3).state_dict())
+    assert said.startswith("Error(s) in loading state_dict for Linear: size mismatch for weight")
+    assert "module" not in said
+
+
+def test_state_of_a_wrapped_model() -> None:
+    state = nn.Linear(2, 3).state_dict()
+    wrapped = {f"module.{key}": value for key, value in state.items()}
+    said = refusal(nn.Linear(2, 3), wrapped)
+    assert 'Missing key(s) in state_dict: "weight", "bias"' in said
+    assert "the saved keys begin with 'module.'" in said
+    assert "save model.module.state_dict()" in said
+
+
+def test_state_for_a_wrapped_model() -> None:
+    said = refusal(nn.ModuleDict({"module": nn.Linear(2, 3)}), nn.Linear(2, 3).state_dict())
+    assert "load them into model.module" in said
+
+
+def test_state_of_another_model() -> None:
+    said = refusal(nn.Linear(2, 3), {f"layer{number}.weight": torch.ones(1) for number in range(100)})
+    assert said == 'Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "weight", "bias".'
+    assert len(first_reason("Error(s):\n" + "x" * 10_000)) < 300
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [("", ""), ("text", "text"), ("text\nmore", "text"), ("text:", "text:"), ("text:\n\n", "text:")],
+)
+def test_plain_texts_keep_their_first_line(message: str, expected: str) -> None:
+    assert first_reason(message) == expected
+
+
+def test_errors_of_scripts_for_gpus() -> None:
+    assert not needs_gpu("CUDA out of memory")
+    if torch.backends.cuda.is_built():
+        pytest.skip("this torch is built for CUDA")
+    with pytest.raises(AssertionError) as caught:
+        torch.ones(1, device="cuda")
+    assert needs_gpu(str(caught.value))
+    with pytest.raises(AttributeError) as missing:
+        torch.cuda.set_device(0)
+    assert needs_gpu(str(missing.value))
