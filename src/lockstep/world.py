@@ -13,6 +13,7 @@ says who this rank is, and brings the ranks together.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -48,7 +49,7 @@ from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
 
-__all__ = ["World", "current_world", "init", "symmetric_empty"]
+__all__ = ["World", "check_at_shutdown", "current_world", "init", "symmetric_empty"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MPI = "mpi"
@@ -58,6 +59,8 @@ _SHUT_DOWN = "this world was shut down; call lockstep.init() again to open anoth
 _current: World | None = None
 # How often this process has met others in a launcher's folder.
 _meetings: Counter[str] = Counter()
+# What layers above look at before a world is left.
+_checks: list[Callable[[World], None]] = []
 
 
 class World:
@@ -110,7 +113,21 @@ class World:
         return clock.total() - self._clock_start_s
 
     def shutdown(self) -> None:
-        """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost."""
+        """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost.
+
+        Raises:
+            ModelError: a `lockstep.DataLoader` gave each rank its part of the batches, nobody averaged gradients, and
+                the ranks hold different models now (`drift.py`). The world is left all the same.
+        """
+        try:
+            # An error on its way out must not be replaced by one that only follows from it.
+            if self._is_open() and isinstance(sys.exc_info()[1], SystemExit | None):
+                for check in _checks:
+                    check(self)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         global _current
         was_open = self._is_open()
         self._group = None
@@ -128,7 +145,7 @@ class World:
         if isinstance(self._group, EngineProcessGroup):
             error = reason if isinstance(reason, BaseException) else None
             self._group.fail(describe_exception(reason) if isinstance(reason, BaseException) else reason, error)
-        self.shutdown()
+        self._leave()
 
     def __enter__(self) -> World:
         if not self._is_open():
@@ -145,6 +162,12 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r}, device={self.device})"
+
+
+def check_at_shutdown(check: Callable[[World], None]) -> None:
+    """Have `check(world)` called when a world is about to be left without an error; it may raise. Local."""
+    if check not in _checks:
+        _checks.append(check)
 
 
 def current_world() -> World | None:

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.comm",),
     ("lockstep.rendezvous",),
     ("lockstep.world",),
-    ("lockstep.rank_zero",),
+    ("lockstep.rank_zero", "lockstep.drift"),
     ("lockstep.parallel", "lockstep.data", "lockstep.metrics", "lockstep.checkpoint"),
     ("lockstep.train",),
     ("lockstep.launch",),

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
+from lockstep.drift import note_engine
 from lockstep.errors import InputError, InputTypeError, ModelError, UnusedParameters
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
@@ -147,6 +148,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._static_any_unused = False  # on any rank; the same on all
         self._join_divisor: int | None = None
         self._divide_by_initial_world_size = True
+        note_engine(self)
 
     # ---- construction --------------------------------------------------------------------------
 
