@@ -46,7 +46,16 @@ from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.world import World, check_at_shutdown
 
-__all__ = ["AveragingModule", "digest", "engines_of", "note_engine", "watch_optimizers"]
+__all__ = [
+    "AveragingModule",
+    "describe_step",
+    "digest",
+    "engines",
+    "engines_of",
+    "is_engine",
+    "note_engine",
+    "watch_optimizers",
+]
 
 _logger = get_logger(__name__)
 
@@ -59,9 +68,10 @@ _MAX_SYNCED = 16
 
 
 class AveragingModule(Protocol):
-    """What is known of an engine: it averages the gradients of its module's parameters."""
+    """What is known of an engine: it averages the gradients of its module's parameters over a group."""
 
     module: torch.nn.Module
+    process_group: dist.ProcessGroup
 
 
 class _Record:
@@ -96,10 +106,25 @@ def note_engine(engine: AveragingModule) -> None:
     _engines.add(engine)
 
 
+def is_engine(module: torch.nn.Module) -> bool:
+    """Whether it is an engine. Local."""
+    return module in _engines
+
+
+def engines() -> list[Any]:
+    """All engines of this process. Local."""
+    return list(_engines)
+
+
 def engines_of(optimizer: Optimizer) -> list[Any]:
     """The engines that average any of its parameters. Local."""
     own = {id(parameter) for parameter in _parameters_of(optimizer)}
-    return [engine for engine in list(_engines) if any(id(each) in own for each in engine.module.parameters())]
+    return [engine for engine in engines() if any(id(each) in own for each in engine.module.parameters())]
+
+
+def describe_step(optimizer: Optimizer) -> str:
+    """`SGD.step() at train.py:81 in main`; called below that step. Local."""
+    return f"{type(optimizer).__name__}.step() at {site_text(_find_line())}"
 
 
 def watch_optimizers(world_size: int) -> None:
@@ -153,7 +178,7 @@ def _suspect(optimizer: Optimizer, record: _Record) -> None:
     """See [Note: quiet steps]."""
     world_size = dist.get_world_size()
     record.parameters = list(_parameters_of(optimizer))
-    record.label = f"{type(optimizer).__name__}.step() at {site_text(_find_line())}"
+    record.label = describe_step(optimizer)
     _suspects.append(record)
     if dist.get_rank() == 0:
         warn_once(
@@ -184,6 +209,7 @@ def _describe_parameters(optimizer: Optimizer) -> str:
 def _communication() -> tuple[object, ...]:
     """Changes with every collective of this process, and with every message of our groups."""
     counts: list[object] = [clock.total()]
+    group: Any
     for group in list(distributed_c10d._world.pg_map):
         if isinstance(group, EngineProcessGroup):
             continue  # What it does is on the clock.
@@ -206,7 +232,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
         state.update(f"{dense.dtype}{list(dense.shape)}".encode())
         flat = dense.contiguous().cpu().reshape(-1)
         if flat.numel() > 0:
-            state.update(flat.view(torch.uint8).numpy())
+            state.update(flat.view(torch.uint8).numpy().data)
     return state.hexdigest()
 
 

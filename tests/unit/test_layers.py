@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.log",),
     ("lockstep.blackbox", "lockstep.frames"),
     ("lockstep.topology",),
-    ("lockstep.batch",),
+    ("lockstep.batch", "lockstep.seeding"),
     ("lockstep.shm",),
     ("lockstep.rendezvous.interfaces",),
     ("lockstep.comm",),

@@ -23,7 +23,6 @@ from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
-from lockstep.drift import note_engine
 from lockstep.errors import InputError, InputTypeError, ModelError, UnusedParameters
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
@@ -32,6 +31,8 @@ from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import check_bucket_cap, check_group, check_parameters, find_buffers, host_device
 from lockstep.parallel.graph import map_tensors, reachable_leaves, runs_backward_to
 from lockstep.parallel.heap import keep_memory_of_gradients
+from lockstep.parallel.nesting import check_not_nested
+from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.transports import make_transport
@@ -78,7 +79,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     Raises:
         NotInitialized: no process group.
         ModelMismatch: on every rank, if models differ; names the first parameter that does.
-        ModelError: nothing to train, or parameters that cannot be.
+        ModelError: nothing to train, or parameters that cannot be; a module that is or contains an engine already;
+            from the first forward pass, that torch's engine stands around this one; from an optimizer's step, that
+            gradients came past the engine and differ between ranks (the inner module was called).
         UnusedParameters: from `backward`, or where several backward passes were possible from the next
             forward pass: parameters got no gradient.
 
@@ -106,6 +109,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         Joinable.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
+        check_not_nested(module)
         if dim != 0:
             raise InputError(f"dim={dim}: one process handles one part of the batch here; only dim=0 is supported")
         self.module = module
@@ -148,7 +152,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._static_any_unused = False  # on any rank; the same on all
         self._join_divisor: int | None = None
         self._divide_by_initial_world_size = True
-        note_engine(self)
+        self._early_passes: EarlyPasses | None = EarlyPasses()
+        watch_engine(self)
 
     # ---- construction --------------------------------------------------------------------------
 
@@ -201,6 +206,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         Raises:
             UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
         """
+        if self._early_passes is not None and not self._early_passes.check(self):
+            self._early_passes = None
         with_gradients = torch.is_grad_enabled()
         syncing = with_gradients and self._prepare()
         if self.device_ids is not None:
@@ -367,6 +374,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise InputTypeError(f"a communication hook must be callable, got {type(hook).__name__}")
         self._reducer.register_hook(state, hook)
         self._num_hooks += 1
+
+    @property
+    def has_strayed(self) -> bool:
+        """Whether gradients came past this engine and have not been averaged since; see `strays.py`."""
+        return self._reducer.has_strayed and not self._join_config.enable
+
+    def forget_strayed(self) -> None:
+        """Those gradients were looked at. Local."""
+        self._reducer.has_strayed = False
 
     # ---- join: ranks with fewer batches --------------------------------------------------------
 
