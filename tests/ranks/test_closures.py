@@ -84,8 +84,8 @@ def losses_of_closures() -> list[Any]:
 
 def test_losses_keep_their_kind_and_are_weighted() -> None:
     for plain, of_one, number, weighted in run_ranks(losses_of_closures, 2):
-        assert torch.equal(plain, torch.tensor(1.5))
-        assert torch.equal(of_one, torch.tensor([1.5], dtype=torch.float64))
+        torch.testing.assert_close(plain, torch.tensor(1.5), rtol=0, atol=0)  # the dtype, too
+        torch.testing.assert_close(of_one, torch.tensor([1.5], dtype=torch.float64), rtol=0, atol=0)
         assert not of_one.requires_grad
         assert number == 2.0
         assert torch.equal(weighted, torch.tensor(2.0))
