@@ -16,6 +16,10 @@ already, or suspects nothing, must neither hang the others nor make their call a
 [Note: local SGD] Ranks may average parameters only now and then, and may end in between. So a suspected optimizer's
 parameters are also hashed before each step that had a collective since the last. If all ranks had the same
 parameters at one of those points, somebody does average them, and the difference at the end is on purpose.
+
+Not seen: parameters that nobody averages, in an optimizer that steps an engine's too or beside one that does, because
+there are collectives between its steps; a program that communicates within every step for another reason, such as a
+metric; and ranks that end without leaving their world.
 """
 
 from __future__ import annotations

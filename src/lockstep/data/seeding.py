@@ -17,9 +17,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lockstep.seeding import derive_seed
+from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 
-__all__ = ["derive_seed", "make_generator", "preserve_global_rngs", "seed_global_rngs"]
+__all__ = ["make_generator", "preserve_global_rngs", "seed_global_rngs"]
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
