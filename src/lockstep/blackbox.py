@@ -8,7 +8,7 @@ stays, however the process ends. The file is memory that the launcher holds, und
 
 Layout of the file, all integers 64 bit in the order of the machine::
 
-    0        magic, pid                                            HEADER_BYTES
+    0        magic, pid, whether the rank ever joined a group      HEADER_BYTES
     4096     section 0, section 1, …                               SECTION_BYTES each
 
     section:
@@ -54,7 +54,10 @@ __all__ = [
     "START",
     "Position",
     "Section",
+    "find_unjoined",
     "make_boxes",
+    "note_joined",
+    "note_torch",
     "open_section",
     "read_positions",
 ]
@@ -71,7 +74,9 @@ _STATE = 8
 _FREE, _OPEN, _CLOSED = range(3)
 
 _MAGIC = 0x4C6F636B73746570
-_HEADER = struct.Struct("=2q")
+_HEADER = struct.Struct("=3q")
+_JOINED = struct.Struct("=q")
+_JOINED_OFFSET = 16
 _WORDS = struct.Struct("=2qd4q")
 _NAME = (128, 384)
 _WAITING = (512, 512)
@@ -164,11 +169,18 @@ class _Box:
             if os.fstat(fd).st_size > 0:
                 raise FileExistsError("another process of this rank has written here")
             os.posix_fallocate(fd, 0, HEADER_BYTES)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid()), 0)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid(), 0), 0)
         finally:
             os.close(fd)
         self._num_sections = 0
         self._free: list[int] = []
+
+    def note_joined(self) -> None:
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, _JOINED.pack(1), _JOINED_OFFSET)
+        finally:
+            os.close(fd)
 
     def open(self, name: str) -> Section:
         index = self._free.pop(0) if self._free else self._num_sections
@@ -226,21 +238,54 @@ def open_section(name: str) -> Section:
     Returns:
         One that the launcher reads, or, where there is none or its folder is full, one that nobody reads.
     """
-    global _box, _refused
-    folder, rank = env.LOCKSTEP_RENDEZVOUS.get(), env.RANK.get()
-    if folder is None or rank is None:
-        return Section(None)
-    owner = folder, rank, os.getpid()
     with _lock:
-        try:
-            if _refused == owner:
-                return Section(None)
-            if _box is None or _box.owner != owner:
-                _box = _Box(folder, rank)
-            return _box.open(name)
-        except OSError:
-            _refused = owner
+        box = _box_of_process()
+        if box is None:
             return Section(None)
+        try:
+            return box.open(name)
+        except OSError:
+            _refuse()
+            return Section(None)
+
+
+def note_torch() -> None:
+    """Let the launcher know that this rank has imported torch. Local."""
+    with _lock:
+        _box_of_process()
+
+
+def note_joined() -> None:
+    """Let the launcher know that this rank has joined a process group. Local."""
+    with _lock, contextlib.suppress(OSError):
+        box = _box_of_process()
+        if box is not None:
+            box.note_joined()
+
+
+def _box_of_process() -> _Box | None:
+    """The status file of this rank, made on first use; None without a launcher, or where it cannot be made."""
+    global _box
+    owner = _owner()
+    if owner is None or _refused == owner:
+        return None
+    try:
+        if _box is None or _box.owner != owner:
+            _box = _Box(owner[0], owner[1])
+    except OSError:
+        _refuse()
+        return None
+    return _box
+
+
+def _owner() -> tuple[str, int, int] | None:
+    folder, rank = env.LOCKSTEP_RENDEZVOUS.get(), env.RANK.get()
+    return None if folder is None or rank is None else (folder, rank, os.getpid())
+
+
+def _refuse() -> None:
+    global _refused
+    _refused = _owner()
 
 
 @dataclass(frozen=True)
@@ -297,6 +342,25 @@ def read_positions(folder: Path, ranks: Iterable[int]) -> dict[int, list[Positio
     return {rank: positions for rank, positions in found.items() if positions}
 
 
+def find_unjoined(folder: Path, ranks: Iterable[int]) -> list[int]:
+    """Ranks of an attempt that imported torch and never joined a process group. Local; the launcher's part.
+
+    Args:
+        folder: private folder of the attempt.
+        ranks: global ranks to look for.
+    """
+    return [rank for rank in ranks if _has_joined(folder, rank) is False]
+
+
+def _has_joined(folder: Path, rank: int) -> bool | None:
+    """None for a rank that has not imported torch, so that nobody can tell what it is for."""
+    try:
+        magic, _, joined = _HEADER.unpack(_path(folder, rank).read_bytes()[: _HEADER.size])
+    except (OSError, struct.error):
+        return None
+    return bool(joined) if magic == _MAGIC else None
+
+
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"position-rank{rank}"
 
@@ -304,7 +368,7 @@ def _path(folder: Path, rank: int) -> Path:
 def _read_box(folder: Path, rank: int) -> list[Position]:
     try:
         with open(_path(folder, rank), "rb") as file:
-            magic, pid = _HEADER.unpack(file.read(_HEADER.size))
+            magic, pid, _ = _HEADER.unpack(file.read(_HEADER.size))
             size = os.fstat(file.fileno()).st_size
             starts = range(HEADER_BYTES, size - SECTION_BYTES + 1, SECTION_BYTES)
             positions = [_read_section(file.fileno(), start, rank, pid) for start in starts]

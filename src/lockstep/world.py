@@ -13,6 +13,7 @@ says who this rank is, and brings the ranks together.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import distributed_c10d
 
-from lockstep import env
+from lockstep import env, seeding
 from lockstep.comm import clock, registration
 from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, interface_of
 from lockstep.comm.callsite import describe_exception
@@ -48,7 +49,7 @@ from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
 
-__all__ = ["World", "current_world", "init", "symmetric_empty"]
+__all__ = ["World", "check_at_shutdown", "current_world", "init", "symmetric_empty"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MPI = "mpi"
@@ -58,6 +59,8 @@ _SHUT_DOWN = "this world was shut down; call lockstep.init() again to open anoth
 _current: World | None = None
 # How often this process has met others in a launcher's folder.
 _meetings: Counter[str] = Counter()
+# What layers above look at before a world is left.
+_checks: list[Callable[[World], None]] = []
 
 
 class World:
@@ -110,12 +113,27 @@ class World:
         return clock.total() - self._clock_start_s
 
     def shutdown(self) -> None:
-        """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost."""
+        """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost.
+
+        Raises:
+            ModelError: a `lockstep.DataLoader` gave each rank its part of the batches, nobody averaged gradients, and
+                the ranks hold different models now (`drift.py`). The world is left all the same.
+        """
+        try:
+            # An error on its way out must not be replaced by one that only follows from it.
+            if self._is_open() and isinstance(sys.exc_info()[1], SystemExit | None):
+                for check in _checks:
+                    check(self)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         global _current
         was_open = self._is_open()
         self._group = None
         if _current is self:
             _current = None
+            seeding.forget_rank_streams()
         if was_open and self._owns_group:
             dist.destroy_process_group()
 
@@ -128,7 +146,7 @@ class World:
         if isinstance(self._group, EngineProcessGroup):
             error = reason if isinstance(reason, BaseException) else None
             self._group.fail(describe_exception(reason) if isinstance(reason, BaseException) else reason, error)
-        self.shutdown()
+        self._leave()
 
     def __enter__(self) -> World:
         if not self._is_open():
@@ -145,6 +163,12 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r}, device={self.device})"
+
+
+def check_at_shutdown(check: Callable[[World], None]) -> None:
+    """Have `check(world)` called when a world is about to be left without an error; it may raise. Local."""
+    if check not in _checks:
+        _checks.append(check)
 
 
 def current_world() -> World | None:
@@ -164,6 +188,7 @@ def init(
     device: str | torch.device | None = None,
     timeout: timedelta | float | None = None,
     wire: str | None = None,
+    seed: int | None = None,
 ) -> World:
     """Join the other ranks of this job and initialise `torch.distributed`. Collective.
 
@@ -178,6 +203,10 @@ def init(
         timeout: seconds, or a timedelta, after which a rank that does not come is an error; default 30 minutes.
         wire: what sums of floats travel as between hosts in lockstep groups: "fp32" (exact), "bf16", "fp16" or "int8",
             see `lockstep.comm.wire`; the same on all ranks. Default what LOCKSTEP_WIRE says, else "fp32".
+        seed: seeds the process-wide generators of torch (CPU and CUDA), numpy and `random`, alike on all ranks, so that
+            they draw the same initial weights. The first `lockstep.DistributedDataParallel` that is made then moves
+            every rank but the first to streams of its own, derived from seed and rank: dropout masks differ between
+            ranks, and those of rank 0 are what one process draws. None seeds nothing, now or then.
 
     Returns:
         The world; a context manager.
@@ -185,6 +214,7 @@ def init(
     Raises:
         AlreadyInitialized: a world is open.
         BackendUnavailable: no such backend here; lists those there are, or says how to get it.
+        InputError, InputTypeError: `seed` is no integer that torch takes as a seed.
         SetupError: contradicting arguments, or more GPU ranks than GPUs.
         RendezvousError: the others did not come, or nobody said where to meet.
         RankLost: a rank came and died.
@@ -203,10 +233,28 @@ def init(
             f"lockstep.init() was called before and {open_world!r} is still open; call shutdown() on it first, or use "
             "lockstep.current_world()"
         )
+    seed = None if seed is None else seeding.check_seed(seed)
     if dist.is_initialized():
         ignored = {"init_method": init_method, "store": store, "timeout": timeout, "wire": wire}
         _current = _adopt(backend, device, rank, world_size, [name for name, given in ignored.items() if given])
-        return _current
+    else:
+        _current = _open(backend, rank, world_size, init_method, store, device, timeout, wire)
+    if seed is not None:
+        seeding.begin_common_stream(seed, _current.rank)
+    return _current
+
+
+def _open(
+    backend: str,
+    rank: int | None,
+    world_size: int | None,
+    init_method: str | None,
+    store: Store | None,
+    device: str | torch.device | None,
+    timeout: timedelta | float | None,
+    wire: str | None,
+) -> World:
+    """A world with a default group of its own; see `init`."""
     if store is not None and init_method is not None:
         raise SetupError("both store and init_method were given: they are two ways to meet; give one")
     limit = _as_timedelta(timeout)
@@ -220,8 +268,7 @@ def init(
     backend = _choose_backend(backend, topology, device)
     chosen_device = _choose_device(backend, topology, device)
     _meet(backend, topology, store, init_method, limit)
-    _current = World(topology, chosen_device, backend, owns_group=True)
-    return _current
+    return World(topology, chosen_device, backend, owns_group=True)
 
 
 def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:

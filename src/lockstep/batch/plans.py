@@ -14,7 +14,7 @@ from functools import lru_cache
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import purge
 
-__all__ = ["Division", "Source", "divisions", "is_ambiguous", "register"]
+__all__ = ["Division", "Source", "divisions", "is_ambiguous", "register", "reset"]
 
 
 @dataclass(frozen=True)

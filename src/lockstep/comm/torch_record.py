@@ -21,6 +21,7 @@ run on a GPU yet.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -125,6 +126,8 @@ def register(module: ModuleType) -> None:
     if _module is not None or env.LOCKSTEP_RENDEZVOUS.get() is None:
         return
     _module = module
+    blackbox.note_torch()
+    _note_joining(module)
     from torch._C import _distributed_c10d as c10d
 
     for method, name in {**_VERBS, **_MESSAGES}.items():
@@ -136,6 +139,22 @@ def register(module: ModuleType) -> None:
     reducer = getattr(c10d, "Reducer", None)
     if reducer is not None:
         reducer.prepare_for_backward = _recorded_pass(reducer.prepare_for_backward)
+
+
+def _note_joining(module: ModuleType) -> None:
+    """Have the launcher told when this rank joins a group, so that it can tell of ranks that never did."""
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*values: Any, **options: Any) -> Any:
+        result = original(*values, **options)
+        blackbox.note_joined()
+        return result
+
+    module.init_process_group = init_process_group  # type: ignore[attr-defined]
+    package = sys.modules.get("torch.distributed")
+    if getattr(package, "init_process_group", None) is original:
+        package.init_process_group = init_process_group  # type: ignore[union-attr]
 
 
 def _record_of(group: Any) -> _Record:

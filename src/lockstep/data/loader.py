@@ -25,6 +25,7 @@ from lockstep.data.order import Order, Plan, Schedule, draw_order, shuffled_orde
 from lockstep.data.place import check_place, find_place
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import Source, TensorSource, WorkerInit, identity, make_source
+from lockstep.drift import watch_optimizers
 from lockstep.errors import DataError
 
 __all__ = ["DataLoader"]
@@ -194,6 +195,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Begin the next epoch on this rank."""
         epoch, start = self._next_epoch, self._next_start
         rank, world_size = self._place or find_place()
+        if not self.evaluation:
+            watch_optimizers(world_size)
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
         plan = self._plan(start)
         schedule = Schedule(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source)

@@ -39,6 +39,7 @@ class LaunchConfig:
         local_rank_option: spelling of an option, such as `--local_rank`; each rank gets it with its local rank before
             `args`. None for no such option.
         on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
+        tells_unjoined: say at a good end that several ranks imported torch and none of them joined a process group.
     """
 
     target: str
@@ -56,6 +57,7 @@ class LaunchConfig:
     environment: Mapping[str, str] | None = None
     local_rank_option: str | None = None
     on_end: Callable[[Path], None] | None = None
+    tells_unjoined: bool = True
 
     @property
     def rehearsable(self) -> str | None:

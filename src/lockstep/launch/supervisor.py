@@ -7,8 +7,10 @@ stands in crew.py.
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 from lockstep import env
+from lockstep.blackbox import find_unjoined
 from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.crew import Crew, Outcome, end_without_reader
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
@@ -96,7 +98,18 @@ class Supervisor:
             outcome = crew.end()
             if config.on_end is not None:
                 config.on_end(crew.folder)
+            if not outcome.failures and outcome.interrupted_by is None and config.tells_unjoined:
+                self._tell_unjoined(crew.folder)
             return outcome
+
+    def _tell_unjoined(self, folder: Path) -> None:
+        """Say that nobody joined a group: forgotten, that is as many whole trainings as there are ranks."""
+        count = self._num_ranks
+        if count > 1 and len(find_unjoined(folder, range(count))) == count:
+            say(
+                f"lockstep: {count} ranks ended and none joined a process group: each ran the whole script alone. To "
+                "share the work call lockstep.init() (or dist.init_process_group()) in the script\n"
+            )
 
     def _announce_restart(self, failure: Failure, restart: int) -> None:
         text = (

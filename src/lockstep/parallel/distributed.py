@@ -32,9 +32,12 @@ from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import check_bucket_cap, check_group, check_parameters, find_buffers, host_device
 from lockstep.parallel.claims import Claims, join_claims
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, add_up
+from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.graph import reachable_leaves, runs_backward_to
 from lockstep.parallel.heap import keep_memory_of_gradients
 from lockstep.parallel.loss_kinds import look_at_next_loss
+from lockstep.parallel.nesting import check_not_nested
+from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.transports import make_transport
@@ -83,7 +86,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     Raises:
         NotInitialized: no process group.
         ModelMismatch: on every rank, if models differ; names the first parameter that does.
-        ModelError: nothing to train, or parameters that cannot be.
+        ModelError: nothing to train, or parameters that cannot be; a module that is or contains an engine already;
+            from the first forward pass, that torch's engine stands around this one; from an optimizer's step, that
+            gradients came past the engine and differ between ranks (the inner module was called).
         UnusedParameters: from `backward`, or where several backward passes were possible from the next
             forward pass: parameters got no gradient.
 
@@ -111,6 +116,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         Joinable.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
+        check_not_nested(module)
         if dim != 0:
             raise InputError(f"dim={dim}: one process handles one part of the batch here; only dim=0 is supported")
         self.module = module
@@ -158,6 +164,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._static_any_unused = False  # on any rank; the same on all
         self._join_divisor: int | None = None
         self._divide_by_initial_world_size = True
+        self._early_passes: EarlyPasses | None = EarlyPasses()
+        watch_engine(self)
 
     # ---- construction --------------------------------------------------------------------------
 
@@ -211,6 +219,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
             InputError: how many samples it holds cannot be told from its inputs.
         """
+        if self._early_passes is not None and not self._early_passes.check(self):
+            self._early_passes = None
         with_gradients = torch.is_grad_enabled()
         syncing = with_gradients and self._prepare()
         feed = self._feed((inputs, kwargs), with_gradients, syncing)
@@ -225,7 +235,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"),
             batch.active(feed.share),
         ):
-            output = self.module(*inputs, **kwargs)
+            try:
+                output = self.module(*inputs, **kwargs)
+            except ValueError as error:
+                explained = explain_forward_error(error, self._world_size, feed.share)
+                if explained is None:
+                    raise
+                raise explained from error
         if not syncing and passage.is_plain and not feed.claim:
             return output
         output, roots = passage.leave(output)
@@ -432,6 +448,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise InputTypeError(f"a communication hook must be callable, got {type(hook).__name__}")
         self._reducer.register_hook(state, hook)
         self._num_hooks += 1
+
+    @property
+    def has_strayed(self) -> bool:
+        """Whether gradients came past this engine and have not been averaged since; see `strays.py`."""
+        return self._reducer.has_strayed and not self._join_config.enable
+
+    def forget_strayed(self) -> None:
+        """Those gradients were looked at. Local."""
+        self._reducer.has_strayed = False
 
     # ---- join: ranks with fewer batches --------------------------------------------------------
 

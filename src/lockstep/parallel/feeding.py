@@ -37,7 +37,7 @@ from lockstep.errors import InputError
 from lockstep.log import get_logger, warn_once
 from lockstep.tree import tensors_in
 
-__all__ = ["PLAIN", "Feed", "Feeding", "add_up"]
+__all__ = ["PLAIN", "Feed", "Feeding", "Question", "add_up"]
 
 _logger = get_logger(__name__)
 

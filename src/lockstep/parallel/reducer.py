@@ -63,6 +63,9 @@ class Reducer:
         may_go_early: whether buckets may go out before the backward pass ends.
         unannounced: a weak reference to what to call when a backward pass is noticed that `begin` was not
             called for; it calls `begin`.
+
+    Attributes:
+        has_strayed: gradients came outside of all forward passes, and no backward pass has averaged them since.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class Reducer:
             for plan in plans
         ]
         self._phase = _Phase.IDLE
+        self._is_accumulating = False  # The last forward pass was one whose gradients are not to be averaged.
+        self.has_strayed = False
         self._out: set[int] = set()
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
@@ -124,6 +129,8 @@ class Reducer:
                     reducer._try_bucket(bucket)
             elif reducer._phase is _Phase.READY:
                 reducer._announce()
+            elif reducer._phase is _Phase.IDLE and not reducer._is_accumulating:
+                reducer.has_strayed = True
 
         self._handles[bucket] = _call_after(self._parameters[index], on_gradient)
 
@@ -215,9 +222,11 @@ class Reducer:
         if self._phase not in (_Phase.IDLE, _Phase.READY):
             self._restart()
         self._phase = _Phase.READY
+        self._is_accumulating = False
 
     def disarm(self) -> None:
         """A forward pass begins whose backward pass will not reduce. Local."""
+        self._is_accumulating = True
         if self._phase in (_Phase.ARMED, _Phase.DEFERRED):
             self._restart()
         if self._phase is not _Phase.WAITING:
@@ -304,6 +313,7 @@ class Reducer:
             self._parameters[index].grad = self._views[index]
         self._left.clear()
         self._out.clear()
+        self.has_strayed = False
         self._phase = _Phase.IDLE
 
     def _check_versions(self) -> None:

@@ -1,0 +1,303 @@
+"""Ranks that drift apart: optimizers that step parameters which nobody averages.
+
+Without `DistributedDataParallel` around the model, ranks that train on different parts of a batch hold different models
+after the first step, and no collective fails. Here is who notices it.
+
+[Note: quiet steps] A loader that splits batches over the ranks switches the watch on. From then on each optimizer's
+steps are looked at, locally. Between two steps of data-parallel training there is at least one collective, whoever
+averages: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. Two steps with none in
+between are quiet. An optimizer whose parameters belong to no engine is *suspected* after its first quiet step, and
+rank 0 warns.
+
+[Note: comparison at the end] When the world is left without an error, ranks that suspect optimizers compare their
+parameters, and raise `ModelError` if those differ. They meet in the store, not in a collective: a rank that has left
+already, or suspects nothing, must neither hang the others nor make their call a mismatch.
+
+[Note: local SGD] Ranks may average parameters only now and then, and may end in between. So a suspected optimizer's
+parameters are also hashed before each step that had a collective since the last. If all ranks had the same
+parameters at one of those points, somebody does average them, and the difference at the end is on purpose.
+
+Not seen: parameters that nobody averages, in an optimizer that steps an engine's too or beside one that does, because
+there are collectives between its steps; a program that communicates within every step for another reason, such as a
+metric; and ranks that end without leaving their world.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lockstep.comm import clock
+from lockstep.comm.backend import EngineProcessGroup
+from lockstep.comm.callsite import make_locator, site_text
+from lockstep.errors import ModelError
+from lockstep.log import get_logger, warn_once
+from lockstep.world import World, check_at_shutdown
+
+__all__ = [
+    "AveragingModule",
+    "describe_step",
+    "digest",
+    "engines",
+    "engines_of",
+    "is_engine",
+    "note_engine",
+    "watch_optimizers",
+]
+
+_logger = get_logger(__name__)
+
+# How long a rank with suspected optimizers waits at its end for what the others have to say.
+_PATIENCE_S = 5.0
+# How long rank 0, which may be the host of the store, stays for others to read it.
+_STAY_S = 2.0
+_MAX_SUSPECTS = 4  # their parameters are kept alive
+_MAX_SYNCED = 16
+
+
+class AveragingModule(Protocol):
+    """What is known of an engine: it averages the gradients of its module's parameters over a group."""
+
+    module: torch.nn.Module
+    process_group: dist.ProcessGroup
+
+
+class _Record:
+    """What one optimizer did.
+
+    Attributes:
+        marker: how much this process had communicated at its last step.
+        version: of its first parameter then. Steps of subclasses call those of their parents, and both call the hooks.
+        parameters: those it steps, once it is suspected.
+        label: its class and the user's line.
+        synced: hashes of the parameters before steps that had a collective since the last one.
+    """
+
+    def __init__(self) -> None:
+        self.marker: object = None
+        self.version = -1
+        self.parameters: list[torch.Tensor] = []
+        self.label = ""
+        self.synced: deque[str] = deque(maxlen=_MAX_SYNCED)
+
+
+_engines: WeakSet[Any] = WeakSet()
+_records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
+_suspects: deque[_Record] = deque(maxlen=_MAX_SUSPECTS)
+_is_installed = False
+_watched: weakref.ref[dist.ProcessGroup] | None = None  # the default group over which a loader splits batches
+_find_line = make_locator()
+
+
+def note_engine(engine: AveragingModule) -> None:
+    """This engine averages the gradients of its module's parameters. Local."""
+    _engines.add(engine)
+
+
+def is_engine(module: torch.nn.Module) -> bool:
+    """Whether it is an engine. Local."""
+    return module in _engines
+
+
+def engines() -> list[Any]:
+    """All engines of this process. Local."""
+    return list(_engines)
+
+
+def engines_of(optimizer: Optimizer) -> list[Any]:
+    """The engines that average any of its parameters. Local."""
+    own = {id(parameter) for parameter in _parameters_of(optimizer)}
+    return [engine for engine in engines() if any(id(each) in own for each in engine.module.parameters())]
+
+
+def describe_step(optimizer: Optimizer) -> str:
+    """`SGD.step() at train.py:81 in main`; called below that step. Local."""
+    return f"{type(optimizer).__name__}.step() at {site_text(_find_line())}"
+
+
+def watch_optimizers(world_size: int) -> None:
+    """A loader splits its batches over this many ranks: look at optimizers until the world is left. Local."""
+    global _is_installed, _watched
+    group = dist.group.WORLD
+    if world_size == 1 or group is None or group.size() != world_size or _is_watching():
+        return
+    _forget()  # what belongs to a world that was left by an error
+    _watched = weakref.ref(group)
+    if not _is_installed:
+        _is_installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        check_at_shutdown(_compare_at_shutdown)
+
+
+def _is_watching() -> bool:
+    return _watched is not None and _watched() is dist.group.WORLD
+
+
+# ---- during training -------------------------------------------------------------------------------
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    record = _records.get(optimizer) if _is_watching() else None
+    # Parameters are kept from the moment of suspicion on. See [Note: local SGD].
+    if record is not None and record.parameters and record.marker != _communication():
+        record.synced.append(digest(record.parameters))
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not _is_watching():
+        return
+    first = next(_parameters_with_gradient(optimizer), None)
+    if first is None:
+        return
+    record = _records.get(optimizer)
+    if record is None:
+        record = _records[optimizer] = _Record()
+    if record.version == first._version:
+        return
+    record.version = first._version
+    marker = _communication()
+    is_quiet, record.marker = marker == record.marker, marker
+    if is_quiet and not record.parameters and not engines_of(optimizer):
+        _suspect(optimizer, record)
+
+
+def _suspect(optimizer: Optimizer, record: _Record) -> None:
+    """See [Note: quiet steps]."""
+    world_size = dist.get_world_size()
+    record.parameters = list(_parameters_of(optimizer))
+    record.label = describe_step(optimizer)
+    _suspects.append(record)
+    if dist.get_rank() == 0:
+        warn_once(
+            _logger,
+            f"{record.label}: nobody averages the {_describe_parameters(optimizer)} over the {world_size} ranks, while "
+            "lockstep.DataLoader gives each rank its own part of every batch. So each rank trains a model of its own. "
+            "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop",
+        )
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _parameters_with_gradient(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None)
+
+
+def _describe_parameters(optimizer: Optimizer) -> str:
+    """`4 parameters that it steps (0.weight, 0.bias, …)`; shapes where an optimizer was not given names."""
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        names += group.get("param_names") or [str(list(parameter.shape)) for parameter in group["params"]]
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} parameter(s) that it steps ({listed})"
+
+
+def _communication() -> tuple[object, ...]:
+    """Changes with every collective of this process, and with every message of our groups."""
+    counts: list[object] = [clock.total()]
+    group: Any
+    for group in list(distributed_c10d._world.pg_map):
+        if isinstance(group, EngineProcessGroup):
+            continue  # What it does is on the clock.
+        try:
+            counts.append(group._get_sequence_number_for_group())
+        except (AttributeError, RuntimeError):
+            counts.append(object())  # It does not count its collectives: every step may have had one.
+    return tuple(counts)
+
+
+# ---- at the end ------------------------------------------------------------------------------------
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    """A hash of the tensors' bytes, with shapes and dtypes. Local."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        dense = tensor.detach()
+        dense = dense.coalesce().to_dense() if dense.is_sparse else dense
+        state.update(f"{dense.dtype}{list(dense.shape)}".encode())
+        flat = dense.contiguous().cpu().reshape(-1)
+        if flat.numel() > 0:
+            state.update(flat.view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def _compare_at_shutdown(world: World) -> None:
+    """Raise if suspected optimizers hold different parameters on each rank. See [Note: comparison at the end]."""
+    suspects = list(_suspects)
+    _forget()
+    if not suspects:
+        return
+    own = [_summary(record) for record in suspects]
+    by_rank = _exchange(json.dumps(own), world)
+    if by_rank is None or any(_shapes(other) != _shapes(own) for other in by_rank):
+        return
+    for number, record in enumerate(suspects):
+        entries = [other[number] for other in by_rank]
+        was_averaged = set.intersection(*(set(entry["synced"]) for entry in entries))
+        if len({entry["now"] for entry in entries}) > 1 and not was_averaged:
+            raise ModelError(
+                f"the {world.world_size} ranks have trained different models: {record.label} stepped "
+                f"{len(record.parameters)} parameter(s) that nobody averaged, and they differ between ranks now. "
+                "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop. If "
+                "each rank is to train a model of its own, give each loader rank=0 and world_size=1"
+            )
+
+
+def _forget() -> None:
+    global _watched
+    _watched = None
+    _suspects.clear()
+    _records.clear()
+
+
+def _summary(record: _Record) -> dict[str, Any]:
+    return {
+        "shapes": [list(parameter.shape) for parameter in record.parameters],
+        "now": digest(record.parameters),
+        "synced": list(record.synced),
+    }
+
+
+def _shapes(summaries: list[Any]) -> list[Any]:
+    return [summary["shapes"] for summary in summaries]
+
+
+def _exchange(text: str, world: World) -> list[Any] | None:
+    """What each rank says, as parsed JSON; None where one of them does not say anything soon. Local."""
+    try:
+        group = world.process_group
+        store: Any = (
+            group.get_group_store() if isinstance(group, EngineProcessGroup) else distributed_c10d._get_default_store()
+        )
+        prefix = f"lockstep/drift/{group.group_name}"
+        keys = [f"{prefix}/{rank}" for rank in range(world.world_size)]
+        store.set(keys[world.rank], text)
+        store.wait(keys, timedelta(seconds=_PATIENCE_S))
+        found = [json.loads(store.get(key)) for key in keys]
+        num_readers = store.add(f"{prefix}/readers", 1)
+        end = time.monotonic() + _STAY_S
+        while world.rank == 0 and num_readers < world.world_size and time.monotonic() < end:
+            time.sleep(0.01)
+            num_readers = store.add(f"{prefix}/readers", 0)
+    except (RuntimeError, AttributeError, ValueError):
+        return None  # A rank is not there any more, or has taken the store with it.
+    return found

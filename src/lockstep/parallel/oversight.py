@@ -1,0 +1,53 @@
+"""What an engine has looked at so that no mistake ends in a training that only seems to be right.
+
+The parts: nesting.py (wrapped twice), undivided.py (data that nobody splits), strays.py (gradients that came past the
+engine), closures.py (losses by which an optimizer decides), and drift.py below this package (no engine at all).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep import seeding
+from lockstep.drift import note_engine
+from lockstep.parallel import closures, strays
+from lockstep.parallel.nesting import check_not_inside_torch
+from lockstep.parallel.undivided import warn_of_undivided_data
+
+__all__ = ["EarlyPasses", "watch_engine"]
+
+
+def watch_engine(engine: Any) -> None:
+    """An engine was made; the last line of its constructor. Local."""
+    note_engine(engine)
+    seeding.begin_rank_streams()
+    if engine.process_group.size() > 1:
+        strays.install()
+        closures.install()
+
+
+class EarlyPasses:
+    """What is looked at in an engine's first two training passes, and never again."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+
+    def check(self, engine: Any) -> bool:
+        """Look at one forward pass. Local.
+
+        Returns:
+            Whether to be called in the next one too.
+
+        Raises:
+            ModelError: the engine runs inside of torch's.
+        """
+        if not (engine.training and torch.is_grad_enabled()):
+            return True
+        self._num_seen += 1
+        if self._num_seen == 1:
+            check_not_inside_torch(engine)
+            return True
+        warn_of_undivided_data(engine.process_group)
+        return False

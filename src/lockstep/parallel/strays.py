@@ -1,0 +1,71 @@
+"""Gradients that came past the engine: nobody has averaged them.
+
+Whoever calls `net(x)` instead of `model(x)`, where `model = DistributedDataParallel(net)`, gets gradients that are each
+rank's own. The reducer's sentinels fire all the same, outside of any backward pass that the engine knows of, and note
+that a gradient *strayed*. When an optimizer is about to step, the ranks compare what they have, once: equal gradients
+are fine (a regulariser's own backward pass over the parameters gives those), others are an error.
+
+Strayed gradients that a later pass of the engine has averaged with its own are none any more, and those of passes under
+`no_sync()` never were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.drift import describe_step, digest, engines, engines_of
+from lockstep.errors import ModelError
+from lockstep.parallel.checks import host_device
+
+__all__ = ["install"]
+
+# Comparisons that may end well before an engine's strayed gradients are taken for equal in every step.
+_COMPARISONS = 3
+
+_comparisons: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_is_installed = False
+
+
+def install() -> None:
+    """From now on look at gradients before optimizers step. Local; may be called again."""
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        register_optimizer_step_pre_hook(_check_gradients)
+        register_optimizer_step_post_hook(_check_gradients)  # those that came from a closure
+
+
+def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise if this optimizer steps strayed gradients that differ between ranks. Collective where some strayed."""
+    if not any(engine.has_strayed for engine in engines()):
+        return
+    strayed = [each for each in engines_of(optimizer) if each.has_strayed and each.process_group.size() > 1]
+    for engine in sorted(strayed, key=lambda each: str(each.process_group.group_name)):
+        engine.forget_strayed()
+        num_compared = _comparisons.get(engine, 0)
+        if num_compared == _COMPARISONS:
+            continue
+        _comparisons[engine] = num_compared + 1
+        if not _are_equal(engine):
+            raise ModelError(
+                f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} differ between ranks, "
+                "because they came past DistributedDataParallel, which averages those of its own forward passes. Call "
+                "model(x), where model = lockstep.DistributedDataParallel(net), and neither net(x) nor "
+                "model.module(x); and where a loss contains gradients (create_graph=True), call backward() once, on "
+                "the whole loss"
+            )
+
+
+def _are_equal(engine: Any) -> bool:
+    """Whether all ranks hold the same gradients, bit for bit. Collective."""
+    gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
+    value = int(digest(gradients)[:15], 16)
+    own = torch.tensor([value], dtype=torch.int64, device=host_device(engine.process_group, engine.device))
+    rows = [torch.empty_like(own) for _ in range(engine.process_group.size())]
+    dist.all_gather(rows, own, group=engine.process_group)
+    return all(int(row.item()) == value for row in rows)

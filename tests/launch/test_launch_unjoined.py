@@ -1,0 +1,66 @@
+"""What the launcher says when ranks end well and none of them has joined a process group."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from launching import Launches
+
+TOLD = "none joined a process group"
+
+
+def run(launches: Launches, text: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return launches.run(*options, launches.script(text))
+
+
+def test_says_that_nobody_joined(launches: Launches) -> None:
+    done = run(launches, "import torch", "--nproc", "2")
+    assert done.returncode == 0
+    assert done.stderr.count(TOLD) == 1
+    assert "lockstep: 2 ranks ended and none joined a process group" in done.stderr
+    assert "lockstep.init()" in done.stderr
+
+
+JOINED = {
+    "lockstep": "import lockstep\nwith lockstep.init(): pass",
+    "gloo, without a collective": """
+        import torch.distributed as dist
+        dist.init_process_group("gloo", init_method="env://")
+        dist.destroy_process_group()
+        """,
+    "no torch": "print(RANK)",
+}
+
+
+@pytest.mark.parametrize("text", JOINED.values(), ids=JOINED)
+def test_is_silent_where_somebody_joined_or_nobody_trains(launches: Launches, text: str) -> None:
+    done = run(launches, text, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert TOLD not in done.stderr
+
+
+def test_is_silent_when_one_rank_of_two_joined_alone(launches: Launches) -> None:
+    done = run(
+        launches,
+        """
+        import torch, lockstep
+        if RANK == 0:
+            with lockstep.init(rank=0, world_size=1): pass
+        """,
+        "--nproc",
+        "2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert TOLD not in done.stderr
+
+
+def test_is_silent_about_one_rank(launches: Launches) -> None:
+    assert TOLD not in run(launches, "import torch", "--nproc", "1").stderr
+
+
+def test_is_silent_when_a_rank_failed(launches: Launches) -> None:
+    done = run(launches, "import torch\nsys.exit(3 * RANK)", "--nproc", "2")
+    assert done.returncode == 3
+    assert TOLD not in done.stderr

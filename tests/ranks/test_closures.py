@@ -1,0 +1,110 @@
+"""LBFGS on several ranks gives what it gives on one: it decides by the loss of the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from ddp_checks import assert_same_on_all_ranks
+from lockstep import DistributedDataParallel, batch
+from lockstep.parallel.closures import averaged_closure
+from lockstep.testing import run_ranks
+
+SAMPLES = 13  # divides by no world size of these tests
+# The mean of ranks' means is rounded elsewhere than one process's mean, which a line search passes on.
+TOLERANCE = 1e-10
+
+
+class OwnLBFGS(torch.optim.LBFGS):
+    """A subclass with a step of its own."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, inputs and targets whose parts have very different losses."""
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    targets = (inputs.sum(1, keepdim=True) * 2).tanh() * torch.linspace(0.1, 3, SAMPLES, dtype=torch.float64)[:, None]
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double(), inputs, targets
+
+
+def minimise(kind: type[torch.optim.LBFGS], line_search: str | None, by_name: bool) -> list[Tensor]:
+    """Parameters and losses of some steps; the same bits on all ranks."""
+    net, inputs, targets = problem()
+    model = DistributedDataParallel(net)
+    optimizer = kind(model.parameters(), lr=0.5, max_iter=6, line_search_fn=line_search)
+    own = slice(*batch.share_bounds(SAMPLES, dist.get_rank(), dist.get_world_size()))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs[own]), targets[own])
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure=closure) if by_name else optimizer.step(closure) for _ in range(4)]
+    results = [*(parameter.detach() for parameter in net.parameters()), torch.stack(losses).detach()]
+    assert_same_on_all_ranks(*results)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("line_search", ["strong_wolfe", None])
+@pytest.mark.parametrize(
+    ("kind", "by_name"), [(torch.optim.LBFGS, False), (torch.optim.LBFGS, True), (OwnLBFGS, False)]
+)
+def test_several_ranks_end_where_one_does(
+    kind: type[torch.optim.LBFGS], by_name: bool, line_search: str | None, world_size: int
+) -> None:
+    (expected,) = run_ranks(minimise, 1, kind, line_search, by_name)
+    for found in run_ranks(minimise, world_size, kind, line_search, by_name):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def losses_of_closures() -> list[Any]:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    rank = dist.get_rank()
+    losses = [torch.tensor(1.0 + rank), torch.tensor([3.0 * rank], dtype=torch.float64, requires_grad=True), 4.0 * rank]
+    found: list[Any] = [averaged_closure(lambda loss=loss: loss, model)() for loss in losses]
+    # Rank 1 holds a filler, whose loss may be anything.
+    filler = torch.tensor(2.0 if rank == 0 else torch.nan)
+    with batch.hold(batch.BatchShare(2 * (rank == 0), 2, 2)):
+        found.append(averaged_closure(lambda: model(torch.ones(1, 1)).sum() * 0 + filler, model)())
+    return found
+
+
+def test_losses_keep_their_kind_and_are_weighted() -> None:
+    for plain, of_one, number, weighted in run_ranks(losses_of_closures, 2):
+        torch.testing.assert_close(plain, torch.tensor(1.5), rtol=0, atol=0)  # the dtype, too
+        torch.testing.assert_close(of_one, torch.tensor([1.5], dtype=torch.float64), rtol=0, atol=0)
+        assert not of_one.requires_grad
+        assert number == 2.0
+        assert weighted == 2.0
+
+
+def other_optimizers() -> list[float]:
+    """Closures of SGD, and of an LBFGS that steps what no engine averages, return what they return."""
+    model, alone = DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(2, 1)
+    found = []
+    for optimizer in (torch.optim.SGD(model.parameters(), 0.0), torch.optim.LBFGS(alone.parameters(), max_iter=1)):
+
+        def closure() -> Tensor:
+            for net in (model, alone):
+                net.zero_grad()
+                net(torch.ones(1, 2)).sum().backward()
+            return torch.tensor(float(dist.get_rank()))
+
+        found.append(float(optimizer.step(closure)))
+    return found
+
+
+def test_other_closures_are_left_alone() -> None:
+    assert run_ranks(other_optimizers, 2) == [[0.0, 0.0], [1.0, 1.0]]

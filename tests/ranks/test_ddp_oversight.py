@@ -1,0 +1,328 @@
+"""Mistakes with `DistributedDataParallel` that would end in a training that only seems to be right."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
+
+from ddp_checks import assert_same_on_all_ranks, backends, data, error_of, mlp, num_collectives
+from lockstep import DataLoader, DistributedDataParallel, batch, log
+from lockstep.errors import InputError, ModelError
+from lockstep.parallel.forward_errors import explain_forward_error
+from lockstep.testing import run_ranks
+
+
+@contextlib.contextmanager
+def warnings_of_lockstep() -> Iterator[list[str]]:
+    """What is logged inside; each text once more, whatever this worker has said before."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log._warned.clear()
+    logger = log.get_logger("lockstep")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+# ---- the inner module is called ------------------------------------------------------------------------------
+
+
+def call_inner() -> str:
+    net = mlp().double()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(data(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    net(data(2, 4)).sum().backward()
+    error = error_of(optimizer.step)
+    return f"{type(error).__name__}: {error}"
+
+
+@backends
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calling_the_inner_module_is_an_error(backend: str, world_size: int) -> None:
+    for error in run_ranks(call_inner, world_size, backend=backend):
+        assert error.startswith("ModelError: SGD.step() at ")
+        assert "ddp_checks.py" in error  # which calls it here
+        assert "Call model(x)" in error
+
+
+def call_inner_in_a_closure() -> str:
+    net = mlp().double()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = net(data(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    return str(error_of(optimizer.step, closure))
+
+
+def test_calling_the_inner_module_in_a_closure_is_an_error() -> None:
+    assert all("Call model(x)" in error for error in run_ranks(call_inner_in_a_closure, 2))
+
+
+def accumulate(model: DistributedDataParallel) -> None:
+    with model.no_sync():
+        model(data(2, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+
+
+def accumulate_then_average(model: DistributedDataParallel) -> None:
+    with model.no_sync():
+        model(data(2, 4)).sum().backward()
+    model(data(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def average_what_strayed(model: DistributedDataParallel) -> None:
+    model.module(data(2, 4)).sum().backward()
+    model(data(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def drop_what_strayed(model: DistributedDataParallel) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.module(data(2, 4)).sum().backward()
+    optimizer.zero_grad()
+    model(data(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def several_passes(model: DistributedDataParallel) -> None:
+    output = model(data(2, 4)).sum()
+    output.backward(retain_graph=True)
+    output.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def step_others(model: DistributedDataParallel) -> None:
+    model.module(data(2, 4)).sum().backward()
+    other = nn.Linear(2, 1)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
+def count_collectives(step: Callable[[DistributedDataParallel], None]) -> int:
+    """Those that the step makes beyond what averaging takes."""
+    counts = []
+    for body in (step, lambda model: model(data(2, 4)).sum().backward()):
+        model = DistributedDataParallel(mlp().double())
+        before = num_collectives()
+        body(model)
+        counts.append(num_collectives() - before)
+    return counts[0] - counts[1]
+
+
+# The averaging, and before it what the ranks tell each other of their batches.
+LEGITIMATE = {accumulate: -2, accumulate_then_average: 0, average_what_strayed: 0, drop_what_strayed: 0}
+
+
+@pytest.mark.parametrize("step", LEGITIMATE, ids=lambda step: step.__name__)
+def test_what_no_sync_leaves_and_what_was_averaged_is_not_looked_at(step: Callable[..., None]) -> None:
+    found = run_ranks(count_collectives, 2, step)
+    assert [min(count, 0) for count in found] == [LEGITIMATE[step]] * 2
+    assert max(found) <= 0
+
+
+@pytest.mark.parametrize("step", [several_passes, step_others], ids=lambda step: step.__name__)
+def test_steps_that_are_right(step: Callable[..., None]) -> None:
+    run_ranks(count_collectives, 2, step)
+
+
+def regularise() -> list[int]:
+    """A regulariser's backward pass of its own: what the steps cost, and the same parameters afterwards."""
+    model = DistributedDataParallel(mlp().double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    costs = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        before = num_collectives()
+        optimizer.step()
+        costs.append(num_collectives() - before)
+    assert_same_on_all_ranks(*model.parameters())
+    return costs
+
+
+def test_equal_gradients_are_fine_and_soon_not_compared_any_more() -> None:
+    assert run_ranks(regularise, 2) == [[1, 1, 1, 0, 0]] * 2
+
+
+def second_pass_through_gradients() -> str:
+    """A gradient penalty with a backward pass of its own, which the engine cannot see."""
+    model = DistributedDataParallel(mlp().double())
+    inputs = data(2, 4).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    model(data(2, 4)).sum().backward()
+    gradient.square().sum().backward()
+    return str(error_of(torch.optim.SGD(model.parameters(), lr=0.1).step))
+
+
+def test_gradients_behind_the_average_are_an_error() -> None:
+    assert all("create_graph=True" in error for error in run_ranks(second_pass_through_gradients, 2))
+
+
+# ---- wrapped twice ---------------------------------------------------------------------------------------------
+
+
+def wrap_twice() -> list[str]:
+    once = DistributedDataParallel(mlp())
+    inside = nn.Sequential(nn.Linear(4, 4), once)
+    torchs = nn.parallel.DistributedDataParallel(mlp())
+    errors = [error_of(DistributedDataParallel, module) for module in (once, inside, torchs)]
+    around = nn.parallel.DistributedDataParallel(nn.Sequential(DistributedDataParallel(mlp())))
+    errors.append(error_of(around, torch.ones(2, 4)))
+    assert {type(error) for error in errors} == {ModelError}
+    return [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wrapping_twice_is_an_error_that_names_both(world_size: int) -> None:
+    for twice, inside, torchs, around in run_ranks(wrap_twice, world_size):
+        assert "it is a lockstep.DistributedDataParallel already" in twice
+        assert "its submodule 1 is a lockstep.DistributedDataParallel already" in inside
+        assert "it is a torch.nn.parallel.DistributedDataParallel already" in torchs
+        assert "torch.nn.parallel.DistributedDataParallel stands around a lockstep.DistributedDataParallel" in around
+
+
+def work_inside_of_anothers_forward_pass() -> None:
+    """An engine that a module of torch's calls without containing it, such as a frozen teacher."""
+    teacher = DistributedDataParallel(mlp())
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.teach = lambda inputs: teacher(inputs)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.teach(inputs))
+
+    nn.parallel.DistributedDataParallel(Student())(torch.ones(2, 4)).sum().backward()
+
+
+def test_an_engine_may_run_in_a_pass_of_torchs_that_does_not_contain_it() -> None:
+    run_ranks(work_inside_of_anothers_forward_pass, 2)
+
+
+# ---- batches that nobody splits -----------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(8, 1, 4))
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.ones(12, 4))
+
+
+FEEDS: dict[str, Callable[[], object]] = {
+    "plain": lambda: torch.utils.data.DataLoader(dataset(), 4),
+    "shuffled": lambda: torch.utils.data.DataLoader(dataset(), 4, shuffle=True),
+    "one by one": lambda: torch.utils.data.DataLoader(dataset(), None),
+    "sampler": lambda: torch.utils.data.DataLoader(dataset(), 4, sampler=DistributedSampler(dataset())),
+    "stream": lambda: torch.utils.data.DataLoader(Stream(), None),
+    "subset": lambda: torch.utils.data.DataLoader(Subset(dataset(), range(12)), 4),
+    "lockstep": lambda: DataLoader(dataset(), 4),
+}
+
+
+def feed(kind: str) -> list[str]:
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    with warnings_of_lockstep() as told:
+        for found in FEEDS[kind]():  # type: ignore[attr-defined]
+            inputs = found[0] if isinstance(found, list | tuple) else found
+            model(inputs).sum().backward()
+    return [text for text in told if "trains on all" in text]
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "one by one"])
+def test_a_loader_that_gives_every_rank_everything_is_said_once(kind: str) -> None:
+    (warning,), *others = run_ranks(feed, 2, kind)
+    assert "each of the 2 ranks trains on all 12 samples of TensorDataset" in warning
+    assert "lockstep.DataLoader(dataset, batch_size=GLOBAL)" in warning
+    assert "DistributedSampler" in warning
+    assert others == [[]]
+
+
+@pytest.mark.parametrize("kind", ["sampler", "stream", "subset", "lockstep"])
+def test_no_word_of_loaders_that_may_split(kind: str) -> None:
+    assert run_ranks(feed, 2, kind) == [[], []]
+
+
+def test_no_word_to_one_rank() -> None:
+    assert run_ranks(feed, 1, "plain") == [[]]
+
+
+def validate_beside() -> list[str]:
+    validation = iter(FEEDS["plain"]())  # type: ignore[call-overload]
+    return [*feed("sampler"), str(next(validation))[:0]]
+
+
+def test_no_word_of_a_plain_loader_beside_one_that_splits() -> None:
+    assert run_ranks(validate_beside, 2) == [[""], [""]]
+
+
+def time_of_a_look() -> tuple[float, int]:
+    from lockstep.parallel import undivided
+
+    group = dist.group.WORLD
+    assert group is not None
+    start = time.process_time()
+    undivided.warn_of_undivided_data(group)
+    return time.process_time() - start, len(gc.get_objects())
+
+
+def test_a_look_is_cheap() -> None:
+    taken_s, num_objects = run_ranks(time_of_a_look, 2)[0]
+    assert taken_s < 0.2, f"{taken_s} s of CPU time for {num_objects} objects"
+
+
+# ---- one value per channel ------------------------------------------------------------------------------------------
+
+
+def normalize_one() -> tuple[str, str]:
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        nn.BatchNorm1d(3)(torch.ones(1, 3))
+    explained = explain_forward_error(caught.value, dist.get_world_size(), None)
+    model = DistributedDataParallel(nn.BatchNorm1d(3))
+    with batch.hold(batch.BatchShare(1, 2, 2)), pytest.raises(InputError) as raised:
+        model(torch.ones(1, 3))
+    return str(explained), str(raised.value)
+
+
+def test_batch_normalization_of_one_sample_gets_a_remedy() -> None:
+    for rank, (without, with_share) in enumerate(run_ranks(normalize_one, 2)):
+        assert without.startswith(f"rank {rank} had 1 sample(s) in this batch")
+        assert with_share.startswith(f"rank {rank} had 1 of the 2 sample(s) of this batch")
+        for text in (without, with_share):
+            assert "got input size torch.Size([1, 3])" in text
+            assert "lockstep.convert_sync_batchnorm(model)" in text
+            assert "drop_last=True" in text
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        nn.BatchNorm1d(3)(torch.ones(1, 3))
+    assert explain_forward_error(caught.value, 1, None) is None
+    assert isinstance(explain_forward_error(caught.value, 2, None), InputError)
+    assert explain_forward_error(ValueError("something else"), 2, None) is None
+    assert explain_forward_error(RuntimeError(str(caught.value)), 2, None) is None

@@ -1,0 +1,329 @@
+"""Ranks that train apart because nobody averages: a warning while they do, an error when the world is left."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import lockstep
+from lockstep import drift, log
+from lockstep.errors import LockstepError, ModelError
+from lockstep.testing import run_ranks
+
+BATCH = 6
+WARNING = "nobody averages"
+
+
+def samples() -> torch.utils.data.TensorDataset:
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+@contextlib.contextmanager
+def warnings_of_lockstep() -> Iterator[list[str]]:
+    """What is logged inside; each text once more, whatever this worker has said before."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log._warned.clear()
+    logger = log.get_logger("lockstep")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    after_backward: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+    **loader: Any,
+) -> None:
+    for inputs, targets in lockstep.DataLoader(samples(), BATCH, **loader):
+        optimizer.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+        after_backward()
+        optimizer.step()
+        after_step()
+
+
+def average(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group)
+        tensor /= dist.get_world_size()
+
+
+# ---- nobody averages --------------------------------------------------------------------------------------
+
+
+def outcome_of(body: Callable[[], None], backend: str = "lockstep") -> tuple[list[str], str]:
+    """What was warned of drift while `body` ran in a world, and the error with which the world was left."""
+    error = ""
+    with warnings_of_lockstep() as told:
+        try:
+            with lockstep.init(backend):
+                body()
+        except LockstepError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    assert lockstep.current_world() is None
+    assert not dist.is_initialized()
+    return [text for text in told if WARNING in text], error
+
+
+def train_bare() -> None:
+    model = make_model()
+    train(model, torch.optim.SGD(model.named_parameters(), lr=0.1))
+
+
+def bare(backend: str) -> tuple[list[str], str]:
+    return outcome_of(train_bare, backend)
+
+
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_unwrapped_model_is_a_warning_and_an_error(world_size: int, backend: str) -> None:
+    (told, *others) = run_ranks(bare, world_size, backend, init=False)
+    (warning,), _ = told
+    assert "SGD.step() at " in warning
+    assert "test_drift.py" in warning
+    assert "2 parameter(s) that it steps (weight, bias)" in warning
+    assert "model = lockstep.DistributedDataParallel(model)" in warning
+    assert all(not warnings for warnings, _ in others), "only rank 0 warns"
+    for _, error in [told, *others]:
+        assert error.startswith("ModelError: ")
+        assert f"the {world_size} ranks have trained different models" in error
+        assert "model = lockstep.DistributedDataParallel(model)" in error
+
+
+def bare_with_metrics() -> tuple[list[str], str]:
+    def body() -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            train(model, optimizer)
+            dist.all_reduce(torch.ones(1))
+
+    return outcome_of(body)
+
+
+def test_collectives_of_something_else_do_not_excuse_it() -> None:
+    assert all(error.startswith("ModelError") for _, error in run_ranks(bare_with_metrics, 2, init=False))
+
+
+def fail_after_training() -> None:
+    with lockstep.init():
+        train_bare()
+        raise ValueError("of the script")
+
+
+def test_an_error_of_the_script_stays_the_error() -> None:
+    errors = run_ranks(fail_after_training, 2, init=False, expect_errors=True)
+    assert [type(error) for error in errors] == [ValueError] * 2
+
+
+def fail_after_training_and_shut_down() -> None:
+    world = lockstep.init()
+    try:
+        train_bare()
+        raise ValueError("of the script")
+    finally:
+        world.shutdown()
+
+
+def test_shutdown_behind_an_error_says_nothing() -> None:
+    errors = run_ranks(fail_after_training_and_shut_down, 2, init=False, expect_errors=True)
+    assert [type(error) for error in errors] == [ValueError] * 2
+
+
+def shut_down_by_hand() -> str:
+    world = lockstep.init()
+    train_bare()
+    with pytest.raises(ModelError):
+        world.shutdown()
+    return "is closed" if lockstep.current_world() is None and not dist.is_initialized() else "is open"
+
+
+def test_shutdown_raises_and_leaves_the_world() -> None:
+    assert run_ranks(shut_down_by_hand, 2, init=False) == ["is closed"] * 2
+
+
+# ---- somebody averages, or nobody needs to ------------------------------------------------------------------
+
+
+def with_lockstep() -> None:
+    model = lockstep.DistributedDataParallel(make_model())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def without_averaging_on_purpose() -> None:
+    model = lockstep.DistributedDataParallel(make_model())
+    with model.no_sync():
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def with_torch() -> None:
+    model = nn.parallel.DistributedDataParallel(make_model())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def by_hand() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, lambda: average([each.grad for each in model.parameters() if each.grad is not None]))
+
+
+def by_hand_on_a_group_of_gloo() -> None:
+    group = dist.new_group(backend="gloo")
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, lambda: average([each.grad for each in model.parameters() if each.grad is not None], group))
+
+
+def with_fsdp() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def with_horovod() -> None:
+    from lockstep.compat.horovod import torch as hvd
+
+    hvd.init()
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters()))
+    hvd.shutdown()
+
+
+class AveragingSGD(torch.optim.SGD):
+    """Calls its parent's step, which calls the hooks a second time."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        average([each.grad for group in self.param_groups for each in group["params"]])
+        super().step(closure)
+
+
+def with_an_optimizer_that_averages() -> None:
+    model = make_model()
+    torch.optim.SGD(model.parameters())  # From now on the parent's step calls the hooks.
+    train(model, AveragingSGD(model.parameters(), lr=0.1))
+
+
+def with_apex() -> None:
+    from lockstep.compat.apex.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(make_model())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def with_loaders_of_one_rank() -> None:
+    model = make_model()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank()), rank=0, world_size=1)
+
+
+def without_a_loader() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4) + dist.get_rank()).sum().backward()
+        optimizer.step()
+
+
+INNOCENT = [
+    (with_lockstep, "lockstep"),
+    (with_lockstep, "gloo"),
+    (without_averaging_on_purpose, "lockstep"),
+    (with_torch, "lockstep"),
+    (with_torch, "gloo"),
+    (by_hand, "lockstep"),
+    (by_hand, "gloo"),
+    (by_hand_on_a_group_of_gloo, "lockstep"),
+    (with_fsdp, "lockstep"),
+    (with_fsdp, "gloo"),
+    (with_horovod, "lockstep"),
+    (with_horovod, "gloo"),
+    (with_an_optimizer_that_averages, "lockstep"),
+    (with_apex, "lockstep"),
+    (with_apex, "gloo"),
+    (with_loaders_of_one_rank, "lockstep"),
+    (without_a_loader, "lockstep"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "backend"), INNOCENT, ids=[f"{body.__name__}-{backend}" for body, backend in INNOCENT]
+)
+def test_no_word_to_those_who_average_or_split_nothing(body: Callable[[], None], backend: str) -> None:
+    assert run_ranks(outcome_of, 2, body, backend, init=False) == [([], "")] * 2
+
+
+def test_no_word_to_one_rank() -> None:
+    assert run_ranks(bare, 1, "lockstep", init=False) == [([], "")]
+
+
+def local_sgd() -> str:
+    """Four steps, averaged after the second only."""
+    steps = 0
+
+    def body() -> None:
+        model = make_model()
+
+        def after_step() -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 2:
+                average([each.data for each in model.parameters()])
+
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), after_step=after_step)
+
+    return outcome_of(body)[1]
+
+
+def test_parameters_averaged_now_and_then_are_no_error() -> None:
+    assert run_ranks(local_sgd, 2, init=False) == ["", ""]
+
+
+# ---- ranks that do not come to compare -------------------------------------------------------------------------
+
+
+def one_trains_alone() -> str:
+    patience, drift._PATIENCE_S = drift._PATIENCE_S, 0.2
+    try:
+        return outcome_of(lambda: train_bare() if dist.get_rank() == 0 else None)[1]
+    finally:
+        drift._PATIENCE_S = patience
+
+
+def test_a_rank_that_suspects_nothing_is_not_waited_for() -> None:
+    assert run_ranks(one_trains_alone, 2, init=False) == ["", ""]
+
+
+def other_models() -> str:
+    def body() -> None:
+        model = nn.Linear(4, 1 + dist.get_rank())
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    return outcome_of(body)[1]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_models_of_other_shapes_are_not_compared() -> None:
+    assert run_ranks(other_models, 2, init=False) == ["", ""]
