@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
@@ -34,6 +33,8 @@ from lockstep.parallel.heap import keep_memory_of_gradients
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.transports import make_transport
+from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
+from lockstep.torch_private.groups import join_config_of
 
 __all__ = ["DistributedDataParallel"]
 
@@ -225,12 +226,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         syncing = self.require_backward_grad_sync
         if syncing and self._awaited:
             self._raise_unused(self._take_awaited(), "in the step before this one", _ADVICE_FOR_OUTPUTS)
-        if self._join_config.enable:
+        if join_config_of(self).enable:
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
             syncing = self._agree_on_step(trains=True, averages=syncing)
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
+        if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
             self._roots.clear()
             if syncing:
                 self._reducer.rearm()
@@ -253,7 +254,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _backward_reaches(self, output: int, syncing: bool) -> bool:
         """A gradient has come to an output; whether it goes on to parameters of the model. See `Passage`."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:
             self._task, self._task_reaches = task, runs_backward_to(self._parameters_to_reduce)
         if not self._task_reaches:
@@ -264,11 +265,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return True
 
     def _backward_begins(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._begun_task:
             self._begun_task = task
             self._reducer.begin()
-            Variable._execution_engine.queue_callback(self._backward_ends)
+            queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         missing = self._reducer.missing()
@@ -285,7 +286,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
             unused = self._unused_everywhere(missing)
-            if self._join_config.enable:
+            if join_config_of(self).enable:
                 self._sync_buffers_joined(trains=True)
                 self._reducer.finish(unused)
                 self._rescale_after_join()

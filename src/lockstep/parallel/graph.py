@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lockstep.torch_private.autograd import will_engine_execute_node
+from lockstep.torch_private.trees import tree_flatten, tree_unflatten
 
 __all__ = ["map_tensors", "reachable_leaves", "runs_backward_to"]
 
@@ -109,7 +111,7 @@ def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
         if not parameter.requires_grad:
             continue
         try:
-            if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+            if will_engine_execute_node(get_gradient_edge(parameter).node):
                 return True
         except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
             return False

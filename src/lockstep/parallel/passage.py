@@ -27,6 +27,7 @@ from torch.autograd.graph import Node
 
 from lockstep.errors import ModelError
 from lockstep.parallel.graph import map_tensors
+from lockstep.torch_private.autograd import base_of, current_graph_task_id
 
 __all__ = ["Passage"]
 
@@ -65,7 +66,7 @@ class Passage:
         return entered
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        is_weighted = self._weighted_task == torch._C._current_graph_task_id()
+        is_weighted = self._weighted_task == current_graph_task_id()
         return gradient / self._weight if is_weighted else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
@@ -81,7 +82,7 @@ class Passage:
             elif tensor.grad_fn is None:  # A leaf would keep the hook beyond this step.
                 tensor = tensor.view_as(tensor)
             # A view that is written to in place leaves its hooks behind; its base does not.
-            base = tensor._base
+            base = base_of(tensor)
             anchor = tensor if base is None or base.grad_fn is None else base
             number = next(_numbers)
             anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
@@ -100,7 +101,7 @@ class Passage:
             )
         if not reached(number, self._syncing) or self._weight == 1.0:
             return None
-        self._weighted_task = torch._C._current_graph_task_id()
+        self._weighted_task = current_graph_task_id()
         # Not multiplied by zero: what a filler sample gives may be infinite.
         return gradient * self._weight if self._weight else torch.zeros_like(gradient)
 
