@@ -93,7 +93,10 @@ def tell_ranks(
     """
     if asked is not None:
         env.LOCKSTEP_COMPAT.set(asked, variables)
-    if env.LOCKSTEP_COMPAT.get(variables) is None:
+    # What an outer job has decided is about its own script.
+    env.LOCKSTEP_OLD_TORCH.unset(variables)
+    is_program = is_module and target.split(".")[0] == "lockstep"  # Ours, which becomes a program of any kind.
+    if env.LOCKSTEP_COMPAT.get(variables) is None and not is_program:
         env.LOCKSTEP_OLD_TORCH.set(choose(target, is_module, words).dump(), variables)
 
 
