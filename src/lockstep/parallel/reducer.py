@@ -333,7 +333,7 @@ class Reducer:
             bucket == len(self._plans) - 1,
         )
         future = hook(state, grad_bucket)
-        if not isinstance(future, torch.jit.Future):  # the base class too: gloo's own futures
+        if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
             raise ModelError(
                 f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
                 "the reduced flat tensor"
