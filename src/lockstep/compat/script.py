@@ -41,14 +41,15 @@ def run(words: list[str]) -> None:
     if not rest:
         raise LaunchError("name a script to run, or -m and a module: python -m lockstep.compat.script train.py")
     check_target(rest[0], is_module)
-    from lockstep.compat.install import install  # Its import is what opens them.
+    from lockstep.compat.install import explain, install  # Its import is what opens them.
 
     if env.LOCKSTEP_COMPAT.get() is None:
         install(choose(rest[0], is_module, rest[1:]))
-    if is_module:
-        run_module(rest[0], rest[1:])
-    else:
-        run_script(rest[0], rest[1:])
+    try:
+        (run_module if is_module else run_script)(rest[0], rest[1:])
+    except Exception as error:
+        explain(error)
+        raise
 
 
 if __name__ == "__main__":

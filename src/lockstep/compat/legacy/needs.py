@@ -31,7 +31,7 @@ CHANGES: Mapping[str, str] = MappingProxyType(
         "init_process_group": 'init_process_group takes "tcp" and file://name',
         "batch_size": "DataLoader and BatchSampler take whole floats as batch_size",
         "sampler": "Sampler takes data_source",
-        "eq": "Tensor.eq takes the strides it had, for view(-1)",
+        "eq": "Tensor.eq gives rows that view(-1) takes",
         "verbose": "schedulers take verbose=",
         "load": "torch.load takes argparse.Namespace and numpy's numbers",
     }

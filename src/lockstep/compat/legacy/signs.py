@@ -19,6 +19,7 @@ OLD_FILE_URL = re.compile(r"file://[^/?]+(\?.*)?")
 """A place to meet that names no folder."""
 
 _MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated")
+_LAST_PARTS = frozenset(module.rpartition(".")[2] for module in _MODULES)
 _MULTIGPU = re.compile(r"(all_reduce|broadcast|reduce|all_gather|reduce_scatter)_multigpu")
 _BATCH_SIZE = re.compile(r"(.*_)?(batch_?size|bsz?)", re.IGNORECASE)
 _SCHEDULERS = frozenset(
@@ -62,8 +63,9 @@ class Signs:
 
 def signs_in(tree: ast.Module) -> Signs:
     """Read a file's syntax tree. Pure."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    finders: tuple[Callable[[ast.Module, list[ast.Call]], _Found], ...] = (
+    nodes = list(ast.walk(tree))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    finders: tuple[Callable[[list[ast.AST], list[ast.Call]], _Found], ...] = (
         _old_modules,
         _old_functions,
         _old_backends,
@@ -73,7 +75,7 @@ def signs_in(tree: ast.Module) -> Signs:
         _verbose_schedulers,
         _loads_of_objects,
     )
-    needs = tuple(found for finder in finders for found in finder(tree, calls))
+    needs = tuple(found for finder in finders for found in finder(nodes, calls))
     return Signs(needs, any(name_of(call.func) == "init_process_group" for call in calls))
 
 
@@ -92,15 +94,15 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
 # ---- names that torch lacks ------------------------------------------------------------------------
 
 
-def _old_modules(tree: ast.Module, _: list[ast.Call]) -> _Found:
+def _old_modules(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
     forgiven = {
         id(node)
-        for attempt in ast.walk(tree)
+        for attempt in nodes
         if isinstance(attempt, ast.Try) and any(map(_catches_missing_module, attempt.handlers))
         for statement in attempt.body
         for node in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         if id(node) in forgiven:
             continue
@@ -108,7 +110,7 @@ def _old_modules(tree: ast.Module, _: list[ast.Call]) -> _Found:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr in _LAST_PARTS:
             names = [_dotted(node)]
         for module in _MODULES:
             if any(f"{name}.".startswith(f"{module}.") for name in names):
@@ -120,16 +122,16 @@ def _catches_missing_module(handler: ast.ExceptHandler) -> bool:
     return any(kind is None or name_of(kind) in _CATCHING for kind in kinds)
 
 
-def _old_functions(tree: ast.Module, _: list[ast.Call]) -> _Found:
+def _old_functions(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
     packages = {"torch.distributed"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             packages |= {
                 each.asname for each in node.names if each.asname and each.name.startswith("torch.distributed")
             }
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
             packages |= {each.asname or each.name for each in node.names if each.name == "distributed"}
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Attribute) and _dotted(node.value) in packages:
             names = [node.attr]
@@ -145,15 +147,15 @@ def _old_functions(tree: ast.Module, _: list[ast.Call]) -> _Found:
 # ---- calls that torch turns away -------------------------------------------------------------------
 
 
-def _old_backends(tree: ast.Module, calls: list[ast.Call]) -> _Found:
+def _old_backends(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
         texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
         names_backend = name_of(call.func) == "add_argument" and any("backend" in str(text) for text in texts)
         if (name_of(call.func) == "init_process_group" or names_backend) and any(map(_is_tcp, values)):
             yield "init_process_group", call.lineno
-    ignored = {id(node) for node in docstrings(tree)}
-    for node in ast.walk(tree):
+    ignored = {id(node) for node in docstrings(nodes)}
+    for node in nodes:
         match node:
             case ast.Assign(targets=targets, value=value) if _is_tcp(value):
                 is_old = any("backend" in name_of(target).lower() for target in targets)
@@ -169,7 +171,7 @@ def _is_tcp(node: object) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.lower() == "tcp"
 
 
-def _float_batch_sizes(tree: ast.Module, calls: list[ast.Call]) -> _Found:
+def _float_batch_sizes(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
         given = [_keyword(call, "batch_size")]
         if name_of(call.func) in ("DataLoader", "BatchSampler"):
@@ -180,7 +182,7 @@ def _float_batch_sizes(tree: ast.Module, calls: list[ast.Call]) -> _Found:
         kind = _keyword(call, "type")
         if name_of(call.func) == "add_argument" and is_option and kind is not None and name_of(kind) == "float":
             yield "batch_size", call.lineno
-    for node in ast.walk(tree):
+    for node in nodes:
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign) and _is_float(node.value):
             targets = node.targets
@@ -203,8 +205,8 @@ def _is_float(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, float)
 
 
-def _samplers_with_data(tree: ast.Module, _: list[ast.Call]) -> _Found:
-    for kind in ast.walk(tree):
+def _samplers_with_data(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
+    for kind in nodes:
         if not isinstance(kind, ast.ClassDef):
             continue
         bases = {name_of(base.value if isinstance(base, ast.Subscript) else base) for base in kind.bases}
@@ -226,11 +228,11 @@ def _base_init_calls(kind: ast.ClassDef, base: str) -> Iterator[ast.Call]:
             yield call
 
 
-def _views_of_eq(tree: ast.Module, calls: list[ast.Call]) -> _Found:
+def _views_of_eq(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     """`correct = pred.eq(…)` and, anywhere in the file, `correct[:k].view(…)`; or both in one expression."""
     compared = {
         name_of(target)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Assign) and _comes_from_eq(node.value)
         for target in node.targets
     } - {""}
@@ -267,11 +269,11 @@ def _start_of(node: ast.expr) -> ast.expr:
             return node
 
 
-def _verbose_schedulers(tree: ast.Module, calls: list[ast.Call]) -> _Found:
+def _verbose_schedulers(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
         if name_of(call.func) in _SCHEDULERS and _keyword(call, "verbose") is not None:
             yield "verbose", call.lineno
-    for kind in ast.walk(tree):
+    for kind in nodes:
         if isinstance(kind, ast.ClassDef) and (base := _scheduler_among(kind.bases)):
             for call in _base_init_calls(kind, base):
                 if _keyword(call, "verbose") is not None:
@@ -285,27 +287,27 @@ def _scheduler_among(bases: list[ast.expr]) -> str | None:
 # ---- checkpoints -----------------------------------------------------------------------------------
 
 
-def _loads_of_objects(tree: ast.Module, calls: list[ast.Call]) -> _Found:
+def _loads_of_objects(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     """A checkpoint that the file saves with its arguments or numpy's numbers in it, and loads without saying how."""
     loads = [call for call in calls if _dotted(call.func) == "torch.load" and _keyword(call, "weights_only") is None]
     if not loads:
         return
     from_numpy = {
         name_of(target)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Assign) and _calls_numpy(node.value)
         for target in node.targets
     }
-    if any(name_of(each) in _NAMESPACES | from_numpy or _calls_numpy(each) for each in _saved(tree, calls)):
+    if any(name_of(each) in _NAMESPACES | from_numpy or _calls_numpy(each) for each in _saved(nodes, calls)):
         yield "load", loads[0].lineno
 
 
-def _saved(tree: ast.Module, calls: list[ast.Call]) -> Iterator[ast.expr]:
+def _saved(nodes: list[ast.AST], calls: list[ast.Call]) -> Iterator[ast.expr]:
     """What is handed to `torch.save` or a function of the script's that saves: the values of dicts, one by one."""
     handed = [each for call in calls if "save" in name_of(call.func).lower() for each in call.args]
     names = {each.id for each in handed if isinstance(each, ast.Name)}
     held = list(handed)
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Assign(targets=targets, value=value) if any(name_of(target) in names for target in targets):
                 held.append(value)

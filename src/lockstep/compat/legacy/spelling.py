@@ -93,7 +93,7 @@ def _read(source: Source, findings: _Findings) -> Spelling | None:
         if found := _IN_TEXT.search(text_of(source.file)):
             findings.mentions.append(Spelling(found[0], f"{name} has it in its text"))
         return None
-    in_docstrings = {id(node) for node in docstrings(tree)}
+    in_docstrings = {id(node) for node in docstrings(ast.walk(tree))}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in calls:
         if option := _declared_by(call):
