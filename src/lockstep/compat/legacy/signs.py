@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lockstep.compat.legacy.sources import docstrings, name_of
+from lockstep.compat.legacy.checkpoints import loads_of_objects
+from lockstep.compat.legacy.sources import docstrings, dotted_name, keyword_of, name_of
 
 __all__ = ["OLD_FILE_URL", "Signs", "signs_in"]
 
@@ -42,7 +43,6 @@ _SCHEDULERS = frozenset(
     }
 )
 _SCHEDULER_BASE = re.compile(r"_?LRScheduler|" + "|".join(sorted(_SCHEDULERS)))
-_NAMESPACES = frozenset({"args", "opt", "opts", "options", "flags", "FLAGS"})
 _CATCHING = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 _Found = Iterator[tuple[str, int]]
@@ -73,22 +73,10 @@ def signs_in(tree: ast.Module) -> Signs:
         _samplers_with_data,
         _views_of_eq,
         _verbose_schedulers,
-        _loads_of_objects,
+        loads_of_objects,
     )
     needs = tuple(found for finder in finders for found in finder(nodes, calls))
     return Signs(needs, any(name_of(call.func) == "init_process_group" for call in calls))
-
-
-def _dotted(node: ast.expr) -> str:
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
-
-
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((each.value for each in call.keywords if each.arg == name), None)
 
 
 # ---- names that torch lacks ------------------------------------------------------------------------
@@ -111,7 +99,7 @@ def _old_modules(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute) and node.attr in _LAST_PARTS:
-            names = [_dotted(node)]
+            names = [dotted_name(node)]
         for module in _MODULES:
             if any(f"{name}.".startswith(f"{module}.") for name in names):
                 yield module, getattr(node, "lineno", 0)
@@ -133,7 +121,7 @@ def _old_functions(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
             packages |= {each.asname or each.name for each in node.names if each.name == "distributed"}
     for node in nodes:
         names: list[str] = []
-        if isinstance(node, ast.Attribute) and _dotted(node.value) in packages:
+        if isinstance(node, ast.Attribute) and dotted_name(node.value) in packages:
             names = [node.attr]
         elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
             names = [alias.name for alias in node.names]
@@ -173,13 +161,13 @@ def _is_tcp(node: object) -> bool:
 
 def _float_batch_sizes(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
-        given = [_keyword(call, "batch_size")]
+        given = [keyword_of(call, "batch_size")]
         if name_of(call.func) in ("DataLoader", "BatchSampler"):
             given += call.args[1:2]
         if any(value is not None and _is_float(value) for value in given):
             yield "batch_size", call.lineno
         is_option = any(isinstance(each, ast.Constant) and _is_batch_option(each.value) for each in call.args)
-        kind = _keyword(call, "type")
+        kind = keyword_of(call, "type")
         if name_of(call.func) == "add_argument" and is_option and kind is not None and name_of(kind) == "float":
             yield "batch_size", call.lineno
     for node in nodes:
@@ -271,58 +259,14 @@ def _start_of(node: ast.expr) -> ast.expr:
 
 def _verbose_schedulers(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
-        if name_of(call.func) in _SCHEDULERS and _keyword(call, "verbose") is not None:
+        if name_of(call.func) in _SCHEDULERS and keyword_of(call, "verbose") is not None:
             yield "verbose", call.lineno
     for kind in nodes:
         if isinstance(kind, ast.ClassDef) and (base := _scheduler_among(kind.bases)):
             for call in _base_init_calls(kind, base):
-                if _keyword(call, "verbose") is not None:
+                if keyword_of(call, "verbose") is not None:
                     yield "verbose", call.lineno
 
 
 def _scheduler_among(bases: list[ast.expr]) -> str | None:
     return next((name_of(base) for base in bases if _SCHEDULER_BASE.fullmatch(name_of(base))), None)
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------
-
-
-def _loads_of_objects(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
-    """A checkpoint that the file saves with its arguments or numpy's numbers in it, and loads without saying how."""
-    loads = [call for call in calls if _dotted(call.func) == "torch.load" and _keyword(call, "weights_only") is None]
-    if not loads:
-        return
-    from_numpy = {
-        name_of(target)
-        for node in nodes
-        if isinstance(node, ast.Assign) and _calls_numpy(node.value)
-        for target in node.targets
-    }
-    if any(name_of(each) in _NAMESPACES | from_numpy or _calls_numpy(each) for each in _saved(nodes, calls)):
-        yield "load", loads[0].lineno
-
-
-def _saved(nodes: list[ast.AST], calls: list[ast.Call]) -> Iterator[ast.expr]:
-    """What is handed to `torch.save` or a function of the script's that saves: the values of dicts, one by one."""
-    handed = [each for call in calls if "save" in name_of(call.func).lower() for each in call.args]
-    names = {each.id for each in handed if isinstance(each, ast.Name)}
-    held = list(handed)
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=targets, value=value) if any(name_of(target) in names for target in targets):
-                held.append(value)
-            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))], value=value) if name in names:
-                held.append(value)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update")) if name in names:
-                held += [*node.args, *(each.value for each in node.keywords)]
-    for each in held:
-        if isinstance(each, ast.Dict):
-            yield from each.values
-        elif isinstance(each, ast.Call) and name_of(each.func) == "dict":
-            yield from (keyword.value for keyword in each.keywords)
-        else:
-            yield each
-
-
-def _calls_numpy(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and _dotted(node.func).split(".")[0] in ("np", "numpy")

@@ -10,7 +10,17 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Source", "docstrings", "locate_target", "name_of", "nearest_first", "parse", "text_of"]
+__all__ = [
+    "Source",
+    "docstrings",
+    "dotted_name",
+    "keyword_of",
+    "locate_target",
+    "name_of",
+    "nearest_first",
+    "parse",
+    "text_of",
+]
 
 _MAX_FILES = 300
 
@@ -137,3 +147,17 @@ def docstrings(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
             and isinstance(body[0].value, ast.Constant)
         ):
             yield body[0].value
+
+
+def dotted_name(node: ast.expr) -> str:
+    """`torch.distributed` of that expression; empty for one that is no dotted name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
+
+
+def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
+    """What a call gives for a keyword, or None."""
+    return next((each.value for each in call.keywords if each.arg == name), None)
