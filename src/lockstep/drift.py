@@ -36,7 +36,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -48,6 +47,8 @@ from lockstep.comm.backend import EngineProcessGroup
 from lockstep.comm.callsite import make_locator, site_text
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
+from lockstep.torch_private.autograd import version_of
+from lockstep.torch_private.groups import default_store, open_groups, sequence_number_of
 from lockstep.world import World, check_at_shutdown
 
 __all__ = [
@@ -169,9 +170,9 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     record = _records.get(optimizer)
     if record is None:
         record = _records[optimizer] = _Record()
-    if record.version == first._version:
+    if record.version == version_of(first):
         return
-    record.version = first._version
+    record.version = version_of(first)
     marker = _communication()
     is_quiet, record.marker = marker == record.marker, marker
     if is_quiet and not record.parameters and not engines_of(optimizer):
@@ -214,13 +215,11 @@ def _communication() -> tuple[object, ...]:
     """Changes with every collective of this process, and with every message of our groups."""
     counts: list[object] = [clock.total()]
     group: Any
-    for group in list(distributed_c10d._world.pg_map):
+    for group in open_groups():
         if isinstance(group, EngineProcessGroup):
             continue  # What it does is on the clock.
-        try:
-            counts.append(group._get_sequence_number_for_group())
-        except (AttributeError, RuntimeError):
-            counts.append(object())  # It does not count its collectives: every step may have had one.
+        number = sequence_number_of(group)
+        counts.append(object() if number is None else number)  # else every step may have had one
     return tuple(counts)
 
 
@@ -285,9 +284,9 @@ def _exchange(text: str, world: World) -> list[Any] | None:
     """What each rank says, as parsed JSON; None where one of them does not say anything soon. Local."""
     try:
         group = world.process_group
-        store: Any = (
-            group.get_group_store() if isinstance(group, EngineProcessGroup) else distributed_c10d._get_default_store()
-        )
+        store: Any = group.get_group_store() if isinstance(group, EngineProcessGroup) else default_store()
+        if store is None:
+            return None
         prefix = f"lockstep/drift/{group.group_name}"
         keys = [f"{prefix}/{rank}" for rank in range(world.world_size)]
         store.set(keys[world.rank], text)

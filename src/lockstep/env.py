@@ -224,7 +224,13 @@ LOCKSTEP_REHEARSAL = Variable(
 LOCKSTEP_COMPAT = Variable(
     "LOCKSTEP_COMPAT",
     _flag,
-    "0 keeps `import horovod` and `import apex` from finding Lockstep's doors; set by `lockstep run --no-compat`.",
+    "0 keeps `import horovod` and `import apex` from finding Lockstep's doors, and torch as it is; 1 changes torch for "
+    "old scripts whatever the script says. Set by `lockstep run --no-compat` and `--compat`.",
+)
+LOCKSTEP_OLD_TORCH = Variable(
+    "LOCKSTEP_OLD_TORCH",
+    str,
+    "Which changes to torch the job's script needs, as JSON; set by the launcher for its ranks.",
 )
 LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's logger: DEBUG, INFO, WARNING (default).")
 LOCKSTEP_ELASTIC_FOLDER = Variable(

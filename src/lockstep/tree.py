@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lockstep.torch_private.trees import tree_flatten, tree_unflatten
 
 __all__ = ["map_tensors", "tensors_in"]
 

@@ -21,8 +21,6 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store
-from torch.distributed import distributed_c10d
 
 from lockstep import env, seeding
 from lockstep.comm import clock, registration
@@ -48,6 +46,8 @@ from lockstep.rendezvous.meeting import meet_in_slurm
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
+from lockstep.torch_private.groups import group_count, plugin_backends, set_group_count
+from lockstep.torch_private.stores import FileStore, HashStore, Store
 
 __all__ = ["World", "check_at_shutdown", "current_world", "init", "symmetric_empty"]
 
@@ -278,7 +278,7 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
         return
     if store is None and init_method is None:
         store, init_method = _meeting_place(topology, timeout)
-    names_given = distributed_c10d._world.group_count
+    names_given = group_count()
     try:
         dist.init_process_group(
             backend,
@@ -297,7 +297,7 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
         if not dist.is_initialized():
             # Groups meet under a name that counts them. An attempt that failed here must not count, because
             # for those who meet this rank in the next it never was.
-            distributed_c10d._world.group_count = names_given
+            set_group_count(names_given)
     if topology.num_nodes > 1:
         _tell_engines()
     _meetings[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1
@@ -367,7 +367,7 @@ def _available_backends() -> list[str]:
         names.append(_MPI)
     if not is_mpi4py_installed():
         hidden.add(MPI_BACKEND_NAME)
-    return names + sorted(name.lower() for name in dist.Backend._plugins if name.lower() not in hidden)
+    return names + sorted(name for name in plugin_backends() if name not in hidden)
 
 
 def _means_mpi4py(backend: object) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import torch.distributed as dist
 
 from launching import Launches
 from lockstep.compat import legacy
+from lockstep.compat.legacy.needs import CHANGES, find_needs, hint_for
 from lockstep.errors import InputError, InputTypeError
 from lockstep.testing import run_ranks
 
@@ -229,7 +234,12 @@ def test_old_script_runs_unedited(launches: Launches) -> None:
         """
     )
     done = launches.run("--nproc=2", script)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"[0] lockstep: {Path(script).name} is written for an older torch: torch._six is there (")
+    assert said.endswith("; --no-compat leaves torch alone")
+    made = [name for name, what in CHANGES.items() if what in said]
+    assert set(CHANGES) - set(made) <= {"reduce_op", "torch.cuda.comm"}, "which some releases of torch have again"
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == sorted(
         [
             "sum [4.0, 4.0]",
@@ -241,3 +251,219 @@ def test_old_script_runs_unedited(launches: Launches) -> None:
         ]
         * 2
     )
+
+
+# ---- what a script needs, by its text --------------------------------------------------------------
+
+ACCURACY = """
+    pred = output.topk(5)[1].t()
+    correct = pred.eq(target.view(1, -1).expand_as(pred))
+    print(correct[:1].view(-1).float().sum(0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from torch._six import inf", ["torch._six"]),
+        ("from torch import _six", ["torch._six"]),
+        ("import torch\nprint(torch._six.string_classes)", ["torch._six"]),
+        ("import torch.cuda.comm as comm", ["torch.cuda.comm"]),
+        ("import torch.distributed.deprecated as dist", ["torch.distributed.deprecated"]),
+        (
+            "import torch.distributed as dist\ndist.all_reduce_multigpu([t], op=dist.reduce_op.SUM)",
+            ["multigpu", "reduce_op"],
+        ),
+        ("from torch.distributed import broadcast_multigpu", ["multigpu"]),
+        ("dist.init_process_group('tcp', rank=0)", ["init_process_group"]),
+        ("p.add_argument('--dist-backend', default='tcp')", ["init_process_group"]),
+        ("dist_backend = 'TCP'", ["init_process_group"]),
+        ("url = 'file://meeting'", ["init_process_group"]),
+        ("DataLoader(data, batch_size=args.batch_size / n)", ["batch_size"]),
+        ("DataLoader(data, 64 / float(n))", ["batch_size"]),
+        ("args.batch_size /= n", ["batch_size"]),
+        ("bsz = total / float(dist.get_world_size())", ["batch_size"]),
+        ("p.add_argument('-b', '--batch-size', type=float)", ["batch_size"]),
+        ("class S(Sampler):\n    def __init__(self, d):\n        super(S, self).__init__(d)", ["sampler"]),
+        ("class S(data.Sampler[int]):\n    def __init__(self, d):\n        Sampler.__init__(self, d)", ["sampler"]),
+        (textwrap.dedent(ACCURACY), ["eq"]),
+        ("n = pred.eq(target)[:5].view(-1).sum()", ["eq"]),
+        ("scheduler = lr_scheduler.StepLR(optimizer, 30, verbose=True)", ["verbose"]),
+        ("class W(_LRScheduler):\n    def __init__(self, o):\n        super().__init__(o, verbose=True)", ["verbose"]),
+        ("torch.save({'args': args}, 'x')\ntorch.load('x')", ["load"]),
+        ("state = {'best': np.mean(found)}\nsave_checkpoint(state)\ntorch.load('x')", ["load"]),
+        # Today's spellings.
+        ("try:\n    from torch._six import inf\nexcept ImportError:\n    from torch import inf", []),
+        ("import torch.distributed as dist\ndist.all_reduce(t, op=dist.ReduceOp.SUM)\nself.reduce_op = 1", []),
+        ("dist.init_process_group('gloo', init_method='file:///tmp/meeting')", []),
+        ("protocol = 'tcp'\nsock.connect('tcp')", []),
+        ("DataLoader(data, batch_size=int(args.batch_size / n))", []),
+        ("args.batch_size = args.batch_size // n", []),
+        ("lr = args.lr * args.batch_size / 256\nloss = total / batch_size", []),
+        ("num_batches = len(data) / batch_size", []),
+        ("class S(Sampler):\n    def __init__(self, d):\n        super().__init__()\n        self.d = d", []),
+        ("correct = pred.eq(target.view(1, -1))\nprint(correct[:1].reshape(-1).sum())\nx = y.view(-1)", []),
+        ("correct += pred.eq(target.view_as(pred)).sum().item()", []),
+        ("train(model, verbose=True)\nStepLR(optimizer, 30)", []),
+        ("torch.save({'args': vars(args)}, 'x')\ntorch.load('x')", []),
+        ("torch.save({'args': args}, 'x')\ntorch.load('x', weights_only=False)", []),
+        ("torch.save(model.state_dict(), 'x')\ntorch.load('x')", []),
+        ("print 'of Python 2'", []),
+    ],
+)
+def test_needs_are_read_from_the_text(tmp_path: Path, text: str, expected: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert list(find_needs(str(script))) == expected
+
+
+def test_needs_of_modules_beside_the_script_and_of_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import utils, torch\ntorch.distributed.init_process_group(args.backend)")
+    (tmp_path / "utils.py").write_text("\nfrom torch._six import inf")
+    script = str(tmp_path / "train.py")
+    assert find_needs(script) == {"torch._six": "utils.py:2"}
+    for words in (["--backend", "tcp"], ["--backend=tcp"], ["--init", "file://meeting"]):
+        assert find_needs(script, words=words) == {"torch._six": "utils.py:2", "init_process_group": "its arguments"}
+    assert find_needs("train", is_module=True, path=[str(tmp_path)]) == {}, "utils is no part of an installed train"
+    assert find_needs("no_such.py") == {}
+
+
+TOUCHED = """
+    import argparse, importlib.util
+    import torch
+    import torch.distributed as dist
+    from torch.optim import lr_scheduler
+    from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+    def ours(thing):
+        return getattr(thing, '__wrapped__', thing) is not thing or 'lockstep' in getattr(thing, '__module__', '')
+
+    schedulers = [each for each in vars(lr_scheduler).values() if isinstance(each, type)]
+    found = dict(
+        eq=type(torch.Tensor.eq).__name__ != 'method_descriptor',
+        DataLoader=ours(DataLoader.__init__), BatchSampler=ours(BatchSampler.__init__),
+        Sampler=Sampler.__init__ is not object.__init__,
+        schedulers=any('verbose' in each.__init__.__code__.co_varnames for each in schedulers
+                       if hasattr(each.__init__, '__code__')),
+        six=importlib.util.find_spec('torch.' + '_six') is not None or hasattr(torch, '_' + 'six'),
+        multigpu=hasattr(dist, 'all_reduce_' + 'multigpu'),
+        load=argparse.Namespace in torch.serialization.get_safe_globals(),
+    )
+    print(sorted(name for name, is_changed in found.items() if is_changed))
+"""
+
+
+def changes_seen(launches: Launches, *words: str, more: str = "", command: str = "run") -> tuple[str, str]:
+    """What a script finds changed in torch, and what stands on stderr."""
+    script = launches.script(textwrap.dedent(TOUCHED) + textwrap.dedent(more))
+    done = launches.run(*words, script, command=command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.removeprefix("[0] ").strip(), done.stderr
+
+
+def test_modern_script_finds_torch_untouched(launches: Launches) -> None:
+    """Each thing that any change would change is torch's own, and nothing is said."""
+    assert changes_seen(launches, "--nproc", "1") == ("[]", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("launch", ["--nproc_per_node=1", "--use_env"]), ("horovodrun", ["-np", "1", sys.executable])],
+)
+def test_other_launchers_do_likewise(launches: Launches, command: str, words: list[str]) -> None:
+    assert changes_seen(launches, *words, command=command) == ("[]", "")
+    found, said = changes_seen(launches, *words, more="dist.reduce_multigpu if False else None", command=command)
+    assert found == "['multigpu']"
+    assert "script.py is written for an older torch: torch.distributed has *_multigpu (script.py:" in said
+
+
+def test_old_script_gets_what_it_needs_and_no_more(launches: Launches) -> None:
+    old = "def accuracy(output, target):\n" + textwrap.indent(textwrap.dedent(ACCURACY), "    ")
+    found, said = changes_seen(launches, "--nproc", "1", more=old)
+    assert found == "['eq']"
+    (line,) = said.splitlines()
+    assert line.startswith("[0] lockstep: script.py is written for an older torch: Tensor.eq ")
+    assert line.endswith("; --no-compat leaves torch alone")
+    assert changes_seen(launches, "--nproc", "1", "--no-compat", more=old) == ("[]", "")
+
+
+def test_compat_changes_all_for_any_script(launches: Launches) -> None:
+    found, said = changes_seen(launches, "--nproc", "1", "--compat")
+    everything = ["BatchSampler", "DataLoader", "Sampler", "eq", "load", "multigpu", "schedulers", "six"]
+    assert found == str(everything)
+    (line,) = said.splitlines()
+    assert line.startswith("[0] lockstep: torch is changed for old scripts, as --compat asks: torch._six is there, ")
+
+
+def test_processes_that_a_script_spawns_are_changed_as_it_is(launches: Launches) -> None:
+    script = launches.script(
+        """
+        import multiprocessing
+
+        def child(queue):
+            from torch._six import inf
+            import torch
+            queue.put((inf, type(torch.Tensor.eq).__name__))
+
+        if __name__ == '__main__':
+            context = multiprocessing.get_context('spawn')
+            queue = context.Queue()
+            process = context.Process(target=child, args=(queue,))
+            process.start()
+            print(queue.get(timeout=60))
+            process.join()
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert (done.returncode, done.stdout) == (0, "[0] (inf, 'method_descriptor')\n"), done.stderr
+
+
+def test_script_without_a_launcher_is_read_by_itself(tmp_path: Path) -> None:
+    text = "from torch._six import inf\nimport torch\nprint(inf, type(torch.Tensor.eq).__name__)"
+    (tmp_path / "script.py").write_text(text)
+    for words, said in ((["script.py"], "script.py is written for"), (["-m", "script"], "script is written for")):
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep.compat.script", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stdout) == (0, "inf method_descriptor\n"), done.stderr
+        assert done.stderr.startswith(f"lockstep: {said} an older torch: torch._six is there (script.py:1)")
+
+
+def test_failure_that_a_change_would_prevent_says_so(launches: Launches) -> None:
+    """Where the text does not show what is needed."""
+    script = launches.script("import importlib\nimportlib.import_module('torch._' + 'six')")
+    done = launches.run("--nproc", "2", script)
+    assert done.returncode == 1
+    hints = [line for line in done.stderr.splitlines() if "--compat" in line]
+    assert hints == ["[0] lockstep: older releases of torch took this: with `--compat`, torch._six is there"]
+    assert launches.run("--nproc", "1", "--compat", script).returncode == 0
+
+
+def test_hints_know_what_torch_says() -> None:
+    """Each error is raised by torch itself."""
+
+    class Halves(torch.utils.data.Sampler):
+        def __init__(self, data: Any) -> None:
+            super().__init__(data)
+
+    data = list(range(8))
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    pred = torch.ones(3, 2, dtype=torch.int64).t()
+    calls: list[tuple[str | None, Callable[[], Any]]] = [
+        ("batch_size", lambda: torch.utils.data.DataLoader(data, batch_size=4.0)),
+        ("sampler", lambda: Halves(data)),
+        ("eq", lambda: pred.eq(pred)[:2].view(-1)),
+        ("verbose", lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, verbose=True)),
+        ("torch._six", lambda: __import__("torch._six")),
+        ("multigpu", lambda: dist.all_reduce_multigpu([torch.ones(1)])),
+        (None, lambda: {}["missing"]),
+        (None, lambda: torch.ones(2) @ torch.ones(3)),
+    ]
+    for name, call_it in calls:
+        with pytest.raises(Exception) as caught:
+            call_it()
+        assert hint_for(caught.value) == name, caught.value

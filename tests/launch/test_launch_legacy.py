@@ -133,7 +133,9 @@ def test_modules_and_no_doors(started: list[LaunchConfig]) -> None:
     assert module.environment["LOCKSTEP_COMPAT"] == "False"
     assert (program.target, program.is_module) == ("lockstep.launch.program", True)
     assert program.args == ("sh", "-c", "true")
-    assert program.environment is program.local_rank_option is None
+    assert program.local_rank_option is None
+    assert program.environment is not None
+    assert not {"LOCKSTEP_COMPAT", "LOCKSTEP_OLD_TORCH"} & set(program.environment)
 
 
 @pytest.mark.parametrize(

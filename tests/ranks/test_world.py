@@ -398,6 +398,7 @@ def import_after_torch() -> str:
     for name in ours:
         del sys.modules[name]
     dist.Backend._plugins.pop("LOCKSTEP")
+    dist.Backend.backend_list.remove("lockstep")
     exec(f"import lockstep; {USE}", {"dist": dist})
     name = dist.get_backend()
     dist.destroy_process_group()

@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.errors",),
     ("lockstep.env",),
     ("lockstep.log",),
+    ("lockstep.torch_private",),
     ("lockstep.blackbox", "lockstep.frames"),
     ("lockstep.topology",),
     ("lockstep.tree",),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from lockstep.comm import exits
@@ -32,6 +31,7 @@ from lockstep.errors import InputError, SetupError
 from lockstep.shm.board import Board
 from lockstep.shm.meeting import Meeting, SeveralHosts
 from lockstep.shm.team import Team
+from lockstep.torch_private.stores import Store
 
 if TYPE_CHECKING:
     from lockstep.comm.hosts.team import HostsTeam

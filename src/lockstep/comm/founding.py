@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from lockstep import env
 from lockstep.comm.message_team import MessageTeam
 from lockstep.comm.mpi.board import MpiBoard
@@ -17,6 +15,7 @@ from lockstep.shm.board import Board
 from lockstep.shm.liveness import Watch
 from lockstep.shm.sync import PeerState
 from lockstep.shm.team import Team
+from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["Lookout", "MeetingStore"]
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from lockstep.torch_private.dynamo import untraced
+
 __all__ = ["leaves_inference_mode"]
 
 Group = TypeVar("Group", bound=type)
@@ -44,19 +46,7 @@ def _wrap(method: Callable[..., Any]) -> Callable[..., Any]:
                 self, *[_plain(each) for each in args], **{name: _plain(each) for name, each in kwargs.items()}
             )
 
-    return _untraced(call)
-
-
-def _untraced(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which Dynamo leaves alone. See [Note: Dynamo]."""
-    eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    try:
-        skip = eval_frame._FrameAction.SKIP  # type: ignore[union-attr]
-        strategy = eval_frame._FrameExecStrategy(skip, skip)  # type: ignore[union-attr]
-        eval_frame.set_code_exec_strategy(call.__code__, strategy)  # type: ignore[union-attr]
-    except AttributeError:  # older releases of torch
-        return torch._disable_dynamo(call)  # type: ignore[attr-defined]
-    return call
+    return untraced(call)  # See [Note: Dynamo].
 
 
 def _plain(value: Any) -> Any:

@@ -7,13 +7,13 @@ asks our groups, and hands everything else to torch's own.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import CollectiveError, CollectiveTimeout, RankLost
+from lockstep.torch_private.patching import patch
 
 if TYPE_CHECKING:
     from lockstep.comm.engine import Engine
@@ -75,10 +75,7 @@ def register(module: ModuleType) -> None:
         asked.monitored_barrier(limit, wait_all_ranks)
 
     function.knows_lockstep = True  # type: ignore[attr-defined]
-    setattr(module, _NAME, function)
-    package = sys.modules.get("torch.distributed")
-    if getattr(package, _NAME, None) is torchs_own:
-        setattr(package, _NAME, function)
+    patch(f"{module.__name__}.{_NAME}", function, alias="torch.distributed")
 
 
 def _is_ours(group: Any) -> bool:

@@ -47,7 +47,7 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
 def _register(module: ModuleType) -> None:
     backend = module.Backend
     for name, create in ((BACKEND_NAME, _create), (MPI_BACKEND_NAME, _create_mpi)):
-        if name.upper() not in backend._plugins:
+        if name not in backend.backend_list:
             backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     monitored.register(module)
     mpi_name.register(module, MPI_BACKEND_NAME)

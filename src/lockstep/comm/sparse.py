@@ -14,6 +14,8 @@ import torch
 from lockstep.errors import InputError, InputTypeError
 from lockstep.shm.kernels import find_kernel, op_name
 from lockstep.shm.team import Team
+from lockstep.torch_private.autograd import base_of
+from lockstep.torch_private.tensors import num_specified
 
 __all__ = ["all_reduce_sparse", "check_sparse", "describe_sparse"]
 
@@ -27,7 +29,8 @@ def check_sparse(tensor: torch.Tensor, op: Any) -> None:
         InputError: it is not on the CPU.
         InputTypeError: the operation is not SUM or AVG, or makes no sense for the dtype; or the tensor is complex.
     """
-    if tensor._base is not None and tensor._base.is_complex():
+    base = base_of(tensor)
+    if base is not None and base.is_complex():
         # torch.distributed hands over a real view of it, and entries added to the view do not reach the tensor.
         raise InputTypeError("all_reduce of complex sparse tensors is not possible in place; use .to_dense()")
     if not tensor.is_cpu:
@@ -56,7 +59,7 @@ def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, 
     own = tensor.detach().coalesce()
     counts = torch.empty(team.world_size, dtype=torch.int64)
     places = [counts[rank : rank + 1] for rank in range(team.world_size)]
-    algorithms.all_gather(team, places, torch.tensor([own._nnz()]), timeout_s)
+    algorithms.all_gather(team, places, torch.tensor([num_specified(own)]), timeout_s)
     per_rank = counts.tolist()
     indices = _gather(algorithms, team, own.indices().t(), per_rank, timeout_s).t()
     values = _gather(algorithms, team, own.values(), per_rank, timeout_s)

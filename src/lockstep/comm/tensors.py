@@ -8,6 +8,7 @@ import torch
 
 from lockstep.comm.flight import describe_tensor
 from lockstep.errors import InputError, InputTypeError
+from lockstep.torch_private.tensors import may_overlap
 
 __all__ = ["FlatTensor", "check_output", "check_pairs", "check_row", "check_tensor"]
 
@@ -54,7 +55,7 @@ def check_output(tensor: object, operation: str) -> torch.Tensor:
         InputError: an expanded tensor, as well.
     """
     checked = check_tensor(tensor, operation)
-    if not checked.is_contiguous() and torch._debug_has_internal_overlap(checked) == 1:
+    if not checked.is_contiguous() and may_overlap(checked):
         raise InputError(
             f"{operation}: {describe_tensor(checked)} with strides {checked.stride()} has several elements in one "
             "place of memory, so it cannot be written; call .clone() or .contiguous() on it"

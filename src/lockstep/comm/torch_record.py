@@ -21,7 +21,6 @@ run on a GPU yet.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from weakref import WeakKeyDictionary
 from lockstep import blackbox, env
 from lockstep.blackbox import CALL, FINISHED, NUMBER, RING, SITE, START
 from lockstep.comm.callsite import CallSite, call_site, site_text
+from lockstep.torch_private.patching import patch, wrap
 
 __all__ = ["register"]
 
@@ -62,6 +62,8 @@ _VERBS = {
 }
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 _DDP = "torch's DistributedDataParallel"
+_CLASSES = "torch._C._distributed_c10d"
+_C10D = "torch.distributed.distributed_c10d"
 
 
 class _Record:
@@ -127,45 +129,45 @@ def register(module: ModuleType) -> None:
         return
     _module = module
     blackbox.note_torch()
-    _note_joining(module)
-    from torch._C import _distributed_c10d as c10d
-
+    wrap(f"{_C10D}.init_process_group", _noting_that_it_joins, alias="torch.distributed")
     for method, name in {**_VERBS, **_MESSAGES}.items():
-        original = getattr(c10d.ProcessGroup, method, None)
+        original = getattr(module.ProcessGroup, method, None)
         if original is not None:
             wrapper = _recorded_message if method in _MESSAGES else _recorded
-            setattr(c10d.ProcessGroup, method, wrapper(original, name))
-    c10d.Work.wait = _recorded_wait(c10d.Work.wait)  # type: ignore[method-assign]
-    reducer = getattr(c10d, "Reducer", None)
-    if reducer is not None:
-        reducer.prepare_for_backward = _recorded_pass(reducer.prepare_for_backward)
+            patch(f"{_CLASSES}.ProcessGroup.{method}", wrapper(original, name))
+    wrap(f"{_CLASSES}.Work.wait", _recorded_wait)
+    wrap(f"{_CLASSES}.Reducer.prepare_for_backward", _recorded_pass)
 
 
-def _note_joining(module: ModuleType) -> None:
-    """Have the launcher told when this rank joins a group, so that it can tell of ranks that never did."""
-    original = module.init_process_group
+def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_process_group`, which has the launcher told, so that it can tell of ranks that never joined a group."""
 
-    @functools.wraps(original)
     def init_process_group(*values: Any, **options: Any) -> Any:
         result = original(*values, **options)
         blackbox.note_joined()
         return result
 
-    module.init_process_group = init_process_group  # type: ignore[attr-defined]
-    package = sys.modules.get("torch.distributed")
-    if getattr(package, "init_process_group", None) is original:
-        package.init_process_group = init_process_group  # type: ignore[union-attr]
+    return init_process_group
 
 
 def _record_of(group: Any) -> _Record:
     record = _records.get(group)
     if record is None:
         assert _module is not None
-        ranks = sorted(_module._world.pg_group_ranks.get(group, ()))
+        ranks = sorted(_ranks_of(group))
         is_default = group is _module.GroupMember.WORLD
         name = "the default group" if is_default else f"group {group.group_name} of ranks {ranks}"
         record = _records[group] = _Record(name)
     return record
+
+
+def _ranks_of(group: Any) -> list[int]:
+    assert _module is not None
+    try:
+        ranks: list[int] = _module.get_process_group_ranks(group)
+    except KeyError:  # torch has forgotten it, or never made it
+        return []
+    return ranks
 
 
 def _describe(name: str, values: tuple[Any, ...]) -> str:

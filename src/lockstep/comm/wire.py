@@ -33,6 +33,7 @@ import torch
 
 from lockstep import env
 from lockstep.errors import SetupError
+from lockstep.torch_private.tensors import byte_prepack, byte_unpack
 
 __all__ = ["BLOCK", "WIRES", "Wire", "choose_wire", "current_wire", "find_wire"]
 
@@ -205,14 +206,14 @@ class _Int8(Wire):
         if not math.isfinite(float(lifted.sum())):  # It also passes over a NaN; a sum does not.
             self._encode_carefully(blocks, rows)
             return
-        rows.copy_(torch.ops.quantized.embedding_bag_byte_prepack(lifted))
+        rows.copy_(byte_prepack(lifted))
         heads = rows[:, BLOCK:].contiguous().view(torch.float32).div_(_INT8_LIFT)
         rows[:, BLOCK:] = heads.view(torch.uint8)
 
     def _encode_carefully(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """The same for values that may be too large to be lifted, or not finite: their blocks come out as NaN."""
         is_odd = ~(blocks.amax(dim=1) - blocks.amin(dim=1)).isfinite()
-        rows.copy_(torch.ops.quantized.embedding_bag_byte_prepack(blocks.masked_fill(is_odd.unsqueeze(1), 0.0)))
+        rows.copy_(byte_prepack(blocks.masked_fill(is_odd.unsqueeze(1), 0.0)))
         heads = rows[:, BLOCK:].contiguous().view(torch.float32)
         heads[is_odd] = torch.nan
         rows[:, BLOCK:] = heads.view(torch.uint8)
@@ -221,7 +222,7 @@ class _Int8(Wire):
         rows = data.view(-1, BLOCK + _INT8_HEAD_BYTES)
         if not rows.numel():
             return out
-        values: torch.Tensor = torch.ops.quantized.embedding_bag_byte_unpack(rows)
+        values: torch.Tensor = byte_unpack(rows)
         return values.view(-1)[: out.numel()]
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:

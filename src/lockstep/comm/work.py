@@ -9,10 +9,10 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import Work as _TorchWork
 from torch.futures import Future
 
 from lockstep.errors import CollectiveAborted, CollectiveTimeout
+from lockstep.torch_private.stores import Work as _TorchWork
 
 __all__ = ["DoneWork", "PendingWork", "Runner"]
 

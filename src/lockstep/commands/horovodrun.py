@@ -39,6 +39,7 @@ from lockstep import env
 from lockstep.commands.parsing import Parser
 from lockstep.compat.horovod import __version__
 from lockstep.compat.horovod.runner import is_this_host, parse_hosts
+from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.errors import InputError, LaunchError
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.output import say
@@ -200,6 +201,7 @@ def plan(chosen: argparse.Namespace, folder: str | None = None) -> LaunchConfig:
     if folder is not None:
         env.LOCKSTEP_ELASTIC_FOLDER.set(folder, variables)
     target, args, is_module = _find_target(chosen.command)
+    tell_ranks(variables, None, target, is_module, args)
     restarts = 0
     if _is_elastic(chosen):
         restarts = chosen.reset_limit if chosen.reset_limit is not None else _ELASTIC_RESTARTS

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lockstep import env
 from lockstep.commands.parsing import Parser, add_grace, add_nproc, split_at_script
+from lockstep.compat.legacy import choice
 from lockstep.launch import slurm
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from
@@ -27,6 +28,7 @@ _FLAGS = frozenset(
         "--dry-run",
         "--requeue",
         "--stacks-on-timeout",
+        "--compat",
         "--no-compat",
     }
 )
@@ -90,12 +92,7 @@ def _make_run_parser() -> Parser:
         help="after a failure start all ranks again, up to K times (default: 0; 3 where --nnodes is MIN:MAX)",
     )
     add_grace(parser)
-    parser.add_argument(
-        "--no-compat",
-        dest="with_doors",
-        action="store_false",
-        help="do not let `import horovod` and `import apex` find Lockstep's own where they are not installed",
-    )
+    choice.add_arguments(parser)
     parser.add_argument(
         "--stacks-on-timeout",
         action="store_true",
@@ -142,9 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     if hosts is None and is_rank_of_mpirun(env.snapshot()):
         return _run_as_rank_of_mpirun(parser, chosen, script, script_arguments)
     given = {name: value for name, value in vars(chosen).items() if value is not None}
-    if not given.pop("with_doors"):
-        given["environment"] = variables = env.snapshot()
-        env.LOCKSTEP_COMPAT.set(False, variables)
+    given["environment"] = variables = env.snapshot()
+    choice.tell_ranks(variables, given.pop("compat", None), script, chosen.is_module, script_arguments)
     if hosts is not None:
         return _run_on_hosts(LaunchConfig(target=script, args=script_arguments, **given), hosts)
     slurm.warn_of_other_tasks()
@@ -156,6 +152,8 @@ def _run_as_rank_of_mpirun(
 ) -> int:
     names = ("nproc", "log_dir", "max_restarts", "master_addr", "master_port")
     given = {f"--{name.replace('_', '-')}" for name in names if getattr(chosen, name) != parser.get_default(name)}
+    if chosen.compat is not None:
+        env.LOCKSTEP_COMPAT.set(chosen.compat)
     return run_as_rank(script, script_arguments, is_module=chosen.is_module, given=given)
 
 

@@ -24,9 +24,8 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, MappingProxyType, ModuleType
-from typing import Any
 
-from lockstep import env
+from lockstep.compat.notice import print_notice
 
 __all__ = ["DOORS", "DoorFinder"]
 
@@ -102,7 +101,10 @@ class _DoorLoader(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.name in DOORS:
-            _announce(spec.name, self._name)
+            print_notice(
+                f"{spec.name} is not installed here, so `import {spec.name}` finds {self._name}; "
+                "`lockstep run --no-compat` leaves it out"
+            )
         module = importlib.import_module(self._name)
         self._own_spec = module.__spec__
         return module
@@ -117,23 +119,3 @@ class _DoorLoader(Loader):
         get_code = getattr(spec.loader if spec is not None else None, "get_code", None)
         code: CodeType | None = get_code(self._name) if get_code is not None else None
         return code
-
-
-def _announce(package: str, door: str) -> None:
-    """Say once per job what stands behind the name."""
-    is_first = env.RANK.get() in (None, 0) and env.TORCHELASTIC_RESTART_COUNT.get() in (None, 0)
-    # Not imported for this: it would take whatever is the main module now for that of the script.
-    if is_first and not _is_spawned(sys.modules.get("multiprocessing.process")):
-        print(
-            f"lockstep: {package} is not installed here, so `import {package}` finds {door}; "
-            "`lockstep run --no-compat` leaves it out",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _is_spawned(processes: Any) -> bool:
-    """Whether multiprocessing has made this process, whose main module may still be on its way in."""
-    if processes is None:
-        return False
-    return processes.parent_process() is not None or getattr(processes.current_process(), "_inheriting", False)

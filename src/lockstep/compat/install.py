@@ -5,7 +5,8 @@ Elsewhere a program, or a test, says `import lockstep.compat.install`. It is the
 has an effect:
 
 * `import horovod…` and `import apex…` find `lockstep.compat.…` where the real packages are not installed (`finder.py`);
-* when torch has been imported, or at once if it has, names that it lacks are added (`legacy`);
+* when torch has been imported, or at once if it has, it is changed as far as the script needs it (`legacy`): most
+  scripts need nothing, and find torch untouched;
 * processes that `multiprocessing` spawns do the same before they import anything of the script.
 
 It imports no torch, and no multiprocessing, which would take the bootstrap of a rank for the main module.
@@ -13,38 +14,86 @@ It imports no torch, and no multiprocessing, which would take the bootstrap of a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any
 
 from lockstep.compat.after_import import call_after_import
 from lockstep.compat.finder import DoorFinder
+from lockstep.compat.legacy.choice import Choice, choose_here
+from lockstep.compat.legacy.needs import CHANGES, hint_for
+from lockstep.compat.notice import print_notice
 from lockstep.log import get_logger
 
-__all__ = ["install"]
+__all__ = ["explain", "install"]
+
+_given: list[Choice] = []
 
 
-def install() -> None:
-    """Open the doors in this process, and in those it spawns. Local; twice does no harm."""
+def install(choice: Choice | None = None) -> None:
+    """Open the doors in this process, and in those it spawns. Local; twice does no harm.
+
+    Args:
+        choice: what the script needs of torch; None to read it from LOCKSTEP_OLD_TORCH, or from the script itself once
+            torch is imported.
+    """
+    if choice is not None:
+        _given[:] = [choice]
+        _choice.cache_clear()
     if any(isinstance(finder, DoorFinder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, DoorFinder())
-    call_after_import("torch", _add_legacy_names)
+    call_after_import("torch", _change_torch)
     call_after_import("multiprocessing.spawn", _hand_on_to_children)
 
 
-def _add_legacy_names() -> None:
+@functools.cache
+def _choice() -> Choice:
+    return _given[0] if _given else choose_here()
+
+
+def _change_torch() -> None:
+    choice = _choice()
+    if not choice.changes:
+        return
     try:
-        importlib.import_module("lockstep.compat.legacy").install()
+        done = importlib.import_module("lockstep.compat.legacy").install(choice.changes)
     except Exception as error:  # A torch of tomorrow, which must be importable all the same.
-        get_logger(__name__).warning("names for old scripts cannot be added to this torch: %r", error)
+        get_logger(__name__).warning("torch cannot be changed for old scripts: %r", error)
+    else:
+        if done:
+            print_notice(choice.sentence(done))
+
+
+def explain(error: BaseException) -> None:
+    """Say, on rank 0, that `--compat` would have prevented an error that ended the script. Local."""
+    name = hint_for(error)
+    if name is not None and name not in _choice().changes:
+        print_notice(f"older releases of torch took this: with `--compat`, {CHANGES[name]}")
 
 
 class _Reopening:
-    """Opens the doors where it is unpickled, if Lockstep can be found there."""
+    """Opens the doors where it is unpickled, if Lockstep can be found there.
+
+    Args:
+        choice: that of this process.
+    """
+
+    def __init__(self, choice: Choice) -> None:
+        self._text = choice.dump()
 
     def __reduce__(self) -> Any:
-        return exec, ("try:\n import lockstep.compat.install\nexcept ImportError:\n pass", {})
+        program = (
+            "try:\n"
+            " from lockstep.compat.install import install\n"
+            " from lockstep.compat.legacy.choice import Choice\n"
+            "except ImportError:\n"
+            " pass\n"
+            "else:\n"
+            " install(Choice.load(text))"
+        )
+        return exec, (program, {"text": self._text})
 
 
 def _hand_on_to_children() -> None:
@@ -53,7 +102,7 @@ def _hand_on_to_children() -> None:
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {"lockstep": _Reopening(), **prepare(name)}
+        return {"lockstep": _Reopening(_choice()), **prepare(name)}
 
     spawn.get_preparation_data = get_preparation_data
 

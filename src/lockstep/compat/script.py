@@ -1,4 +1,4 @@
-"""`python -m lockstep.compat.script TARGET ARGS…`: a script, or `-m MODULE`, with the doors open.
+"""`python -m lockstep.compat.script [--compat] TARGET ARGS…`: a script, or `-m MODULE`, with the doors open.
 
 For processes that no launcher of Lockstep's starts, and scripts that nobody wants to edit::
 
@@ -6,13 +6,15 @@ For processes that no launcher of Lockstep's starts, and scripts that nobody wan
     mpirun -np 4 python -m lockstep.compat.script -m package.train --epochs 3
     torchrun --nproc-per-node 4 -m lockstep.compat.script train.py
 
-The script is the main module, as with plain `python`.
+The script is the main module, as with plain `python`. `--compat` is that of `lockstep run`.
 """
 
 from __future__ import annotations
 
 import sys
 
+from lockstep import env
+from lockstep.compat.legacy.choice import choose
 from lockstep.errors import LaunchError
 from lockstep.launch.config import check_target
 from lockstep.launch.worker import run_module, run_script
@@ -32,16 +34,22 @@ def run(words: list[str]) -> None:
         LaunchError: there is no such script or module.
         BaseException: whatever the script raises.
     """
+    if words[:1] == ["--compat"]:
+        env.LOCKSTEP_COMPAT.set(True)
+        words = words[1:]
     is_module, rest = words[:1] == ["-m"], words[1:] if words[:1] == ["-m"] else words
     if not rest:
         raise LaunchError("name a script to run, or -m and a module: python -m lockstep.compat.script train.py")
     check_target(rest[0], is_module)
-    import lockstep.compat.install  # noqa: F401  # Its import is what opens them.
+    from lockstep.compat.install import explain, install  # Its import is what opens them.
 
-    if is_module:
-        run_module(rest[0], rest[1:])
-    else:
-        run_script(rest[0], rest[1:])
+    if env.LOCKSTEP_COMPAT.get() is None:
+        install(choose(rest[0], is_module, rest[1:]))
+    try:
+        (run_module if is_module else run_script)(rest[0], rest[1:])
+    except Exception as error:
+        explain(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from lockstep.data.seeding import derive_seed
 from lockstep.data.source import Source, TensorSource, WorkerInit, identity, make_source
 from lockstep.drift import watch_optimizers
 from lockstep.errors import DataError
+from lockstep.torch_private.loader import iterator_of, set_guarded
 
 __all__ = ["DataLoader"]
 
@@ -172,10 +173,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
         )
         # torch has set these to what goes with a batch_sampler, and forbids to assign them.
-        object.__setattr__(self, "batch_size", batch_size)
-        object.__setattr__(self, "drop_last", bool(drop_last))
+        set_guarded(self, "batch_size", batch_size)
+        set_guarded(self, "drop_last", bool(drop_last))
         if sampler is not None:
-            object.__setattr__(self, "sampler", sampler)
+            set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
         self._next_epoch = 0
         self._next_start = 0
@@ -295,11 +296,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # one shows it the seeded source, while `loader.dataset` stays the user's.
         view = copy.copy(self)
         source = self._source()
-        object.__setattr__(view, "dataset", source)
+        set_guarded(view, "dataset", source)
         view.worker_init_fn = WorkerInit(self.worker_init_fn)
         if isinstance(source, TensorSource):
             view.collate_fn = identity
-        return super(DataLoader, view)._get_iterator()
+        return iterator_of(view)
 
     def _source(self) -> Source | TensorSource:
         return make_source(self.dataset, self.collate_fn, self.seed_global_rng)

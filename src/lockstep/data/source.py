@@ -26,6 +26,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 
 from lockstep.data.order import Fetch
 from lockstep.data.seeding import derive_seed, make_generator, seed_global_rngs
+from lockstep.torch_private.loader import set_guarded
 
 __all__ = ["Source", "TensorSource", "WorkerInit", "identity", "is_deterministic", "make_source", "takes_generator"]
 
@@ -205,6 +206,6 @@ class WorkerInit:
         info = get_worker_info()
         assert info is not None, "called outside a worker"
         source: Any = info.dataset
-        object.__setattr__(info, "dataset", source.dataset)  # the info is frozen
+        set_guarded(info, "dataset", source.dataset)  # the info is frozen
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)

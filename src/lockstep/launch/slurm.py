@@ -75,7 +75,9 @@ class BatchJob:
         sbatch_args: more options for sbatch; they win over all others.
         python: interpreter that runs the target on every host.
         folder: where the job runs.
-        with_doors: let `import horovod` and `import apex` find Lockstep's own where they are not installed.
+        with_doors: let `import horovod` and `import apex` find Lockstep's own where they are not installed, and change
+            torch as far as an old script needs it.
+        compat: change torch for old scripts whatever the script says.
     """
 
     target: str
@@ -95,6 +97,7 @@ class BatchJob:
     python: str = sys.executable
     folder: str = "."
     with_doors: bool = False
+    compat: bool = False
 
     @property
     def name(self) -> str:
@@ -183,7 +186,7 @@ class BatchJob:
         if self.cpus_per_task is not None:
             # Since 22.05 srun does not take it over from the job.
             srun.append(f"--cpus-per-task={self.cpus_per_task}")
-        doors = ["-m", _DOORKEEPER] if self.with_doors else []
+        doors = ["-m", _DOORKEEPER, *(["--compat"] if self.compat else [])] if self.with_doors else []
         return [*srun, self.python, "-u", *doors, *(["-m"] if self.is_module else []), self.target, *self.args]
 
 
@@ -263,12 +266,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lockstep run --slurm` to a parser."""
     parser.add_argument("--slurm", action="store_true", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit nothing")
-    parser.add_argument(
-        "--no-compat",
-        dest="with_doors",
-        action="store_false",
-        help="do not let `import horovod` and `import apex` find Lockstep's own where they are not installed",
-    )
+    doors = parser.add_mutually_exclusive_group()
+    doors.add_argument("--compat", action="store_true", help="as with `lockstep run`")
+    doors.add_argument("--no-compat", dest="with_doors", action="store_false", help="as with `lockstep run`")
     parser.add_argument(
         "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
     )

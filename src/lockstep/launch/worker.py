@@ -183,6 +183,9 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
             sys.excepthook(type(error), error, trace)
         except Exception:
             traceback.print_exception(type(error), error, trace)
+    doors = sys.modules.get(_DOORS)
+    if doors is not None:
+        doors.explain(error)
     sys.exit(1)
 
 

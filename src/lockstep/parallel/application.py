@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.parallel as torch_parallel
 from torch import nn
-from torch._utils import ExceptionWrapper
 
 from lockstep.errors import InputError
 from lockstep.parallel.devices import Device, are_on_cpu, resolve_devices
+from lockstep.torch_private.modules import ExceptionWrapper
 
 __all__ = ["parallel_apply"]
 

@@ -20,16 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lockstep import batch
 from lockstep.errors import InputError, InputTypeError, ModelError
+from lockstep.torch_private.autograd import current_graph_task_id
+from lockstep.torch_private.modules import BatchNorm, buffers_of, children_of, parameters_of
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalization with the mean and variance of the batches of all ranks.
 
     A drop-in for `torch.nn.SyncBatchNorm`, with its state_dict, that also runs on the CPU. In evaluation mode, on one
@@ -90,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.training and not self.track_running_stats:
                 tracked = (None, None)
             return functional.batch_norm(input, *tracked, self.weight, self.bias, uses_batch, factor, self.eps)
-        share = batch.active_share(in_backward=torch._C._current_graph_task_id() != -1)
+        share = batch.active_share(in_backward=current_graph_task_id() != -1)
         is_filler = share is not None and share.local_samples == 0 and share.world_size == group.size()
         moments = _gather_moments(input.detach(), not is_filler, group)
         if self.track_running_stats and self.running_mean is not None and not moments.is_empty:
@@ -165,19 +166,19 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     done: dict[nn.Module, nn.Module] = {}
     # All before any: a model that cannot be converted stays as it was.
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+        if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
             done[layer] = _convert_layer(name, layer, process_group)
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
             layer.process_group = process_group
     for parent in list(module.modules()):
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if child in done:
-                parent._modules[name] = done[child]
+                children_of(parent)[name] = done[child]
     return done.get(module, module)
 
 
-def _convert_layer(name: str, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
+def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
     where = f"layer {name!r} ({type(layer).__name__})"
     if any(is_lazy(each) for each in (layer.weight, layer.running_mean) if each is not None):
         raise ModelError(f"{where} is lazy and has no shape yet: run one forward pass before converting")
@@ -195,8 +196,8 @@ def _convert_layer(name: str, layer: _BatchNorm, process_group: dist.ProcessGrou
         process_group,
         device="meta",  # What it holds is replaced at once.
     )
-    converted._parameters.update(layer._parameters)
-    converted._buffers.update(layer._buffers)
+    parameters_of(converted).update(parameters_of(layer))
+    buffers_of(converted).update(buffers_of(layer))
     vars(converted).update({name: value for name, value in vars(layer).items() if "_hook" in name})
     converted.training = layer.training
     if hasattr(layer, "qconfig"):
@@ -204,7 +205,7 @@ def _convert_layer(name: str, layer: _BatchNorm, process_group: dist.ProcessGrou
     return converted
 
 
-_KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.errors import InputError
+from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["BucketPlan", "Placement", "copy_all", "plan_buckets", "view_like"]
 
@@ -107,4 +108,4 @@ def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def copy_all(places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """Copy each of `gradients` to its place."""
     if places:
-        torch._foreach_copy_(list(places), list(gradients))
+        foreach_copy_(list(places), list(gradients))

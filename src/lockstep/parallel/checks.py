@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
+from lockstep.torch_private.groups import device_types_of
+from lockstep.torch_private.modules import buffers_of
 
 __all__ = ["check_bucket_cap", "check_group", "check_parameters", "find_buffers", "host_device"]
 
@@ -58,16 +60,16 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
     """Where the buffers of a module stand: dicts of its submodules, and the names in them."""
     places, seen = [], set()
     for prefix, submodule in module.named_modules():
-        for name, buffer in submodule._buffers.items():
+        for name, buffer in buffers_of(submodule).items():
             full_name = f"{prefix}.{name}" if prefix else name
             if buffer is None or buffer.numel() == 0 or id(buffer) in seen or full_name in ignored:
                 continue
             seen.add(id(buffer))
-            places.append((submodule._buffers, name))
+            places.append((buffers_of(submodule), name))
     return places
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where the group takes small tensors from: the CPU if it can."""
-    kinds = {kind.type for kind in group._device_types}
+    kinds = device_types_of(group)
     return torch.device("cpu") if "cpu" in kinds or isinstance(group, LockstepProcessGroup) else device

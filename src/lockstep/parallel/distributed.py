@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
@@ -41,6 +40,9 @@ from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.transports import make_transport
+from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
+from lockstep.torch_private.dynamo import untraced
+from lockstep.torch_private.groups import join_config_of
 from lockstep.tree import map_tensors
 
 __all__ = ["DistributedDataParallel"]
@@ -258,11 +260,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._looks_left -= 1
             look_at_next_loss(None if feed.share is None else feed.share.local_samples)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _feed(self, inputs: Any, with_gradients: bool, syncing: bool) -> Feed:
         """What goes through the model; see `feeding.py`. Local."""
         if with_gradients and self._world_size > 1:
-            feed = self._feeding.resolve(inputs, self.training, syncing, not self._join_config.enable)
+            feed = self._feeding.resolve(inputs, self.training, syncing, not join_config_of(self).enable)
         else:
             share = self._feeding.look(inputs)
             feed = PLAIN if share is None else Feed(share=share)
@@ -296,12 +298,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         syncing = self.require_backward_grad_sync
         if syncing and self._awaited:
             self._raise_unused(self._take_awaited(), "in the step before this one", _ADVICE_FOR_OUTPUTS)
-        if self._join_config.enable:
+        if join_config_of(self).enable:
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
             syncing = self._agree_on_step(trains=True, averages=syncing)
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
+        if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
             self._roots.clear()
             if syncing:
                 self._reducer.rearm()
@@ -324,7 +326,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _backward_reaches(self, output: int, passage: Passage) -> bool:
         """A gradient has come to an output; whether it goes on to parameters of the model. See `Passage`."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:
             self._task, self._task_reaches = task, runs_backward_to(self._parameters_to_reduce)
         if not self._task_reaches:
@@ -341,11 +343,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return True
 
     def _backward_begins(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._begun_task:
             self._begun_task = task
             self._reducer.begin()
-            Variable._execution_engine.queue_callback(self._backward_ends)
+            queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         missing = self._reducer.missing()
@@ -363,7 +365,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
             unused = self._unused_everywhere(missing)
-            if self._join_config.enable:
+            if join_config_of(self).enable:
                 self._sync_buffers_joined(trains=True)
                 self._reducer.finish(unused)
                 self._rescale_after_join()
@@ -452,7 +454,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def has_strayed(self) -> bool:
         """Whether gradients came past this engine and have not been averaged since; see `strays.py`."""
-        return self._reducer.has_strayed and not self._join_config.enable
+        return self._reducer.has_strayed and not join_config_of(self).enable
 
     def forget_strayed(self) -> None:
         """Those gradients were looked at. Local."""

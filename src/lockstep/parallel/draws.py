@@ -6,7 +6,8 @@ import types
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from lockstep.torch_private.modules import Dropout
 
 __all__ = ["seems_to_draw"]
 
@@ -59,7 +60,7 @@ def seems_to_draw(module: nn.Module) -> bool:
 
 
 def _drops_out(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, Dropout):
         return module.p > 0
     # Recurrent layers and attention keep the probability under this name.
     rate = getattr(module, "dropout", 0)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from lockstep.torch_private.autograd import will_engine_execute_node
+
 __all__ = ["reachable_leaves", "runs_backward_to"]
 
 
@@ -36,7 +38,7 @@ def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
         if not parameter.requires_grad:
             continue
         try:
-            if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+            if will_engine_execute_node(get_gradient_edge(parameter).node):
                 return True
         except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
             return False

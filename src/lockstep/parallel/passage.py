@@ -32,6 +32,7 @@ from torch.autograd.graph import Node
 from lockstep import batch
 from lockstep.errors import InputError, ModelError
 from lockstep.parallel.feeding import Feed
+from lockstep.torch_private.autograd import base_of, current_graph_task_id
 from lockstep.tree import map_tensors, tensors_in
 
 __all__ = ["Passage"]
@@ -115,7 +116,7 @@ class Passage:
         return entered
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        is_weighted = self._weighted_task == torch._C._current_graph_task_id()
+        is_weighted = self._weighted_task == current_graph_task_id()
         return (gradient / self.feed.weight).to(gradient.dtype) if is_weighted else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
@@ -133,7 +134,7 @@ class Passage:
             elif tensor.grad_fn is None:  # A leaf would keep the hook beyond this step.
                 tensor = tensor.view_as(tensor)
             # A view that is written to in place leaves its hooks behind; its base does not.
-            base = tensor._base
+            base = base_of(tensor)
             anchor = tensor if base is None or base.grad_fn is None else base
             number = next(_numbers)
             anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
@@ -154,6 +155,6 @@ class Passage:
             )
         if not reached(number, self) or self.is_plain:
             return None
-        self._weighted_task = torch._C._current_graph_task_id()
+        self._weighted_task = current_graph_task_id()
         # Not multiplied by zero: what a filler sample gives may be infinite.
         return torch.zeros_like(gradient) if self.is_filler else (gradient * self.feed.weight).to(gradient.dtype)

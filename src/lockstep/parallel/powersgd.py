@@ -35,10 +35,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lockstep.errors import InputError
+from lockstep.torch_private.stores import GradBucket
 
 __all__ = ["PowerSGDState", "powersgd_hook"]
 

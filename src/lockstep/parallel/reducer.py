@@ -35,6 +35,8 @@ from lockstep.parallel.checks import host_device
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
+from lockstep.torch_private.autograd import version_of
+from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["CommHook", "Reducer"]
 
@@ -187,20 +189,20 @@ class Reducer:
                 for position in self._transport.fill(bucket, offsets, places, gradients):
                     self._leave(indices[position], gradients[position])
             elif places:
-                torch._foreach_copy_(places, gradients)
+                foreach_copy_(places, gradients)
         self._out.add(bucket)
         if self._hook is not None:
             self._run_hook(bucket)
             return
         if self._phase is _Phase.ARMED:
             for index in self._members[bucket]:
-                self._versions[index] = self._views[index]._version
+                self._versions[index] = version_of(self._views[index])
         self._transport.publish(bucket)
 
     def _leave(self, index: int, gradient: torch.Tensor) -> None:
         """Until the mean is there, `.grad` stays what it was: hooks, and a second engine, may look at it."""
         self._parameters[index].grad = gradient
-        self._left[index] = (gradient, gradient._version)
+        self._left[index] = (gradient, version_of(gradient))
 
     def _check_dense(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         if all(gradient.layout is torch.strided for gradient in gradients):
@@ -317,8 +319,8 @@ class Reducer:
         self._phase = _Phase.IDLE
 
     def _check_versions(self) -> None:
-        changed = [index for index, version in self._versions.items() if self._views[index]._version != version]
-        changed += [index for index, (gradient, version) in self._left.items() if gradient._version != version]
+        changed = [index for index, version in self._versions.items() if version_of(self._views[index]) != version]
+        changed += [index for index, (gradient, version) in self._left.items() if version_of(gradient) != version]
         if changed:
             raise ModelError(
                 f"parameter {self._names[changed[0]]} received a second gradient in one backward pass, after its "
@@ -348,7 +350,7 @@ class Reducer:
             bucket == len(self._plans) - 1,
         )
         future = hook(state, grad_bucket)
-        if not isinstance(future, torch._C.Future):  # the base class too: gloo's own futures
+        if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
             raise ModelError(
                 f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
                 "the reduced flat tensor"

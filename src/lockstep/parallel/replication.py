@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from lockstep.errors import ModelError
 from lockstep.parallel.devices import Device, are_on_cpu, resolve_devices
+from lockstep.torch_private.modules import buffers_of, children_of, copy_for_replica, parameters_of
 
 __all__ = ["replicate"]
 
@@ -54,9 +55,9 @@ def replicate(network: M, devices: Sequence[Device] | int, detach: bool = False)
     replicas = {module: [_copy_of(module) for _ in chosen] for module in network.modules()}
     tensors: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
     for module, copies in replicas.items():
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             _assign(copies, name, [None] * count if child is None else replicas[child])
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
                 _assign(copies, name, [None] * count, "_parameters")
                 continue
@@ -65,7 +66,7 @@ def replicate(network: M, devices: Sequence[Device] | int, detach: bool = False)
             _assign(copies, name, tensors[parameter])
             for copy, tensor in zip(copies, tensors[parameter], strict=True):
                 copy.__dict__["_former_parameters"][name] = tensor
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer not in tensors:
                 tensors[buffer] = _replicate_buffer(buffer, count, detach)
             _assign(copies, name, [None] * count if buffer is None else tensors[buffer], "_buffers")
@@ -73,7 +74,7 @@ def replicate(network: M, devices: Sequence[Device] | int, detach: bool = False)
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    copy: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    copy: nn.Module = copy_for_replica(module)
     # Where torch's replicas keep what `parameters()` no longer shows; code that looks for gradients there exists.
     copy.__dict__["_former_parameters"] = OrderedDict()
     return copy

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel._functions import Gather, Scatter
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.devices import Device, are_on_cpu, resolve_device, resolve_devices
+from lockstep.torch_private.modules import Gather, Scatter
 
 __all__ = ["gather", "scatter", "scatter_kwargs"]
 

@@ -26,6 +26,7 @@ from lockstep.parallel.claims import Claims
 from lockstep.shm.algorithms import reduce_in_place, share_bounds
 from lockstep.shm.kernels import Kernel, find_kernel
 from lockstep.shm.sync import fence
+from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["SymmetricTransport"]
 
@@ -264,10 +265,10 @@ class _BufferMail:
         """The first rank puts its buffers in. Local."""
         if self._is_source:
             with torch.no_grad():
-                torch._foreach_copy_(self._places, list(buffers))
+                foreach_copy_(self._places, list(buffers))
 
     def read(self, buffers: Sequence[torch.Tensor]) -> None:
         """The others take them out. Local; behind a step that follows `write`."""
         if not self._is_source:
             # Through .data: what autograd has saved for a second backward pass may be overwritten.
-            torch._foreach_copy_([buffer.data for buffer in buffers], self._places)
+            foreach_copy_([buffer.data for buffer in buffers], self._places)

@@ -26,9 +26,8 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-
 from lockstep.errors import RendezvousError
+from lockstep.torch_private.stores import FileStore, PrefixStore, Store
 
 __all__ = ["open_store"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
-
 from lockstep import env
 from lockstep.rendezvous import folder, slurm, tcp
 from lockstep.topology import Topology
 from lockstep.topology.slurm import read_step
+from lockstep.torch_private.stores import Store
 
 __all__ = ["meet_in_slurm"]
 

@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import HashStore, Store
-
 from lockstep import env
 from lockstep.comm.mpi.library import is_installed, load
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.rendezvous import folder, tcp
 from lockstep.topology import Topology
 from lockstep.topology.mpi import job_id
+from lockstep.torch_private.stores import HashStore, Store
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -10,9 +10,9 @@ from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.errors import RendezvousError
+from lockstep.torch_private.stores import PrefixStore, Store, TCPStore
 
 __all__ = ["listen", "open_brief_store", "open_store"]
 

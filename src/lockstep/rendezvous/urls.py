@@ -8,7 +8,6 @@ MASTER_ADDR and MASTER_PORT or, without these, from the job.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
@@ -19,7 +18,7 @@ from lockstep.errors import RendezvousError
 from lockstep.topology.mpi import read_mpi
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from lockstep.torch_private.stores import Store
 
 __all__ = ["register"]
 
@@ -30,9 +29,11 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 def register(_: ModuleType) -> None:
     """Teach torch the URLs. Local; called when torch.distributed has been imported, maybe more than once."""
-    # `torch.distributed.rendezvous` is also a function, which hides the module.
-    module = importlib.import_module("torch.distributed.rendezvous")
-    handlers: dict[str, Callable[..., _Met]] = module._rendezvous_handlers
+    from lockstep.torch_private.groups import rendezvous_handlers
+
+    handlers = rendezvous_handlers()
+    if handlers is None:
+        return
     handlers.setdefault("mpi", _meet_by_mpi)
     torchs_own = handlers["env"]
     if not isinstance(torchs_own, _EnvHandler):

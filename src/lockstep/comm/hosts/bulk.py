@@ -20,10 +20,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from lockstep.errors import RendezvousError
 from lockstep.shm.sync import PeerTrouble
+from lockstep.torch_private.groups import gloo_group
+from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["Bulk", "Guard", "Parcel"]
 
@@ -87,13 +88,10 @@ class Bulk:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout_s: float) -> None:
-        gloo: Any = ProcessGroupGloo  # whose methods torch's stubs leave out
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
         try:
-            self._group = gloo(PrefixStore("gloo", store), rank, world_size, options)
+            self._group = gloo_group(
+                PrefixStore("gloo", store), rank, world_size, address, timedelta(seconds=timeout_s)
+            )
         except RuntimeError as error:
             raise RendezvousError(
                 f"rank {rank} of {world_size} could not connect to all others by Gloo at {address}: "

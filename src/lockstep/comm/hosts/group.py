@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from torch._C._distributed_c10d import PrefixStore
-
 from lockstep.comm.callsite import CallSite
 from lockstep.comm.engine import Engine
 from lockstep.comm.flight import Flight
@@ -26,6 +24,7 @@ from lockstep.errors import CollectiveAborted, InputError, LockstepError, RankLo
 from lockstep.shm.mailbox import Mailbox
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
+from lockstep.torch_private.stores import PrefixStore
 
 __all__ = ["HostsEngine", "announce", "connect", "known_members"]
 

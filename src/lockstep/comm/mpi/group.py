@@ -10,8 +10,6 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, cast
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from lockstep import env
 from lockstep.comm.backend import EngineProcessGroup
 from lockstep.comm.callsite import CallSite
@@ -27,6 +25,7 @@ from lockstep.errors import CollectiveAborted, InputError, RendezvousError, Setu
 from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.shm.mailbox import Mailbox
 from lockstep.shm.team import Region, Team
+from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["MpiEngine", "MpiProcessGroup", "create"]
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from lockstep.torch_private.patching import patch
 
 __all__ = ["register"]
 
@@ -38,13 +39,9 @@ def register(module: ModuleType, backend_name: str) -> None:
     """
     if module.is_mpi_available() or getattr(module.Backend.__new__, "knows_lockstep", False):
         return
-    module.Backend.__new__ = _translating(module.Backend.__new__, module.Backend.MPI, backend_name)
-    torchs_own = getattr(module, _INIT)
-    function = _asking_mpi(torchs_own)
-    setattr(module, _INIT, function)
-    package = sys.modules.get("torch.distributed")
-    if getattr(package, _INIT, None) is torchs_own:
-        setattr(package, _INIT, function)
+    name = f"{module.__name__}.Backend.__new__"
+    if patch(name, _translating(module.Backend.__new__, module.Backend.MPI, backend_name)):
+        patch(f"{module.__name__}.{_INIT}", _asking_mpi(getattr(module, _INIT)), alias="torch.distributed")
 
 
 def _translating(torchs_own: Callable[..., str], plain: str, backend_name: str) -> Callable[..., str]:

@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lockstep import env
+from lockstep.compat.legacy import choice
 from lockstep.compat.legacy.spelling import find_spelling
 from lockstep.errors import LaunchError
 from lockstep.launch.command import exit_code_of
@@ -125,7 +126,7 @@ def _make_parser() -> _Parser:
     parser.add_argument(
         *_spellings("--no_python"), action="store_true", help="run a program that is no Python script; with --use_env"
     )
-    parser.add_argument("--no-compat", dest="with_doors", action="store_false", help="as with `lockstep run`")
+    choice.add_arguments(parser)
     parser.add_argument("--logdir", metavar="DIR", help="write the output to DIR/rank<r>.log")
     parser.add_argument(*_spellings("--log_dir"), metavar="DIR", help="the same, with -r")
     parser.add_argument("-r", "--redirects", default="0", metavar="WHAT", help="other than 0: write files to --log_dir")
@@ -238,9 +239,8 @@ def _config(chosen: argparse.Namespace, settings: dict[str, object]) -> LaunchCo
     elif not chosen.use_env:
         option = find_spelling(script, is_module).option
     log_dir = chosen.logdir if chosen.logdir is not None else chosen.log_dir
-    if not chosen.with_doors:
-        settings["environment"] = variables = env.snapshot()
-        env.LOCKSTEP_COMPAT.set(False, variables)
+    settings["environment"] = variables = env.snapshot()
+    choice.tell_ranks(variables, chosen.compat, script, is_module, args)
     if chosen.grace_s is not None:
         settings["grace_s"] = chosen.grace_s
     return LaunchConfig(

@@ -1,7 +1,7 @@
 """Puts what old scripts expect into today's torch; the table is in the package's docstring.
 
-Each function here is one row of it. They add what is missing, or let a call through that torch turns away; a call that
-torch takes does what torch does.
+Each change adds what is missing, or lets a call through that torch turns away; a call that torch takes does what torch
+does. What it replaces has records in `lockstep.torch_private`.
 """
 
 from __future__ import annotations
@@ -9,80 +9,77 @@ from __future__ import annotations
 import argparse
 import collections.abc
 import functools
-import importlib.util
 import inspect
 import math
 import os
 import queue
-import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import comm
 from torch.optim import lr_scheduler
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from lockstep.compat.legacy import multigpu
-from lockstep.errors import DataError
+from lockstep.compat.legacy.needs import CHANGES
+from lockstep.errors import DataError, InputError
+from lockstep.torch_private.patching import add, add_module, patch, wrap
 
 __all__ = ["install"]
 
-_MARK = "_lockstep_legacy"
+_C10D = "torch.distributed.distributed_c10d"
+_DOC = f"What torch had under this name, added by {__name__}."
+
+_installed: set[str] = set()
 
 
-def install() -> None:
-    """Add to torch what scripts of 2018 to 2021 expect. Local; twice does no harm."""
-    if getattr(dist, _MARK, False):
-        return
-    _add_functions()
-    _add_modules()
-    _trust_plain_data()
-    _wrap(distributed_c10d, "init_process_group", _take_old_backends)
-    dist.init_process_group = distributed_c10d.init_process_group
-    _wrap(DataLoader, "__init__", _take_whole_floats)
-    _wrap(BatchSampler, "__init__", _take_whole_floats)
-    _wrap(torch.Tensor, "eq", _lay_out_in_order)
-    for scheduler in vars(lr_scheduler).values():
-        if isinstance(scheduler, type) and issubclass(scheduler, lr_scheduler.LRScheduler):
-            _accept_verbose(scheduler)
-    if Sampler.__init__ is object.__init__:
-        Sampler.__init__ = _init_sampler  # type: ignore[method-assign,assignment]
-    setattr(dist, _MARK, True)
+def install(changes: Iterable[str] | None = None) -> list[str]:
+    """Add to torch what scripts of 2018 to 2021 expect. Local; twice does no harm.
 
+    Args:
+        changes: names of `needs.CHANGES`; None for all.
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(make(original)))
+    Returns:
+        Those that have been made now: not those that have been before, or of which torch needs none.
+
+    Raises:
+        InputError: there is no such change.
+    """
+    wanted = list(CHANGES if changes is None else changes)
+    unknown = [name for name in wanted if name not in _CHANGES]
+    if unknown:
+        raise InputError(f"no such change for old scripts: {', '.join(unknown)}; there are {', '.join(_CHANGES)}")
+    new = [name for name in wanted if name not in _installed]
+    _installed.update(new)
+    return [name for name in new if _CHANGES[name]()]
 
 
 # ---- missing names ---------------------------------------------------------------------------------
 
 
-def _add_functions() -> None:
-    for name in multigpu.__all__:
-        if not hasattr(dist, name):
-            setattr(dist, name, getattr(multigpu, name))
-            setattr(distributed_c10d, name, getattr(multigpu, name))
-    if not hasattr(dist, "reduce_op"):
-        members = {name: getattr(dist.ReduceOp, name) for name in dir(dist.ReduceOp) if name.isupper()}
-        dist.reduce_op = SimpleNamespace(**members)  # type: ignore[assignment]
+def _add_multigpu() -> bool:
+    modules = ("torch.distributed", _C10D)
+    done = [add(f"{module}.{name}", getattr(multigpu, name)) for name in multigpu.__all__ for module in modules]
+    return any(done)
 
 
-def _add_modules() -> None:
-    """Modules that torch had, made of what stands for them; a real one is left alone."""
-    text = (str, bytes)
-    six = {
+def _add_reduce_op() -> bool:
+    members = {name: getattr(dist.ReduceOp, name) for name in dir(dist.ReduceOp) if name.isupper()}
+    return add("torch.distributed.reduce_op", SimpleNamespace(**members))
+
+
+def _add_six() -> bool:
+    content: dict[str, Any] = {
         "PY2": False,
         "PY3": True,
         "PY37": True,
         "inf": math.inf,
         "nan": math.nan,
-        "string_classes": text,
+        "string_classes": (str, bytes),
         "int_classes": int,
         "container_abcs": collections.abc,
         "queue": queue,
@@ -90,22 +87,19 @@ def _add_modules() -> None:
         "with_metaclass": lambda meta, *bases: meta("Base", bases, {}),
         "istuple": lambda value: isinstance(value, tuple),
     }
-    _add_module("torch._six", six)
-    _add_module("torch.cuda.comm", {name: value for name, value in vars(comm).items() if not name.startswith("__")})
-    _add_module("torch.distributed.deprecated", {"__getattr__": functools.partial(getattr, dist)})
+    return add_module("torch._six", content, _DOC)
 
 
-def _add_module(name: str, content: dict[str, Any]) -> None:
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
-        return
-    module = ModuleType(name, f"What torch had under this name, added by {__name__}.")
-    module.__dict__.update(content)
-    sys.modules[name] = module
-    parent, _, last = name.rpartition(".")
-    setattr(sys.modules[parent], last, module)
+def _add_cuda_comm() -> bool:
+    content = {name: value for name, value in vars(comm).items() if not name.startswith("__")}
+    return add_module("torch.cuda.comm", content, _DOC)
 
 
-def _trust_plain_data() -> None:
+def _add_deprecated() -> bool:
+    return add_module("torch.distributed.deprecated", {"__getattr__": functools.partial(getattr, dist)}, _DOC)
+
+
+def _trust_plain_data() -> bool:
     """Let `torch.load` take what checkpoints of old hold beside tensors, and what runs no code when it is read."""
     trusted: list[Any] = [argparse.Namespace]
     try:
@@ -120,9 +114,34 @@ def _trust_plain_data() -> None:
             # Files name the module that had them when they were written: another one since numpy 2.
             trusted += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
     torch.serialization.add_safe_globals(trusted)
+    return True
 
 
 # ---- calls that torch turns away -------------------------------------------------------------------
+
+
+def _let_old_calls_through() -> bool:
+    return wrap(f"{_C10D}.init_process_group", _take_old_backends, alias="torch.distributed")
+
+
+def _let_floats_through() -> bool:
+    owners = ("torch.utils.data.DataLoader", "torch.utils.data.BatchSampler")
+    done = [wrap(f"{owner}.__init__", _take_whole_floats) for owner in owners]
+    return any(done)
+
+
+def _let_verbose_through() -> bool:
+    schedulers = {
+        name: kind
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)
+    }
+    done = [_accept_verbose(name, kind) for name, kind in schedulers.items()]
+    return any(done)
+
+
+def _let_data_through() -> bool:
+    return Sampler.__init__ is object.__init__ and patch("torch.utils.data.Sampler.__init__", _init_sampler)
 
 
 def _take_old_backends(original: Callable[..., None]) -> Callable[..., None]:
@@ -184,19 +203,38 @@ def _lay_out_in_order(original: Callable[..., torch.Tensor]) -> Callable[..., to
     return eq
 
 
-def _accept_verbose(scheduler: Any) -> None:
+def _accept_verbose(name: str, scheduler: type) -> bool:
     """Schedulers of the learning rate, which announced each change until torch 2.6 if told `verbose=True`."""
-    original = scheduler.__dict__.get("__init__")
-    if original is None or "verbose" in inspect.signature(original).parameters:
-        return
+    own: Any = vars(scheduler).get("__init__")
+    if own is None or "verbose" in inspect.signature(own).parameters:
+        return False
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, verbose: object = False, **options: Any) -> None:  # noqa: N807
-        original(self, *args, **options)
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, verbose: object = False, **options: Any) -> None:  # noqa: N807
+            original(self, *args, **options)
 
-    scheduler.__init__ = __init__
+        return __init__
+
+    return wrap(f"torch.optim.lr_scheduler.{name}.__init__", make)
 
 
 def _init_sampler(self: Sampler[Any], data_source: object = None) -> None:
     """Samplers of old handed their data to the base class, which ignored it."""
     super(Sampler, self).__init__()
+
+
+_CHANGES: Mapping[str, Callable[[], bool]] = MappingProxyType(
+    {
+        "torch._six": _add_six,
+        "torch.cuda.comm": _add_cuda_comm,
+        "torch.distributed.deprecated": _add_deprecated,
+        "multigpu": _add_multigpu,
+        "reduce_op": _add_reduce_op,
+        "init_process_group": _let_old_calls_through,
+        "batch_size": _let_floats_through,
+        "sampler": _let_data_through,
+        "eq": functools.partial(wrap, "torch.Tensor.eq", _lay_out_in_order),
+        "verbose": _let_verbose_through,
+        "load": _trust_plain_data,
+    }
+)

@@ -212,7 +212,7 @@ class HostAgent(SimpleElasticAgent):
             crew.close()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._stop_workers(self._worker_group)
+        self._stop_workers(self.get_worker_group())
 
     def _exit_barrier(self) -> None:
         """Nothing: when a round has succeeded, it has on all hosts."""

@@ -14,13 +14,13 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.errors import LaunchError, RendezvousError
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.output import say
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.rendezvous import tcp
+from lockstep.torch_private.stores import PrefixStore, Store, TCPStore
 
 __all__ = ["Place", "PlaceLost"]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
+
+from lockstep.torch_private.groups import coalescing_manager
 
 __all__ = [
     "ALL_DTYPES",
@@ -216,7 +217,7 @@ def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
 
     torch keeps it private, and FSDP and torchrec call it all the same, so a backend must bear it.
     """
-    manager: AbstractContextManager[Any] = _coalescing_manager(group=group, async_ops=True)
+    manager: AbstractContextManager[Any] = coalescing_manager(group=group, async_ops=True)
     return manager
 
 

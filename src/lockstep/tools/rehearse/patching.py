@@ -1,4 +1,8 @@
-"""How names of torch are replaced in a rehearsing process. Nothing else in the package replaces any."""
+"""How names of torch are replaced in a rehearsing process.
+
+Rehearsals replace much of torch, and only in processes of their own; the one record for all of it is in
+`lockstep.torch_private`, which does what the rest of the package replaces.
+"""
 
 from __future__ import annotations
 

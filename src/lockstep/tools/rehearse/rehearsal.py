@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import env
+from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.compat.legacy.spelling import find_spelling
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
@@ -93,8 +94,8 @@ def rehearse(rehearsal: Rehearsal) -> int:
     env.LOCKSTEP_REHEARSAL.set(settings.dump(), variables)
     # A GPU that is really here has no part in it.
     env.CUDA_VISIBLE_DEVICES.set("", variables)
-    if not rehearsal.with_doors:
-        env.LOCKSTEP_COMPAT.set(False, variables)
+    asked = None if rehearsal.with_doors else False
+    tell_ranks(variables, asked, rehearsal.target, rehearsal.is_module, rehearsal.args)
     jobs: list[Job] = []
     code = launch_job(
         LaunchConfig(

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.compat.apex.amp._amp_state import AmpValueError, _amp_state
+from lockstep.torch_private.patching import replace_attribute
+from lockstep.torch_private.trees import tree_leaves, tree_map
 
 __all__ = [
     "AmpHandle",
@@ -85,7 +86,7 @@ class AmpHandle:
     def _replace(self, module: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
         original = getattr(module, name)
         self._replaced.append((module, name, original))
-        setattr(module, name, wrap(original))
+        replace_attribute(module, name, wrap(original))
 
     def _deactivate(self) -> None:
         """Put everything back as it was."""
@@ -93,7 +94,7 @@ class AmpHandle:
             return
         self._is_installed = self._is_active = False
         for module, name, original in reversed(self._replaced):
-            setattr(module, name, original)
+            replace_attribute(module, name, original)
         self._replaced.clear()
         for kind, enabled, dtype in self._before:
             torch.set_autocast_enabled(kind, enabled)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.torch_private.modules import REPLICATE, buffers_of, copy_by_class, parameters_of
 from lockstep.tree import map_tensors
 
 __all__ = ["CastForward", "keep_state_dict_wide"]
@@ -33,11 +34,11 @@ class CastForward:
 
     def install(self) -> None:
         """Take the place of the module's `forward`, and of those of replicas that `DataParallel` makes of it."""
-        vars(self._module).update(forward=self, _replicate_for_data_parallel=self._replicate)
+        vars(self._module).update({"forward": self, REPLICATE: self._replicate})
 
     def _replicate(self) -> nn.Module:
-        replica: nn.Module = type(self._module)._replicate_for_data_parallel(self._module)  # type: ignore[no-untyped-call]
-        del vars(replica)["_replicate_for_data_parallel"]
+        replica: nn.Module = copy_by_class(self._module)
+        del vars(replica)[REPLICATE]
         vars(replica)["forward"] = self._replaced
         if self._replaced is None:
             del vars(replica)["forward"]
@@ -66,7 +67,7 @@ def keep_state_dict_wide(model: nn.Module) -> None:
 
 
 def _widen(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    for name in (*module._parameters, *module._buffers):
+    for name in (*parameters_of(module), *buffers_of(module)):
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and value.is_floating_point() and value.element_size() < 4:
             state_dict[prefix + name] = value.float()

@@ -25,6 +25,8 @@ from lockstep.compat.apex.amp.properties import HALF_DTYPES
 from lockstep.compat.apex.amp.scaler import LossScaler
 from lockstep.compat.apex.parallel.distributed import accumulates
 from lockstep.errors import InputTypeError
+from lockstep.torch_private.modules import mark_as_stepped
+from lockstep.torch_private.tensors import values_of
 
 __all__ = ["OptimizerState", "process_optimizer"]
 
@@ -158,7 +160,7 @@ class OptimizerState:
             if wide is not parameter.grad:
                 parameter.grad.copy_(wide)
             return
-        parameter.grad._values().copy_(wide)
+        values_of(parameter.grad).copy_(wide)
         if held is not None:
             parameter.grad = parameter.grad + held
 
@@ -194,7 +196,7 @@ def _dense(parameter: Tensor) -> Tensor:
     if not parameter.grad.is_sparse:
         return parameter.grad
     parameter.grad = parameter.grad.coalesce()
-    return parameter.grad._values()
+    return values_of(parameter.grad)
 
 
 def process_optimizer(optimizer: Any, has_masters: bool) -> None:
@@ -231,7 +233,7 @@ def _make_step(plain_step: Any) -> Any:
         if stash.skipped_by is not None:
             stash.skip()
             # So that schedulers do not take this for a step that was forgotten.
-            getattr(self, "optim", self)._opt_called = True
+            mark_as_stepped(getattr(self, "optim", self))
             return None
         stash.init_masters()
         with casts_off():

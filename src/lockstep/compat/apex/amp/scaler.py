@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep.torch_private.tensors import amp_unscale_
+
 __all__ = ["LossScaler"]
 
 
@@ -68,7 +70,7 @@ class LossScaler:
         for (device, _), tensors in by_kind.items():
             flag = self._overflow_flags.setdefault(device, torch.zeros(1, device=device))
             inverse = torch.full((1,), 1.0 / self._loss_scale, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, inverse)
+            amp_unscale_(tensors, flag, inverse)
         return wide
 
     def update_scale(self) -> bool:

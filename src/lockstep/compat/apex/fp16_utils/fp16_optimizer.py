@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lockstep.compat.apex.fp16_utils.fp16util import (
     clip_grad_norm,
@@ -16,6 +15,8 @@ from lockstep.compat.apex.fp16_utils.fp16util import (
 )
 from lockstep.compat.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from lockstep.errors import InputTypeError, LockstepError
+from lockstep.torch_private.tensors import foreach_mul_
+from lockstep.torch_private.trees import tree_map
 
 __all__ = ["FP16_Module", "FP16_Optimizer", "fp16_to_fp32", "fp32_to_fp16"]
 
@@ -169,7 +170,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
     def _multiply_gradients(self, groups: Sequence[list[Tensor]], factor: float) -> None:
         gradients = [each.grad for group in groups for each in group if each.grad is not None]
         if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | int:
         """Clip the gradients of masters and of parameters that need none. Returns their norm, -1 after an overflow."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.rnn import RNNBase
 
 from lockstep.errors import InputTypeError
+from lockstep.torch_private.modules import BatchNorm, buffers_of
 
 __all__ = [
     "BN_convert_float",
@@ -54,7 +54,7 @@ class FP16Model(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 Apex's name
     """Make batch normalization in a 16-bit model float32 again, where it has parameters. Returns the module."""
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and layer.affine:
+        if isinstance(layer, BatchNorm) and layer.affine:
             layer.float()
     return module
 
@@ -71,15 +71,15 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.data.to(dtype)
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffers_of(module).items():
         if buffer is not None and buffer.dtype.is_floating_point:
-            module._buffers[name] = buffer.to(dtype)
+            buffers_of(module)[name] = buffer.to(dtype)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a model, but for batch normalization that has parameters. Returns the model."""
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
+        if isinstance(module, BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, RNNBase):

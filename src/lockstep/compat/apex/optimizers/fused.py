@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import InputError
+from lockstep.torch_private.tensors import foreach_norm
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedSGD"]
 
@@ -241,7 +242,7 @@ class FusedLAMB(_ZeroGrad, torch.optim.Optimizer):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return loss
-        norms = torch._foreach_norm([each.float() for each in gradients])
+        norms = foreach_norm([each.float() for each in gradients])
         norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
         for group in self.param_groups:
             limit = group["max_grad_norm"]

@@ -16,6 +16,7 @@ from lockstep.comm.backend import EngineProcessGroup
 from lockstep.compat.horovod.torch.adasum import reduce_adasum
 from lockstep.compat.horovod.torch.meta import Meta
 from lockstep.compat.horovod.torch.request import Request
+from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["Executor", "Match", "gather_equal", "scale"]
 
@@ -183,7 +184,7 @@ class Executor:
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in small])
         self._reduce_each(op, [flat, *large], group)
         pieces = torch.split(flat, [tensor.numel() for tensor in small])
-        torch._foreach_copy_(
+        foreach_copy_(
             small, [piece.view(tensor.shape).to(tensor.device) for piece, tensor in zip(pieces, small, strict=True)]
         )
 

@@ -27,6 +27,7 @@ from lockstep.compat.horovod.torch.process_sets import ProcessSet
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.parallel.buckets import BucketPlan, plan_buckets
 from lockstep.parallel.symmetric import SymmetricTransport
+from lockstep.torch_private.autograd import version_of
 
 __all__ = ["Buckets", "Settings", "reduce_dense", "reduce_sparse"]
 
@@ -234,7 +235,7 @@ class Buckets:
         for position in left:
             index, gradient = indices[position], gradients[position]
             self._parameters[index].grad = gradient
-            self._left[index] = (gradient, gradient._version)
+            self._left[index] = (gradient, version_of(gradient))
 
     def _is_in_place(self, index: int) -> bool:
         """Whether a gradient is where it was filled from or to, and has not been changed elsewhere. Local."""
@@ -242,7 +243,7 @@ class Buckets:
         if gradient is self._views[index]:
             return index not in self._left
         left = self._left.get(index)
-        return left is not None and left[0] is gradient and gradient._version == left[1]
+        return left is not None and left[0] is gradient and version_of(gradient) == left[1]
 
     # ---- averaging ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from lockstep.compat.horovod.torch.meta import Meta
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.compat.horovod.torch.timeline import Timeline
 from lockstep.errors import InputError
+from lockstep.torch_private.groups import default_timeout
 from lockstep.world import World
 
 __all__ = ["Runtime", "close", "current", "is_open", "open_runtime"]
@@ -71,7 +72,7 @@ class Runtime:
         self._ranks[set_id] = ranks
         if self.world.rank in ranks:
             assert isinstance(control, dist.ProcessGroup)
-            limit = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(control)))
+            limit = timeout or default_timeout(control)
             self._channels[set_id] = Channel(
                 set_id, ranks, self.world.rank, control, accelerator, self.timeline, limit.total_seconds()
             )

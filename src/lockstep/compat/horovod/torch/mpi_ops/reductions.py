@@ -18,6 +18,7 @@ from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.errors import InputError
+from lockstep.torch_private.tensors import indices_of, values_of
 
 __all__ = [
     "Adasum",
@@ -368,8 +369,8 @@ def sparse_allreduce_async(
     channel = channel_of(process_set, "allreduce")
     key = channel.full_name("sparse_allreduce", name)
     own = tensor.detach()
-    indices = start_all_gather([own._indices().t().contiguous()], True, f"{key}.indices", process_set)
-    values = start_all_gather([own._values().contiguous()], True, f"{key}.values", process_set)
+    indices = start_all_gather([indices_of(own).t().contiguous()], True, f"{key}.indices", process_set)
+    values = start_all_gather([values_of(own).contiguous()], True, f"{key}.values", process_set)
     channel.rouse()
     shape, size = tensor.shape, len(channel.ranks)
 

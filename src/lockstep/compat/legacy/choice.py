@@ -1,0 +1,135 @@
+"""Which changes to torch a rank makes: decided once by the launcher, from the script's text, and handed to the ranks.
+
+Where no launcher of ours has decided (`python -m lockstep.compat.script`, mpirun), a rank reads the script itself. With
+LOCKSTEP_COMPAT=1, which `--compat` sets, all changes are made, whatever the script says; with 0, which `--no-compat`
+sets, none. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+
+from lockstep import env
+from lockstep.compat.legacy.needs import CHANGES, find_needs
+
+__all__ = ["Choice", "add_arguments", "choose", "choose_here", "tell_ranks"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Changes to torch for one script.
+
+    Attributes:
+        script: how messages call it.
+        changes: names of `needs.CHANGES`, each with the line that needs it.
+        is_asked: somebody has asked for all, whatever the script says.
+    """
+
+    script: str
+    changes: Mapping[str, str] = field(default_factory=dict)
+    is_asked: bool = False
+
+    def dump(self) -> str:
+        """As a text, for a variable."""
+        return json.dumps({"script": self.script, "changes": dict(self.changes)})
+
+    @staticmethod
+    def load(text: str) -> Choice:
+        """The way back.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        read = json.loads(text)
+        if not isinstance(read, dict):
+            raise ValueError("expected an object with script and changes")
+        changes = {str(name): str(line) for name, line in dict(read.get("changes") or {}).items() if name in CHANGES}
+        return Choice(str(read.get("script", "")), changes)
+
+    def sentence(self, done: Sequence[str]) -> str:
+        """What has been done, and how to have torch left alone.
+
+        Args:
+            done: the changes that have been made.
+        """
+        if self.is_asked:
+            return f"torch is changed for old scripts, as --compat asks: {', '.join(CHANGES[name] for name in done)}"
+        made = ", ".join(f"{CHANGES[name]} ({self.changes[name]})" for name in done)
+        return f"{self.script} is written for an older torch: {made}; --no-compat leaves torch alone"
+
+
+def choose(target: str, is_module: bool = False, words: Sequence[str] = ()) -> Choice:
+    """What a script needs, by its text. Local; see `find_needs`.
+
+    Args:
+        target: path of a script, or name of a module.
+        is_module: `target` is the name of a module.
+        words: the script's arguments.
+    """
+    script = target if is_module else os.path.basename(os.path.abspath(target))
+    return Choice(script, find_needs(target, is_module, words))
+
+
+def tell_ranks(
+    variables: MutableMapping[str, str],
+    asked: bool | None,
+    target: str,
+    is_module: bool = False,
+    words: Sequence[str] = (),
+) -> None:
+    """Decide for a job, and write it into the variables of its ranks. Local.
+
+    Args:
+        variables: of the ranks; LOCKSTEP_COMPAT in them settles it without a look at the script.
+        asked: True for `--compat`, False for `--no-compat`, None for neither.
+        target: as for `choose`.
+        is_module: as for `choose`.
+        words: as for `choose`.
+    """
+    if asked is not None:
+        env.LOCKSTEP_COMPAT.set(asked, variables)
+    # What an outer job has decided is about its own script.
+    env.LOCKSTEP_OLD_TORCH.unset(variables)
+    is_program = is_module and target.split(".")[0] == "lockstep"  # Ours, which becomes a program of any kind.
+    if env.LOCKSTEP_COMPAT.get(variables) is None and not is_program:
+        env.LOCKSTEP_OLD_TORCH.set(choose(target, is_module, words).dump(), variables)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--compat` and `--no-compat`: `compat` is True, False or None."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--compat",
+        dest="compat",
+        action="store_const",
+        const=True,
+        help="let torch take all that its releases of 2018 to 2021 took, also where the script's text shows no need",
+    )
+    group.add_argument(
+        "--no-compat",
+        dest="compat",
+        action="store_const",
+        const=False,
+        help="leave torch alone, and do not let `import horovod` and `import apex` find Lockstep's own where they are "
+        "not installed",
+    )
+
+
+def choose_here() -> Choice:
+    """The choice for this process, whose main module is the script by now. Local."""
+    asked = env.LOCKSTEP_COMPAT.get()
+    if asked is not None:
+        return Choice("", dict.fromkeys(CHANGES, "") if asked else {}, is_asked=asked)
+    text = env.LOCKSTEP_OLD_TORCH.get()
+    if text is not None:
+        return Choice.load(text)
+    main = sys.modules.get("__main__")
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return choose(spec.name.removesuffix(".__main__"), True, sys.argv[1:])
+    return Choice("") if file is None else choose(file, False, sys.argv[1:])

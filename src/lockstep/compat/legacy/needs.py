@@ -1,0 +1,102 @@
+"""Which changes to torch a script of 2018 to 2021 needs, read from its source. Nothing of the script is run.
+
+The script and the modules of its own that it imports are read as syntax trees. What one file says is in `signs.py`;
+here the files are put together. A script without any such sign finds torch as it is.
+
+    >>> find_needs("no_such_script.py")
+    {}
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from lockstep.compat.legacy.signs import OLD_FILE_URL, signs_in
+from lockstep.compat.legacy.sources import locate_target, nearest_first, parse
+
+__all__ = ["CHANGES", "HINTS", "find_needs", "hint_for"]
+
+_MAX_FILES = 100
+
+CHANGES: Mapping[str, str] = MappingProxyType(
+    {
+        "torch._six": "torch._six is there",
+        "torch.cuda.comm": "torch.cuda.comm is there",
+        "torch.distributed.deprecated": "torch.distributed.deprecated is there",
+        "multigpu": "torch.distributed has *_multigpu",
+        "reduce_op": "torch.distributed has reduce_op",
+        "init_process_group": 'init_process_group takes "tcp" and file://name',
+        "batch_size": "DataLoader and BatchSampler take whole floats as batch_size",
+        "sampler": "Sampler takes data_source",
+        "eq": "Tensor.eq gives rows that view(-1) takes",
+        "verbose": "schedulers take verbose=",
+        "load": "torch.load takes argparse.Namespace and numpy's numbers",
+    }
+)
+"""Every change, by the name under which launchers hand it to ranks, and what it does, for messages."""
+
+HINTS: tuple[tuple[str, str, str], ...] = (
+    ("torch._six", "ModuleNotFoundError", r"No module named 'torch\._six'"),
+    ("torch.cuda.comm", "ModuleNotFoundError", r"No module named 'torch\.cuda\.comm'"),
+    ("torch.distributed.deprecated", "ModuleNotFoundError", r"No module named 'torch\.distributed\.deprecated'"),
+    ("multigpu", "AttributeError|ImportError", r"torch\.distributed.* '\w+_multigpu'"),
+    ("multigpu", "ImportError", r"'\w+_multigpu' from 'torch\.distributed"),
+    ("reduce_op", "AttributeError|ImportError", r"'reduce_op'"),
+    ("batch_size", "ValueError", r"batch_size should be a positive integer value, but got batch_size=\d+\.0\b"),
+    ("sampler", "TypeError", r"object\.__init__\(\) takes exactly one argument|Sampler\.__init__\(\) takes 1 pos"),
+    ("eq", "RuntimeError", r"view size is not compatible with input tensor's size and stride"),
+    ("verbose", "TypeError", r"__init__\(\) got an unexpected keyword argument 'verbose'"),
+    ("load", r".*UnpicklingError", r"(?s)Weights only load failed.*(argparse\.Namespace|numpy)"),
+    ("init_process_group", "ValueError|RuntimeError", r"[Bb]ackend\W.*\btcp\b"),
+)
+"""Errors that a change would have prevented: its name, the type of the error, what its text contains."""
+
+
+def find_needs(
+    target: str, is_module: bool = False, words: Sequence[str] = (), path: Sequence[str] | None = None
+) -> dict[str, str]:
+    """Which changes a script needs, and where it says so. Local; reads files and runs nothing.
+
+    Args:
+        target: path of a script or of a folder with a `__main__.py`; or name of a module.
+        is_module: `target` is the name of a module.
+        words: the script's arguments, which may name the backend "tcp" or a file to meet at.
+        path: folders in which modules are looked for, besides the script's own; default `sys.path`.
+
+    Returns:
+        Names of `CHANGES`, in that order, each with the file and line that shows it; empty if the script needs none.
+    """
+    if is_module and target.split(".")[0] == "lockstep":
+        return {}
+    found: dict[str, str] = {}
+    start = locate_target(target, is_module, path)
+    calls_init = False
+    for source in nearest_first(start, _MAX_FILES) if start is not None else ():
+        tree = parse(source.file)
+        if tree is None:
+            continue
+        signs = signs_in(tree)
+        calls_init |= signs.calls_init_process_group
+        for name, line in signs.needs:
+            found.setdefault(name, f"{os.path.basename(source.file)}:{line}")
+    if calls_init and any(_is_old_word(word) for word in words):
+        found.setdefault("init_process_group", "its arguments")
+    return {name: found[name] for name in CHANGES if name in found}
+
+
+def _is_old_word(word: str) -> bool:
+    value = word.partition("=")[2] if word.startswith("-") else word
+    return value.lower() == "tcp" or OLD_FILE_URL.fullmatch(value) is not None
+
+
+def hint_for(error: BaseException) -> str | None:
+    """The change that would have prevented an error, as far as its text tells; None for any other error."""
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    text = str(error)
+    for name, kind, pattern in HINTS:
+        if any(re.fullmatch(kind, each) for each in kinds) and re.search(pattern, text):
+            return name
+    return None

@@ -1,0 +1,272 @@
+"""What the syntax tree of one file says about the release of torch that it was written for.
+
+A sign is taken only where today's torch would turn the call away or lack the name: `batch_size=args.batch_size / n`,
+and not `int(args.batch_size / n)`; an import of `torch._six`, and not one whose ImportError the file catches.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lockstep.compat.legacy.checkpoints import loads_of_objects
+from lockstep.compat.legacy.sources import docstrings, dotted_name, keyword_of, name_of
+
+__all__ = ["OLD_FILE_URL", "Signs", "signs_in"]
+
+OLD_FILE_URL = re.compile(r"file://[^/?]+(\?.*)?")
+"""A place to meet that names no folder."""
+
+_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated")
+_LAST_PARTS = frozenset(module.rpartition(".")[2] for module in _MODULES)
+_MULTIGPU = re.compile(r"(all_reduce|broadcast|reduce|all_gather|reduce_scatter)_multigpu")
+_BATCH_SIZE = re.compile(r"(.*_)?(batch_?size|bsz?)", re.IGNORECASE)
+_SCHEDULERS = frozenset(
+    {
+        "ChainedScheduler",
+        "ConstantLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "ExponentialLR",
+        "LambdaLR",
+        "LinearLR",
+        "MultiStepLR",
+        "MultiplicativeLR",
+        "OneCycleLR",
+        "PolynomialLR",
+        "ReduceLROnPlateau",
+        "SequentialLR",
+        "StepLR",
+    }
+)
+_SCHEDULER_BASE = re.compile(r"_?LRScheduler|" + "|".join(sorted(_SCHEDULERS)))
+_CATCHING = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+
+_Found = Iterator[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What one file says.
+
+    Attributes:
+        needs: names of changes to torch, each with the line that shows it.
+        calls_init_process_group: whether it calls that function.
+    """
+
+    needs: tuple[tuple[str, int], ...]
+    calls_init_process_group: bool
+
+
+def signs_in(tree: ast.Module) -> Signs:
+    """Read a file's syntax tree. Pure."""
+    nodes = list(ast.walk(tree))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    finders: tuple[Callable[[list[ast.AST], list[ast.Call]], _Found], ...] = (
+        _old_modules,
+        _old_functions,
+        _old_backends,
+        _float_batch_sizes,
+        _samplers_with_data,
+        _views_of_eq,
+        _verbose_schedulers,
+        loads_of_objects,
+    )
+    needs = tuple(found for finder in finders for found in finder(nodes, calls))
+    return Signs(needs, any(name_of(call.func) == "init_process_group" for call in calls))
+
+
+# ---- names that torch lacks ------------------------------------------------------------------------
+
+
+def _old_modules(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
+    forgiven = {
+        id(node)
+        for attempt in nodes
+        if isinstance(attempt, ast.Try) and any(map(_catches_missing_module, attempt.handlers))
+        for statement in attempt.body
+        for node in ast.walk(statement)
+    }
+    for node in nodes:
+        names: list[str] = []
+        if id(node) in forgiven:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr in _LAST_PARTS:
+            names = [dotted_name(node)]
+        for module in _MODULES:
+            if any(f"{name}.".startswith(f"{module}.") for name in names):
+                yield module, getattr(node, "lineno", 0)
+
+
+def _catches_missing_module(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or name_of(kind) in _CATCHING for kind in kinds)
+
+
+def _old_functions(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
+    packages = {"torch.distributed"}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            packages |= {
+                each.asname for each in node.names if each.asname and each.name.startswith("torch.distributed")
+            }
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            packages |= {each.asname or each.name for each in node.names if each.name == "distributed"}
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and dotted_name(node.value) in packages:
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if _MULTIGPU.fullmatch(name):
+                yield "multigpu", getattr(node, "lineno", 0)
+            elif name == "reduce_op":
+                yield "reduce_op", getattr(node, "lineno", 0)
+
+
+# ---- calls that torch turns away -------------------------------------------------------------------
+
+
+def _old_backends(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
+    for call in calls:
+        texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        names_backend = name_of(call.func) == "add_argument" and any("backend" in str(text) for text in texts)
+        if (name_of(call.func) == "init_process_group" or names_backend) and any(map(_is_tcp, values)):
+            yield "init_process_group", call.lineno
+    ignored = {id(node) for node in docstrings(nodes)}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=targets, value=value) if _is_tcp(value):
+                is_old = any("backend" in name_of(target).lower() for target in targets)
+            case ast.Constant(value=str(text)) if id(node) not in ignored:
+                is_old = OLD_FILE_URL.fullmatch(text) is not None
+            case _:
+                continue
+        if is_old:
+            yield "init_process_group", node.lineno
+
+
+def _is_tcp(node: object) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.lower() == "tcp"
+
+
+def _float_batch_sizes(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
+    for call in calls:
+        given = [keyword_of(call, "batch_size")]
+        if name_of(call.func) in ("DataLoader", "BatchSampler"):
+            given += call.args[1:2]
+        if any(value is not None and _is_float(value) for value in given):
+            yield "batch_size", call.lineno
+        is_option = any(isinstance(each, ast.Constant) and _is_batch_option(each.value) for each in call.args)
+        kind = keyword_of(call, "type")
+        if name_of(call.func) == "add_argument" and is_option and kind is not None and name_of(kind) == "float":
+            yield "batch_size", call.lineno
+    for node in nodes:
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign) and _is_float(node.value):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            targets = [node.target]
+        if any(_BATCH_SIZE.fullmatch(name_of(target)) for target in targets):
+            yield "batch_size", getattr(node, "lineno", 0)
+
+
+def _is_batch_option(value: object) -> bool:
+    return isinstance(value, str) and _BATCH_SIZE.fullmatch(value.lstrip("-").replace("-", "_")) is not None
+
+
+def _is_float(node: ast.expr) -> bool:
+    """Whether an expression is a float, as far as its outermost operation shows."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Div)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "float"
+    return isinstance(node, ast.Constant) and isinstance(node.value, float)
+
+
+def _samplers_with_data(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
+    for kind in nodes:
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        bases = {name_of(base.value if isinstance(base, ast.Subscript) else base) for base in kind.bases}
+        if "Sampler" not in bases:
+            continue
+        for call in _base_init_calls(kind, "Sampler"):
+            of_self = 0 if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call) else 1
+            if len(call.args) > of_self or call.keywords:
+                yield "sampler", call.lineno
+
+
+def _base_init_calls(kind: ast.ClassDef, base: str) -> Iterator[ast.Call]:
+    """`super().__init__(…)` and `Base.__init__(self, …)` in a class."""
+    for call in ast.walk(kind):
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"):
+            continue
+        owner = call.func.value
+        if (isinstance(owner, ast.Call) and name_of(owner.func) == "super") or name_of(owner) == base:
+            yield call
+
+
+def _views_of_eq(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
+    """`correct = pred.eq(…)` and, anywhere in the file, `correct[:k].view(…)`; or both in one expression."""
+    compared = {
+        name_of(target)
+        for node in nodes
+        if isinstance(node, ast.Assign) and _comes_from_eq(node.value)
+        for target in node.targets
+    } - {""}
+    for call in calls:
+        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "view"):
+            continue
+        inner = call.func.value
+        while isinstance(inner, ast.Subscript):
+            inner = inner.value
+        if name_of(inner) in compared or _comes_from_eq(inner) or name_of(_start_of(inner)) in compared:
+            yield "eq", call.lineno
+
+
+def _comes_from_eq(node: ast.expr) -> bool:
+    """Whether a chain of methods and slices, such as `a.eq(b)[:k].float()`, has `eq` in it."""
+    while isinstance(node, ast.Call | ast.Subscript | ast.Attribute):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "eq":
+                return True
+            node = node.func
+        else:
+            node = node.value
+    return False
+
+
+def _start_of(node: ast.expr) -> ast.expr:
+    """`correct` of `correct[:k].float()`."""
+    while True:
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        else:
+            return node
+
+
+def _verbose_schedulers(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
+    for call in calls:
+        if name_of(call.func) in _SCHEDULERS and keyword_of(call, "verbose") is not None:
+            yield "verbose", call.lineno
+    for kind in nodes:
+        if isinstance(kind, ast.ClassDef) and (base := _scheduler_among(kind.bases)):
+            for call in _base_init_calls(kind, base):
+                if keyword_of(call, "verbose") is not None:
+                    yield "verbose", call.lineno
+
+
+def _scheduler_among(bases: list[ast.expr]) -> str | None:
+    return next((name_of(base) for base in bases if _SCHEDULER_BASE.fullmatch(name_of(base))), None)

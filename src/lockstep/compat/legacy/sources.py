@@ -1,0 +1,163 @@
+"""The source of a script and of the modules beside it, read without running any of it. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Source",
+    "docstrings",
+    "dotted_name",
+    "keyword_of",
+    "locate_target",
+    "name_of",
+    "nearest_first",
+    "parse",
+    "text_of",
+]
+
+_MAX_FILES = 300
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, and which of the modules that it imports are the script's own.
+
+    Attributes:
+        file: its path.
+        root: the folder in which these modules lie.
+        package: that of the file.
+        within: the package they are part of, where others lie there too; None for all in the folder.
+    """
+
+    file: str
+    root: str
+    package: tuple[str, ...]
+    within: str | None = None
+
+
+def locate_target(target: str, is_module: bool, path: Sequence[str] | None = None) -> Source | None:
+    """The file that a target names.
+
+    Args:
+        target: path of a script or of a folder with a `__main__.py`; or name of a module.
+        is_module: `target` is the name of a module.
+        path: folders in which modules are looked for, besides the current one; default `sys.path`.
+
+    Returns:
+        None if it is not found, as in a zip file.
+    """
+    if not is_module:
+        file = os.path.join(target, "__main__.py") if os.path.isdir(target) else target
+        if not os.path.isfile(file):
+            return None
+        return Source(file, os.path.dirname(os.path.realpath(file)), ())
+    parts = tuple(target.split("."))
+    here = os.getcwd()
+    for root in (here, *(sys.path if path is None else path)):
+        for tail, package in ((("__main__",), parts), ((), parts[:-1])):
+            file = os.path.join(root, *parts, *tail) + ".py"
+            if os.path.isfile(file):
+                return Source(file, root, package, None if root == here else parts[0])
+    return None
+
+
+def nearest_first(start: Source, limit: int = _MAX_FILES) -> Iterator[Source]:
+    """The script, the modules of its own that it imports, those that these import, and so on."""
+    seen = {start.file}
+    level = [start]
+    while level:
+        yield from level
+        following = []
+        for source in level:
+            for found in _imported(source):
+                if found.file not in seen and len(seen) < limit:
+                    seen.add(found.file)
+                    following.append(found)
+        level = following
+
+
+def _imported(source: Source) -> Iterator[Source]:
+    tree = parse(source.file)
+    for node in ast.walk(tree) if tree is not None else ():
+        names: Iterable[tuple[str, ...]] = ()
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                origin = source.package[: len(source.package) - node.level + 1] + origin
+            names = [origin, *((*origin, alias.name) for alias in node.names)]
+        for name in names:
+            if name and (found := _own_module(source, name)) is not None:
+                yield found
+
+
+def _own_module(source: Source, name: tuple[str, ...]) -> Source | None:
+    """The file of one of the script's own modules; None for those of libraries."""
+    if source.within not in (None, name[0]):
+        return None
+    for tail, package in (((), name[:-1]), (("__init__",), name)):
+        file = os.path.join(source.root, *name, *tail) + ".py"
+        if os.path.isfile(file):
+            return dataclasses.replace(source, file=file, package=package)
+    return None
+
+
+def text_of(file: str) -> str:
+    """What is written in a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        return opened.read()
+
+
+@functools.lru_cache(maxsize=_MAX_FILES)
+def parse(file: str) -> ast.Module | None:
+    """The syntax tree of a file; None where there is none to be had."""
+    try:
+        return ast.parse(text_of(file))
+    except (OSError, SyntaxError, ValueError):  # Python 2, or no text at all.
+        return None
+
+
+def name_of(node: ast.expr) -> str:
+    """The last part of a dotted name; empty for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def docstrings(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
+    """The texts that are documentation, and do nothing."""
+    for node in nodes:
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            yield body[0].value
+
+
+def dotted_name(node: ast.expr) -> str:
+    """`torch.distributed` of that expression; empty for one that is no dotted name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
+
+
+def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
+    """What a call gives for a keyword, or None."""
+    return next((each.value for each in call.keywords if each.arg == name), None)

@@ -1,0 +1,13 @@
+"""Every patch of torch and every private name of torch that Lockstep uses, in one place.
+
+* `table.py`: one record for each, with what it is for and what happens without it; the records are in
+  `records_groups.py` (torch.distributed), `records_training.py` (autograd, modules, data) and `records_compat.py`
+  (old scripts, Apex, Horovod, rehearsals).
+* `lookup.py` finds a name of the table in the torch that runs; `patching.py` replaces one. Both refuse others.
+* `autograd.py`, `tensors.py`, `modules.py`, `groups.py`, `loader.py`, `trees.py`: what the rest of the package imports.
+* `page.py` writes docs/torch-internals.md from the table.
+
+A release of torch that lacks one of these names costs what the record says, with one warning, and no more. Everything
+else in the package keeps to torch's public names; tests/unit/test_torch_private.py reads the source for others.
+Importing this package, its table, `lookup` and `patching` imports no torch.
+"""

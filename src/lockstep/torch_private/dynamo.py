@@ -1,0 +1,30 @@
+"""Functions that Dynamo runs as they are, inside of what it compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+
+from lockstep.torch_private.lookup import find
+
+__all__ = ["untraced"]
+
+_Call = TypeVar("_Call", bound=Callable[..., object])
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+
+
+def untraced(call: _Call) -> _Call:
+    """The same function, marked by its code object, which costs a call nothing.
+
+    `torch.compiler.disable`, which stands in where a name is missing, imports the compiler at the first call, and
+    puts a function around each.
+    """
+    action = find(f"{_EVAL_FRAME}._FrameAction")
+    strategy = find(f"{_EVAL_FRAME}._FrameExecStrategy")
+    mark = find(f"{_EVAL_FRAME}.set_code_exec_strategy")
+    if action is None or strategy is None or mark is None:
+        return cast(_Call, torch.compiler.disable(call))  # type: ignore[no-untyped-call]
+    mark(call.__code__, strategy(action.SKIP, action.SKIP))
+    return call

@@ -1,0 +1,76 @@
+"""The inside of `nn.Module`, classes that torch's own layers derive from, and what `nn.DataParallel` is made of."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lockstep.torch_private.lookup import find, need
+
+if TYPE_CHECKING:
+    import torch
+    from torch._utils import ExceptionWrapper as ExceptionWrapper
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd as Dropout
+    from torch.nn.parallel._functions import Gather as Gather
+    from torch.nn.parallel._functions import Scatter as Scatter
+else:
+    ExceptionWrapper = need("torch._utils.ExceptionWrapper")
+    BatchNorm = find("torch.nn.modules.batchnorm._BatchNorm") or nn.BatchNorm1d.__base__
+    Dropout = find("torch.nn.modules.dropout._DropoutNd") or nn.Dropout.__base__
+    Gather = need("torch.nn.parallel._functions.Gather")
+    Scatter = need("torch.nn.parallel._functions.Scatter")
+
+__all__ = [
+    "REPLICATE",
+    "BatchNorm",
+    "Dropout",
+    "ExceptionWrapper",
+    "Gather",
+    "Scatter",
+    "buffers_of",
+    "children_of",
+    "copy_by_class",
+    "copy_for_replica",
+    "mark_as_stepped",
+    "parameters_of",
+]
+
+REPLICATE = "_replicate_for_data_parallel"
+"""The method of a module that `nn.DataParallel` calls for each replica."""
+
+_replicate = need("torch.nn.Module._replicate_for_data_parallel")
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Where a module keeps its children: written to by callers, and with those that stand there twice or are None."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Where a module keeps its own parameters."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Where a module keeps its own buffers."""
+    return module._buffers
+
+
+def copy_for_replica(module: nn.Module) -> nn.Module:
+    """A copy of a module without parameters, by its own method where it has one."""
+    copy: nn.Module = getattr(module, REPLICATE, functools.partial(_replicate, module))()
+    return copy
+
+
+def copy_by_class(module: nn.Module) -> nn.Module:
+    """The same by the method of its class, whatever stands in the place of that on the module itself."""
+    copy: nn.Module = getattr(type(module), REPLICATE, _replicate)(module)
+    return copy
+
+
+def mark_as_stepped(optimizer: Any) -> None:
+    """Let a scheduler of the learning rate take a step that was left out for one that was made."""
+    optimizer._opt_called = True

@@ -1,0 +1,113 @@
+"""Replaces names of torch; the only module that does, besides rehearsals. Imports no torch by itself.
+
+What is replaced has a record in the table with `Use.PATCH` or `Use.ADD`. A name that torch lacks is not patched: one
+warning says what is off, and torch stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lockstep.torch_private.lookup import MISSING, owner_of, warn_missing
+from lockstep.torch_private.table import Use, record_of
+
+__all__ = ["add", "add_module", "patch", "replace_attribute", "wrap"]
+
+
+def patch(name: str, value: object, alias: str | None = None) -> bool:
+    """Put a value in the place of a name of torch. Local.
+
+    Args:
+        name: full name; in the table with `Use.PATCH`.
+        value: what it stands for from now on.
+        alias: another module that had taken the same object over, such as "torch.distributed"; changed too if so.
+
+    Returns:
+        Whether it was done; False, and one warning, where torch has no such name.
+    """
+    record_of(name, Use.PATCH)
+    owner, last = owner_of(name)
+    original = MISSING if owner is MISSING else getattr(owner, last, MISSING)
+    if original is MISSING:
+        warn_missing(name)
+        return False
+    setattr(owner, last, value)
+    package = None if alias is None else sys.modules.get(alias)
+    if package is not None and getattr(package, last, None) is original:
+        setattr(package, last, value)
+    return True
+
+
+def wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], alias: str | None = None) -> bool:
+    """Put `make(original)` in the place of a function of torch, under its name and docstring. Local.
+
+    Args:
+        name: as for `patch`.
+        make: gets the function that is there and returns the one to put there.
+        alias: as for `patch`.
+
+    Returns:
+        As `patch`.
+    """
+    owner, last = owner_of(name)
+    original = None if owner is MISSING else getattr(owner, last, None)
+    if original is None:
+        record_of(name, Use.PATCH)
+        warn_missing(name)
+        return False
+    return patch(name, functools.wraps(original)(make(original)), alias)
+
+
+def add(name: str, value: object) -> bool:
+    """Put a value where torch has nothing of that name; what it has stays. Local.
+
+    Args:
+        name: full name; in the table with `Use.ADD`.
+        value: what it stands for.
+
+    Returns:
+        Whether it was done.
+    """
+    record_of(name, Use.ADD)
+    owner, last = owner_of(name)
+    if owner is MISSING or hasattr(owner, last):
+        return False
+    setattr(owner, last, value)
+    return True
+
+
+def add_module(name: str, content: Mapping[str, Any], doc: str) -> bool:
+    """Put a module where torch has none of that name; a real one stays. Local.
+
+    Args:
+        name: full name; in the table with `Use.ADD`.
+        content: its names.
+        doc: its docstring.
+
+    Returns:
+        Whether it was done.
+    """
+    record_of(name, Use.ADD)
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return False
+    module = ModuleType(name, doc)
+    module.__spec__ = ModuleSpec(name, None)
+    module.__dict__.update(content)
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    setattr(sys.modules[parent], last, module)
+    return True
+
+
+def replace_attribute(owner: Any, name: str, value: object) -> None:
+    """Put a value in the place of an attribute of a module that the user has named, and back again. Local.
+
+    For Apex's amp, whose users register functions of any module to be cast.
+    """
+    setattr(owner, name, value)

@@ -1,0 +1,51 @@
+"""What scripts for other libraries, old releases of torch and GPUs need of torch."""
+
+from __future__ import annotations
+
+from lockstep.torch_private.table import Record, Use
+
+__all__ = ["RECORDS"]
+
+_NEEDED = "in a script that needs it, or with --compat; never with --no-compat"
+_OLD = "old scripts fail as they do without Lockstep"
+
+
+def _old(name: str, use: Use, why: str) -> Record:
+    return Record(name, use, why, _OLD, _NEEDED, since="none" if use is Use.ADD else Record.since)
+
+
+RECORDS = (
+    _old("torch.Tensor.eq", Use.PATCH, "2-d results lie in memory row by row, so that view(-1) takes them"),
+    _old("torch.utils.data.DataLoader.__init__", Use.PATCH, "batch_size=64.0 is 64"),
+    _old("torch.utils.data.BatchSampler.__init__", Use.PATCH, "batch_size=64.0 is 64"),
+    _old("torch.utils.data.Sampler.__init__", Use.PATCH, "takes data_source and ignores it, as it did"),
+    _old("torch.optim.lr_scheduler.*.__init__", Use.PATCH, "schedulers take verbose=…, which torch 2.7 dropped"),
+    _old("torch.distributed.*_multigpu", Use.ADD, "several tensors of one process"),
+    _old("torch.distributed.distributed_c10d.*_multigpu", Use.ADD, "the same"),
+    _old("torch.distributed.reduce_op", Use.ADD, "the name of ReduceOp until torch 1.1"),
+    _old("torch._six", Use.ADD, "names for Python 2 and 3, until torch 1.13"),
+    _old("torch.cuda.comm", Use.ADD, "torch.nn.parallel.comm under its old name"),
+    _old("torch.distributed.deprecated", Use.ADD, "torch.distributed under another name, in torch 1.0"),
+    Record(
+        "torch.nn.functional.binary_cross_entropy",
+        Use.PATCH,
+        "apex.amp raises for it in float16, as Apex does",
+        "it computes what torch computes",
+        "from amp.initialize(opt_level='O1') until amp is off",
+    ),
+    Record(
+        "the modules of amp.register_*_function",
+        Use.BEHAVIOUR,
+        "a script names functions of any module, which apex.amp wraps while it is on",
+        "the script's own error",
+        "from amp.initialize(opt_level='O1') until amp is off",
+    ),
+    Record(
+        "torch.* in rehearsing processes",
+        Use.PATCH,
+        "GPUs that are not there: torch.cuda, devices of tensors, generators, nccl; and what watchers listen to",
+        "a name that is missing is not rehearsed or watched",
+        "under `lockstep rehearse`",
+        folder="lockstep.tools.rehearse",
+    ),
+)

@@ -1,0 +1,215 @@
+"""What Lockstep uses of `torch.distributed`."""
+
+from __future__ import annotations
+
+from lockstep.torch_private.table import Record, Use
+
+__all__ = ["RECORDS"]
+
+_MPI = "with the name 'mpi', where torch was built without MPI"
+_GROUP = "in groups of Lockstep's"
+_LAUNCHED = "under a launcher of Lockstep's"
+_HOSTS = "in launchers on several hosts"
+_C10D = "torch.distributed.distributed_c10d"
+_CLASSES = "torch._C._distributed_c10d"
+_AGENT = "torch.distributed.elastic.agent.server.api.SimpleElasticAgent"
+_NO_AGENT = "`lockstep run --nnodes` does not start; several hosts need torchrun or Slurm"
+_OLD_NAME = "none: releases that do not call it call the public name, which is there too"
+
+_PATCHES = (
+    Record(
+        f"{_C10D}.Backend.__new__",
+        Use.PATCH,
+        'Backend("mpi") says "mpi4py", so that new_group and DeviceMesh find the group over mpi4py',
+        'the name is "mpi4py", not "mpi"',
+    ),
+    Record(
+        f"{_C10D}.init_process_group",
+        Use.PATCH,
+        '"mpi" takes rank and number of ranks from MPI; for old scripts, "tcp" is gloo and file://name is taken; a '
+        "launcher is told that a rank has joined",
+        'the name is "mpi4py", with init_method="mpi://"; old scripts need "gloo" and a whole path',
+    ),
+    Record(
+        f"{_C10D}.monitored_barrier",
+        Use.PATCH,
+        "torch's function turns away every backend but gloo by its name",
+        "dist.monitored_barrier works with gloo only; group.monitored_barrier() works",
+    ),
+    Record(
+        "torch.distributed.rendezvous._rendezvous_handlers",
+        Use.PATCH,
+        'mpi:// is ours, and "env://" under mpirun takes rank and number of ranks from mpirun',
+        "dist.init_process_group() under mpirun wants RANK and WORLD_SIZE; lockstep.init() does not",
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup.*",
+        Use.PATCH,
+        "every verb of gloo and nccl writes into the rank's black box, for the launcher's verdict",
+        "the verdict says nothing of calls by that name",
+        _LAUNCHED,
+    ),
+    Record(
+        f"{_CLASSES}.Work.wait",
+        Use.PATCH,
+        "the black box says when a call is over",
+        "the verdict takes a call for unfinished until the next one",
+        _LAUNCHED,
+    ),
+    Record(
+        f"{_CLASSES}.Reducer.prepare_for_backward",
+        Use.PATCH,
+        "torch's DDP reduces from C++: its forward passes are what can be recorded",
+        "the verdict says nothing of torch's DDP",
+        _LAUNCHED,
+    ),
+)
+
+_READ = (
+    Record(
+        f"{_C10D}.Backend._plugins",
+        Use.READ,
+        "names of registered backends, for lockstep.init's error and choice",
+        "taken from Backend.backend_list, without those that torch has built in",
+        "lockstep.init()",
+    ),
+    Record(
+        f"{_C10D}._world",
+        Use.READ,
+        "its group_count: a failed start takes back the names of groups that it has given; its pg_map: which groups "
+        "there are, to see that nothing averages gradients",
+        "a process that tries again after a failed lockstep.init() may not meet the others; a model not wrapped "
+        "is told at the end only",
+        "lockstep.init()",
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup._get_sequence_number_for_group",
+        Use.READ,
+        "whether a group of torch's was called between two optimizer steps",
+        "it is taken for called: a model that nobody wrapped is told at the end only",
+        "lockstep.init()",
+    ),
+    Record(
+        f"{_C10D}._get_default_store",
+        Use.READ,
+        "ranks on torch's groups compare their models through it when they leave the world",
+        "they do not compare",
+        "lockstep.init()",
+    ),
+    Record(
+        f"{_C10D}._get_default_timeout",
+        Use.READ,
+        "how long Horovod's channel waits on a group that is not ours",
+        "torch's default_pg_timeout",
+        "hvd.init() on gloo or nccl",
+    ),
+    Record(
+        f"{_C10D}._coalescing_manager",
+        Use.READ,
+        "the conformance suite checks several collectives in one",
+        "those checks fail",
+        "in tests",
+    ),
+    Record(
+        f"{_C10D}.ProcessGroupGloo._Options",
+        Use.READ,
+        "Gloo listens at the address of the host's connection; with _devices, _timeout and _threads of its instances",
+        "groups over several hosts refuse; use gloo",
+        "groups over several hosts",
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroupGloo.send, recv",
+        Use.BEHAVIOUR,
+        "a wait that times out closes the connection of the pair, which is how a wait for a dead rank is ended",
+        "a survivor hears of a lost rank at the group's timeout",
+        "groups over several hosts",
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup._device_types",
+        Use.OVERRIDE,
+        "torch's object verbs and asynchronous checkpoints ask a group for its devices; so does our DDP",
+        "nccl groups are taken for those of GPUs, all others for those of the CPU",
+        _GROUP,
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup._get_backend",
+        Use.OVERRIDE,
+        "torch asks a group for the backend of a device: it is the group itself",
+        "none: nobody asks",
+        _GROUP,
+    ),
+    Record(
+        "torch._C._dynamo.eval_frame._FrameAction",
+        Use.READ,
+        "Dynamo runs the verbs of a group as they are, and pays nothing for it",
+        "torch.compiler.disable, which imports the compiler",
+        _GROUP,
+    ),
+    Record(
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        Use.READ,
+        "the same",
+        "the same",
+        _GROUP,
+    ),
+    Record(
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        Use.READ,
+        "the same",
+        "the same",
+        _GROUP,
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup._allgather_base",
+        Use.OVERRIDE,
+        "all_gather_into_tensor, until torch calls all_gather_single",
+        _OLD_NAME,
+        _GROUP,
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup._reduce_scatter_base",
+        Use.OVERRIDE,
+        "reduce_scatter_tensor, until torch calls reduce_scatter_single",
+        _OLD_NAME,
+        _GROUP,
+    ),
+)
+
+_ELASTIC = tuple(
+    Record(f"{_AGENT}.{name}", Use.OVERRIDE, why, _NO_AGENT, _HOSTS)
+    for name, why in (
+        ("_assign_worker_ranks", "ranks of a round are those of the membership"),
+        ("_start_workers", "ranks are started by Lockstep's launcher"),
+        ("_monitor_workers", "the launcher waits instead of polling"),
+        ("_stop_workers", "ranks are stopped, and swept, by the launcher; is_restart is not passed by all releases"),
+        ("_shutdown", "nothing is left when the agent ends"),
+        ("_exit_barrier", "hosts part by the rendezvous"),
+        ("_construct_event", "no event of ours needs a worker of torch's"),
+    )
+)
+
+_MORE = (
+    Record(
+        f"{_AGENT}._remaining_restarts",
+        Use.ATTRIBUTE,
+        "how often the run loop starts the ranks again: hosts that join or are told to go do not count",
+        "each round counts as a restart",
+        _HOSTS,
+    ),
+    Record(
+        "torch.distributed.algorithms.join.Joinable._join_config",
+        Use.ATTRIBUTE,
+        "whether the forward pass runs under torch's Join",
+        "lockstep.DistributedDataParallel raises AttributeError under Join; model.join() does not need it",
+        "lockstep.DistributedDataParallel",
+    ),
+    Record(
+        f"{_C10D}.Work._source_rank",
+        Use.OVERRIDE,
+        "dist.recv from anybody asks the handle who it was; recv_anysource hands it out",
+        "none: releases that do not ask it ask the public method",
+        _GROUP,
+    ),
+)
+
+RECORDS = (*_MORE, *_PATCHES, *_READ, *_ELASTIC)

@@ -1,0 +1,98 @@
+"""The table of what Lockstep uses of torch beyond its public names. Imports no torch.
+
+>>> record_of("torch._C._current_graph_task_id").use
+<Use.READ: 'read'>
+"""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["Record", "Use", "make_table", "record_of", "table"]
+
+
+class Use(enum.Enum):
+    """What Lockstep does with a name."""
+
+    READ = "read"
+    """Looks it up and reads or calls it."""
+    ATTRIBUTE = "attribute"
+    """Reads or writes it on instances; it cannot be looked up on the class."""
+    OVERRIDE = "override"
+    """Defines it in a subclass, where torch calls it."""
+    PATCH = "patch"
+    """Puts something else in its place."""
+    ADD = "add"
+    """Puts it where torch has nothing of that name."""
+    BEHAVIOUR = "behaviour"
+    """Relies on what torch does and does not promise."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One name.
+
+    Attributes:
+        name: its full name; `*` stands for any text, where one reason holds for several names.
+        use: what is done with it.
+        why: what it is for.
+        without: what happens where torch has no such name.
+        when: "always" or the occasion.
+        since: the first release of torch that has it, among those that Lockstep supports.
+        until: the last one; empty while the newest has it.
+        folder: the package of ours that uses it by itself; empty where `torch_private` does.
+    """
+
+    name: str
+    use: Use
+    why: str
+    without: str
+    when: str = "always"
+    since: str = "2.6 or earlier"
+    until: str = ""
+    folder: str = ""
+
+
+def make_table(records: Iterable[Record]) -> Mapping[str, Record]:
+    """Records by name.
+
+    Raises:
+        AssertionError: a name stands twice.
+    """
+    found: dict[str, Record] = {}
+    for record in records:
+        assert record.name not in found, f"{record.name} stands in the table twice"
+        found[record.name] = record
+    return MappingProxyType(found)
+
+
+@functools.cache
+def table() -> Mapping[str, Record]:
+    """All records, by name, in the order of the page."""
+    from lockstep.torch_private import records_compat, records_groups, records_training
+
+    return make_table([*records_groups.RECORDS, *records_training.RECORDS, *records_compat.RECORDS])
+
+
+@functools.cache
+def record_of(name: str, use: Use | None = None) -> Record:
+    """The record of a name.
+
+    Args:
+        name: full name.
+        use: what is done with it; None for any use.
+
+    Raises:
+        AssertionError: it has none, which is a bug of ours: every use of torch's private side stands in the table.
+    """
+    exact = [table()[name]] if name in table() else []
+    patterns = (each for pattern, each in table().items() if "*" in pattern and fnmatch.fnmatchcase(name, pattern))
+    for record in (*exact, *patterns):
+        if use in (None, record.use):
+            return record
+    raise AssertionError(f"{name} has no record in lockstep/torch_private{f' with {use}' if use else ''}: add one")

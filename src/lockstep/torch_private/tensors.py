@@ -1,0 +1,105 @@
+"""Kernels over lists of tensors, the inside of sparse tensors, and the quantisation of wire format int8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.torch_private.lookup import find, need
+
+__all__ = [
+    "amp_unscale_",
+    "byte_prepack",
+    "byte_unpack",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "indices_of",
+    "may_overlap",
+    "num_specified",
+    "values_of",
+]
+
+_BYTES_OF_HEAD = 8  # scale and bias, float32 each, behind the values of a row
+_LEAST_RANGE = 1e-8  # what torch's kernel adds to the range of a row
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def _copy_one_by_one(places: _Tensors, tensors: _Tensors) -> None:
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+
+
+def _mul_one_by_one(tensors: _Tensors, factor: Any) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _norm_one_by_one(tensors: _Tensors) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def _prepack_by_operators(rows: torch.Tensor) -> torch.Tensor:
+    """What `embedding_bag_byte_prepack` returns for float32[n, k]: uint8[n, k + 8]."""
+    low = rows.amin(dim=1, keepdim=True)
+    spread = rows.amax(dim=1, keepdim=True) - low
+    values = ((rows - low) * (255.0 / (spread + _LEAST_RANGE))).round_().to(torch.uint8)
+    head = torch.cat([spread / 255.0, low], dim=1).view(torch.uint8)
+    return torch.cat([values, head], dim=1)
+
+
+def _unpack_by_operators(rows: torch.Tensor) -> torch.Tensor:
+    """What `embedding_bag_byte_unpack` returns for uint8[n, k + 8]: float32[n, k]."""
+    head = rows[:, -_BYTES_OF_HEAD:].contiguous().view(torch.float32)
+    return rows[:, :-_BYTES_OF_HEAD].float() * head[:, :1] + head[:, 1:]
+
+
+foreach_copy_: Callable[..., Any] = find("torch._foreach_copy_") or _copy_one_by_one
+"""`foreach_copy_(places, tensors)`: each tensor into its place."""
+
+foreach_mul_: Callable[..., Any] = find("torch._foreach_mul_") or _mul_one_by_one
+"""`foreach_mul_(tensors, factor)`, in place."""
+
+foreach_norm: Callable[..., Any] = find("torch._foreach_norm") or _norm_one_by_one
+"""`foreach_norm(tensors)`: the 2-norm of each."""
+
+amp_unscale_: Callable[..., Any] = need("torch._amp_foreach_non_finite_check_and_unscale_")
+"""`amp_unscale_(tensors, flag, factor)`: multiply in place, and set the flag if something is not finite."""
+
+byte_prepack: Callable[[torch.Tensor], torch.Tensor] = (
+    find("torch.ops.quantized.embedding_bag_byte_prepack") or _prepack_by_operators
+)
+"""Rows of float32[n, k] in 8 bits with scale and bias of each row: uint8[n, k + 8]."""
+
+byte_unpack: Callable[[torch.Tensor], torch.Tensor] = (
+    find("torch.ops.quantized.embedding_bag_byte_unpack") or _unpack_by_operators
+)
+"""The way back, to float32[n, k]."""
+
+_internal_overlap: Callable[[torch.Tensor], int] = find("torch._debug_has_internal_overlap") or (lambda _: 0)
+_values: Callable[[torch.Tensor], torch.Tensor] = need("torch.Tensor._values")
+_indices: Callable[[torch.Tensor], torch.Tensor] = need("torch.Tensor._indices")
+_nnz: Callable[[torch.Tensor], int] = need("torch.Tensor._nnz")
+
+
+def may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor surely lie at one place in memory, as after `expand`."""
+    return _internal_overlap(tensor) == 1
+
+
+def values_of(sparse: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse COO tensor, coalesced or not, without autograd."""
+    return _values(sparse)
+
+
+def indices_of(sparse: torch.Tensor) -> torch.Tensor:
+    """The indices of a sparse COO tensor, coalesced or not."""
+    return _indices(sparse)
+
+
+def num_specified(sparse: torch.Tensor) -> int:
+    """How many entries a sparse COO tensor holds."""
+    return _nnz(sparse)
