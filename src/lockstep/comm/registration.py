@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from lockstep.comm import gloo, monitored, torch_record
+from lockstep.comm import gloo, monitored, recorder_hook, torch_record
 from lockstep.comm.mpi import name as mpi_name
 
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
@@ -52,6 +52,7 @@ def _register(module: ModuleType) -> None:
     monitored.register(module)
     mpi_name.register(module, MPI_BACKEND_NAME)
     torch_record.register(module)
+    recorder_hook.register(module)
     gloo.await_rest_at_exit()
     for registrar in _registrars:
         registrar(module)
