@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import distributed_c10d
 
 from lockstep import env
-from lockstep.comm import clock, registration
+from lockstep.comm import clock, registration, torch_version
 from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, interface_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
@@ -215,6 +215,7 @@ def init(
         store = place if init_method is None and store is None else store
     else:
         topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
+    torch_version.warn_if_untested(torch.__version__, topology.rank)
     choose_wire(wire)
     _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)

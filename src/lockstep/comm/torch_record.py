@@ -47,6 +47,8 @@ _VERBS = {
     "all_gather_single_coalesced": "all_gather",
     "allgather_into_tensor_coalesced": "all_gather",
     "gather": "gather",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
