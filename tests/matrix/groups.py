@@ -80,7 +80,7 @@ def run(group: Group, python: Path, root: Path, logs: Path) -> Counts:
     """
     logs.mkdir(parents=True, exist_ok=True)
     # Ranks of tests are processes of their own, so that this checkout comes first for them, too.
-    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), **_folders(logs.parent.parent / "var")}
     if group is MAIN_JOB:
         return _run_main_job(python, root, environment)
     name = re.sub(r"\W+", "-", group.name)
@@ -97,6 +97,18 @@ def run(group: Group, python: Path, root: Path, logs: Path) -> Counts:
         print("\n".join(log.read_text().splitlines()[-_SHOWN_LINES:]), flush=True)
     # Nothing found is a failure, too: a module may have another name by now.
     return counts if counts.passed or counts.failed else Counts(failed=1, skipped=counts.skipped)
+
+
+def _folders(var: Path) -> dict[str, str]:
+    """So that nothing is written outside of the clone."""
+    folders = {
+        "MPLCONFIGDIR": var / "matplotlib",
+        "XDG_CACHE_HOME": var / "cache",
+        "PYTEST_DEBUG_TEMPROOT": var / "tmp",
+    }
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    return {name: str(folder) for name, folder in folders.items()}
 
 
 def read_junit(text: str) -> Counts:

@@ -4,7 +4,7 @@ torch's DDP reduces gradients from C++, past every method of Python's. From 2.14
 dispatcher calls, whoever called it. They add what the methods do not see; they do not replace the wrapped methods:
 
 * no hook says when a call is over: gloo reports no completion, and a completion hook must not take the GIL. So a rank
-  that waits could not be told from one that has gone on. The wrapped `Work.wait` tells them apart for calls from Python;
+  that waits could not be told from one that has gone on. The wrapped `Work.wait` does so for calls from Python;
 * `monitored_barrier` and the tag of a message do not pass them;
 * they belong to one group each, so that something has to notice every new group anyway.
 
