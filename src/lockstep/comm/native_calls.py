@@ -14,6 +14,7 @@ run in threads without Python frames: there the user's line is not known.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 import weakref
@@ -41,6 +42,7 @@ _OPERATIONS = {
 
 _Note = Callable[[Any, str, tuple[Any, ...]], None]
 _python = threading.local()
+_hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _CalledFromPython:
@@ -74,8 +76,16 @@ def watch(group_class: Any, note: _Note) -> None:
         # The group keeps the hook, so the hook must not keep the group.
         known = weakref.ref(group)
         group.register_pre_hook(_HOOK_ID, lambda call: _pass_on(call, known, note))
+        _hooked.add(group)
 
     group_class._set_group_name = name_group
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    """A group that outlives the interpreter with a hook written in Python ends the process with SIGSEGV."""
+    for group in list(_hooked):
+        group.unregister_pre_hook(_HOOK_ID)
 
 
 def _pass_on(call: Any, known: weakref.ref[Any], note: _Note) -> None:
