@@ -1,6 +1,6 @@
 """Which releases of torch this one was tested with.
 
-Nothing is decided by a release's number elsewhere: what a release has is asked of it, by name.
+Elsewhere nothing is decided by a release's number: what a release has is asked of it, by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from lockstep.errors import SetupError
 from lockstep.log import get_logger, warn_once
 
-__all__ = ["NEWEST_TESTED", "OLDEST", "check_oldest", "warn_if_untested"]
+__all__ = ["NEWEST_TESTED", "OLDEST", "check_oldest", "drops_python_work", "warn_if_untested"]
 
 OLDEST = (2, 6)
 NEWEST_TESTED = (2, 15)
@@ -45,6 +45,17 @@ def warn_if_untested(version: str, rank: int) -> None:
             f"torch {version} is newer than {_text(NEWEST_TESTED)}, the newest that this lockstep was tested with. "
             "Should something fail that worked before, compare with that release, or look for a newer lockstep",
         )
+
+
+def drops_python_work(version: str) -> bool:
+    """Whether C++ of this torch keeps no reference to a `Work` written in Python. Local.
+
+    2.6 does not; 2.11 does. For the releases between them it is assumed, which costs some memory.
+
+    Args:
+        version: such as "2.6.0".
+    """
+    return _release(version) < (2, 11)
 
 
 def _release(version: str) -> tuple[int, int]:
