@@ -463,7 +463,13 @@ class Odd(nn.Module):
         rows = self.tied(torch.tanh(self.first(rows * self.frozen)))
         table = (self.transposed.square().mean() + self.strided.sin().sum()) * rows.sum()
         matrix = self.large @ self.large_transposed  # (260, 260)
-        table = table + 1e-3 * (self.phase.conj() * torch.view_as_complex(rows[:1, :2].contiguous())).real.sum()
+        table = (
+            table
+            + 1e-3
+            * (
+                self.phase.conj() * torch.view_as_complex(rows[:1, :2].clone(memory_format=torch.contiguous_format))
+            ).real.sum()
+        )
         return rows.sum() + table + 1e-3 * (matrix[: images.shape[0]].sum(1) * rows[:, 0]).sum()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep import log
-from lockstep.comm import recorder_hook, torch_version
+from lockstep.comm import old_shutdown, recorder_hook, torch_version
 from lockstep.errors import SetupError
 
 
@@ -46,3 +46,14 @@ def test_only_our_groups_are_spared_torchs_recorder() -> None:
     assert attached == [torchs]
     recorder_hook.register(older := SimpleNamespace())  # type: ignore[arg-type]
     assert not vars(older)
+
+
+def test_old_torch_shuts_our_groups_down() -> None:
+    seen: list[Any] = []
+    module: Any = SimpleNamespace(_shutdown_backend=lambda group: seen.append(group))
+    for _ in range(2):
+        old_shutdown.register(module)
+    torchs = SimpleNamespace()
+    module._shutdown_backend(SimpleNamespace(engine=None, shutdown=lambda: seen.append("ours")))
+    module._shutdown_backend(torchs)
+    assert seen == ["ours", torchs]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from lockstep.comm import gloo, monitored, recorder_hook, torch_record, torch_version
+from lockstep.comm import gloo, monitored, old_shutdown, recorder_hook, torch_record, torch_version
 from lockstep.comm.mpi import name as mpi_name
 
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
@@ -61,6 +61,7 @@ def _register(module: ModuleType) -> None:
     mpi_name.register(module, MPI_BACKEND_NAME)
     torch_record.register(module)
     recorder_hook.register(module)
+    old_shutdown.register(module)
     gloo.await_rest_at_exit()
     for registrar in _registrars:
         registrar(module)
