@@ -40,7 +40,8 @@ def run_release(release: Release, python: Path, chosen: groups.Choice) -> dict[s
 def try_release(release: Release, given: Path | None, options: argparse.Namespace) -> table.Row:
     """One row of the table, whether the release can be had here or not."""
     today = datetime.date.today().isoformat()
-    chosen = groups.SHORT if options.newest or release.name in options.short else groups.ALL
+    is_short = options.newest or release.name in options.short
+    chosen = [group for group in (groups.SHORT if is_short else groups.ALL) if group.name in options.groups]
     made: Path | None = None
     try:
         if given is None:
@@ -60,7 +61,7 @@ def try_release(release: Release, given: Path | None, options: argparse.Namespac
         if version[0] != release.torch:
             raise Unavailable(f"{python} has torch {version[0]}, not {release.torch}")
         results = run_release(release, python, chosen)
-        return table.Row(release.name, *version, results, "short" if chosen is groups.SHORT else "all", today)
+        return table.Row(release.name, *version, results, "short" if is_short else "all", today)
     except Unavailable as reason:
         print(f"torch {release.torch}: not run, {reason}", flush=True)
         return table.Row(release.name, release.torch, release.python, {}, f"not run: {reason}", today)
@@ -76,6 +77,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Rel
     parser.add_argument("--versions", nargs="+", choices=known, default=list(known), help="default: all")
     parser.add_argument("--environment", action="append", default=[], metavar="VERSION=FOLDER", help="may be repeated")
     parser.add_argument("--short", nargs="*", choices=known, default=[], help="releases with which fewer tests run")
+    names = [group.name for group in groups.ALL]
+    parser.add_argument("--groups", nargs="+", choices=names, default=names, help="the other cells of a row stay")
     parser.add_argument("--newest", action="store_true", help="only the newest, few tests, and no table")
     parser.add_argument("--keep", action="store_true", help="leave the environments that were made")
     options = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from tests.matrix.groups import Counts
 __all__ = ["Row", "update"]
 
 _COLUMNS = [group.name for group in groups.ALL]
+_NONE = "–"
 _HEADINGS = ["release", "torch", "Python", *_COLUMNS, "tests", "day"]
 _HEAD = """# Versions of PyTorch
 
@@ -44,14 +45,17 @@ class Row:
 
     def cells(self) -> list[str]:
         """In the order of the columns."""
-        counts = [str(self.results[name]) if name in self.results else "–" for name in _COLUMNS]
+        counts = [str(self.results[name]) if name in self.results else _NONE for name in _COLUMNS]
         return [self.name, self.torch, self.python, *counts, self.tests.replace("|", "/"), self.day]
 
 
 def update(path: Path, row: Row) -> None:
-    """Put a row into the table; those of other releases stay as they are."""
+    """Put a row into the table; those of other releases stay as they are, and so do cells that this run has not."""
     rows = dict(_read(path)) if path.exists() else {}
-    rows[row.name] = row.cells()
+    cells, before = row.cells(), rows.get(row.name)
+    if before is not None and row.results and before[-2] == cells[-2]:
+        cells = [old if new == _NONE else new for old, new in zip(before, cells, strict=True)]
+    rows[row.name] = cells
     lines = [_line(_HEADINGS), "|---" * len(_HEADINGS) + "|"]
     lines += [_line(rows[release.name]) for release in RELEASES if release.name in rows]
     path.write_text(_HEAD + "\n".join(lines) + "\n\n" + "\n".join(_explain()) + "\n")

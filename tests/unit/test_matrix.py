@@ -42,11 +42,13 @@ def test_rows_of_other_releases_stay(tmp_path: Path) -> None:
     table.update(page, table.Row("2.15", "2.15.0", "3.11.7", {"DDP": Counts(7, 1, 2)}, "all", "2030-01-02"))
     table.update(page, table.Row("2.6", "2.6.0", "3.10", {}, "not run: no | here", "2030-01-03"))
     table.update(page, table.Row("2.15", "2.15.0", "3.11.7", {"DDP": Counts(8, 0, 2)}, "all", "2030-01-04"))
+    table.update(page, table.Row("2.15", "2.15.0", "3.11.7", {"launch": Counts(5, 0, 0)}, "all", "2030-01-05"))
     rows = [line for line in page.read_text().splitlines() if line.startswith("| 2.")]
     assert [row.split(" | ")[0] for row in rows] == ["| 2.6", "| 2.15"]
     assert "not run: no / here" in rows[0]
     assert "8/0/2" in rows[1]
-    assert "2030-01-04" in rows[1]
+    assert "5/0/0" in rows[1]
+    assert "2030-01-05" in rows[1]
 
 
 def test_counts_of_a_report() -> None:
