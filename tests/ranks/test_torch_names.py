@@ -351,3 +351,22 @@ def ask_for_backends() -> bool:
 
 def test_a_group_is_its_own_backend() -> None:
     assert run_ranks(ask_for_backends, 1) == [True]
+
+
+# ---- one backend for each kind of device ----------------------------------------------------------------------------
+
+
+def reduce_in_a_mixed_group() -> tuple[str, bool]:
+    pair = dist.new_group([0, 1])
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=pair)
+    assert tensor.tolist() == [2.0] * 3
+    return type(dist.group.WORLD).__name__, group_works()
+
+
+@pytest.mark.parametrize("backend", ["cpu:lockstep,cuda:nccl", "cuda:gloo,cpu:lockstep"])
+def test_mixed_form_moves_tensors_of_the_cpu(backend: str) -> None:
+    """torch puts our group in the place of the whole, and from 2.15 on hooks its recorder unless it is told not to."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs")
+    assert run_ranks(reduce_in_a_mixed_group, 2, backend=backend) == [("LockstepProcessGroup", True)] * 2
