@@ -21,7 +21,7 @@ import os
 import sys
 import time
 
-__all__ = ["await_rest", "await_rest_at_exit"]
+__all__ = ["await_rest_at_exit"]
 
 _THREAD_NAME = "pt_gloo"  # torch names them pt_gloo_runloop
 _NAP_S = 0.007  # longer than what sys.getswitchinterval() says by default
@@ -38,11 +38,11 @@ def await_rest_at_exit() -> None:
     global _installed
     if not _installed:
         _installed = True
-        atexit.register(await_rest)
+        atexit.register(_await_rest)
 
 
-def await_rest() -> None:
-    """Wait until gloo's threads have nothing left to do, for some seconds at most. Local. See [Note: at rest]."""
+def _await_rest() -> None:
+    """See [Note: at rest]."""
     deadline = time.monotonic() + _DEADLINE_S
     before: dict[str, str] | None = {}
     now = _asleep()

@@ -172,14 +172,11 @@ def _clean_up(_: Job) -> None:
     import torch
     import torch.distributed as dist
 
-    from lockstep.comm import gloo
     from lockstep.world import current_world
 
     left_open = current_world()
     if left_open is not None:
         left_open.shutdown()
-    # A group of torch 2.6's gloo that ends joins its threads without giving the GIL away, which they may need.
-    gloo.await_rest()
     if dist.is_initialized():
         dist.destroy_process_group()
     batch.clear()
