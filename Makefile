@@ -18,7 +18,7 @@ RUN := MPLCONFIGDIR=$(VAR)/matplotlib XDG_CACHE_HOME=$(VAR)/cache PYTEST_DEBUG_T
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check lint types doctests layers torch-suite nightly bench failures clean
+.PHONY: help venv train test matrix check lint types doctests layers torch-suite nightly bench failures clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
@@ -42,6 +42,9 @@ train: venv ## train on handwritten digits with 2 processes
 
 test: venv ## run the tests
 	$(RUN) $(BIN)/python -m pytest $(ARGS)
+
+matrix: ## run the tests with every supported release of torch; writes docs/versions.md
+	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 check: lint types doctests layers ## all that needs no ranks: style, types, documentation examples, layers
 
@@ -72,5 +75,5 @@ failures: venv ## run every failure on gloo and lockstep side by side; writes do
 	$(RUN) $(BIN)/python -m docs.failures.measure
 
 clean: ## remove the virtual environment, caches and runs
-	rm -rf $(VENV) build dist runs src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix build dist runs src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env, seeding
-from lockstep.comm import clock, registration
+from lockstep.comm import clock, registration, torch_version
 from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, interface_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
@@ -263,6 +263,7 @@ def _open(
         store = place if init_method is None and store is None else store
     else:
         topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
+    torch_version.warn_if_untested(torch.__version__, topology.rank)
     choose_wire(wire)
     _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from torch.distributed import ProcessGroup
 
 from launching import NOTE_PID, Launches, wait_until
 from lockstep import blackbox
@@ -251,6 +252,8 @@ def test_plain_torch_on_gloo_gets_the_same_verdict(launches: Launches) -> None:
     assert done.returncode == 1, done.stderr
     said = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
     assert "torch's DistributedDataParallel; 1; forward pass; 8 in <module>; False" in said
+    reduced = "the default group; 4; all_reduce(float32[6]); 8 in <module>; False"
+    assert (reduced in said) == hasattr(ProcessGroup, "register_pre_hook"), "torch's DDP reduces from C++"
     group = next(line for line in said if "of ranks [0, 1]" in line).partition(";")[0]
     assert f"{group}; 1; all_reduce(float32[3]); 10 in <module>; False" in said
     assert "torch_record.py" not in done.stderr

@@ -71,3 +71,19 @@ def test_interpreter_ends_only_when_gloos_threads_rest(launches: Launches) -> No
     )
     done = launches.run("--nproc=2", script)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] done", "[1] done"])
+
+
+def test_groups_that_nobody_destroys_end_well(launches: Launches) -> None:
+    """The record hooks torch's groups; a hook that outlives the interpreter ends the process with SIGSEGV."""
+    script = launches.script(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group('gloo')
+        pair = dist.new_group([0, 1])
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=pair)
+        model(torch.ones(1, 2)).sum().backward()
+        print('done', flush=True)
+        """
+    )
+    done = launches.run("--nproc=2", script)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] done", "[1] done"]), done.stderr

@@ -473,7 +473,13 @@ class Odd(nn.Module):
         rows = self.tied(torch.tanh(self.first(rows * self.frozen)))
         table = (self.transposed.square().mean() + self.strided.sin().sum()) * rows.sum()
         matrix = self.large @ self.large_transposed  # (260, 260)
-        table = table + 1e-3 * (self.phase.conj() * torch.view_as_complex(rows[:1, :2])).real.sum()
+        table = (
+            table
+            + 1e-3
+            * (
+                self.phase.conj() * torch.view_as_complex(rows[:1, :2].clone(memory_format=torch.contiguous_format))
+            ).real.sum()
+        )
         return rows.sum() + table + 1e-3 * (matrix[: images.shape[0]].sum(1) * rows[:, 0]).sum()
 
 
@@ -535,15 +541,22 @@ def average_several_dtypes() -> None:
             clear(model)
 
 
+def skip_without_bfloat16(backend: str) -> None:
+    if backend == "gloo" and torch.__version__.startswith("2.6."):
+        pytest.skip("gloo of torch 2.6 has no bfloat16: 'Invalid scalar type'")
+
+
 @backends
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("bucket_cap_mb", [None, 0])
 def test_parameters_of_all_kinds(backend: str, world_size: int, bucket_cap_mb: float | None) -> None:
+    skip_without_bfloat16(backend)
     run_ranks(average_odd_parameters, world_size, bucket_cap_mb, backend=backend)
 
 
 @backends
 def test_parameters_of_several_dtypes(backend: str) -> None:
+    skip_without_bfloat16(backend)
     run_ranks(average_several_dtypes, 2, backend=backend)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import exits
+from lockstep.comm import ephemeral, exits
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight, describe_group
 from lockstep.comm.founding import Lookout, MeetingStore
@@ -67,6 +67,7 @@ def _is_async(options: Any) -> bool:
     "all_gather_single_coalesced",
     "allgather_coalesced",
     "gather",
+    "gather_single",
     "scatter",
     "alltoall",
     "all_to_all_single",
@@ -176,6 +177,14 @@ class EngineProcessGroup(ProcessGroup):
         (tensor,) = inputs
         row = outputs[0] if self.rank() == opts.rootRank else None
         return self.engine.gather(row, tensor, opts.rootRank, _is_async(opts), _timeout_s(opts))
+
+    def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> Work:
+        """`dist.gather_single` of torch 2.14 and newer; ranks other than the root give any output."""
+        is_root = self.rank() == opts.rootRank
+        row = self._split(output, source, "gather", check_output) if is_root else None
+        return self.engine.gather(row, source, opts.rootRank, _is_async(opts), _timeout_s(opts))
+
+    gather_into_tensor = gather_single
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any) -> Work:
         """`dist.scatter`."""
@@ -287,6 +296,10 @@ class EngineProcessGroup(ProcessGroup):
         """From now on wait this long for a rank that does not come. Local; calls under way keep theirs."""
         self.engine.timeout_s = timeout.total_seconds()
 
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Wait so much longer until a collective called from now on is through. Local. torch 2.15 asks for it."""
+        ephemeral.extend(self.engine, timeout.total_seconds())
+
     def fail(self, message: str, error: BaseException | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
         self.engine.fail(message, error)
@@ -323,8 +336,11 @@ class EngineProcessGroup(ProcessGroup):
         """The devices whose tensors it moves. torch's asynchronous checkpoints and object verbs ask."""
         return [torch.device("cpu")]
 
-    def _get_backend(self, device: torch.device) -> EngineProcessGroup:
+    def get_backend(self, device: torch.device) -> EngineProcessGroup:
+        """Who moves tensors of that device: the group itself. Public since torch 2.14."""
         return self
+
+    _get_backend = get_backend
 
     @property
     def supports_splitting(self) -> bool:

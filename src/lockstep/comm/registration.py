@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from lockstep.comm import gloo, monitored, torch_record
+from lockstep.comm import gloo, monitored, old_shutdown, recorder_hook, torch_record, torch_version
 from lockstep.comm.mpi import name as mpi_name
 
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
@@ -34,6 +34,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     """What torch calls to make a group of shared memory."""
     from lockstep.comm.backend import create
 
+    _warn_if_untested(options)
     return create(options, backend_options)
 
 
@@ -41,10 +42,17 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
     """What torch calls to make a group over MPI."""
     from lockstep.comm.mpi.group import create
 
+    _warn_if_untested(options)
     return create(options, backend_options)
 
 
+def _warn_if_untested(options: Any) -> None:
+    if not options.global_ranks_in_group:  # the default group
+        torch_version.warn_if_untested(sys.modules["torch"].__version__, options.group_rank)
+
+
 def _register(module: ModuleType) -> None:
+    torch_version.check_oldest(sys.modules["torch"].__version__)
     backend = module.Backend
     for name, create in ((BACKEND_NAME, _create), (MPI_BACKEND_NAME, _create_mpi)):
         if name not in backend.backend_list:
@@ -52,6 +60,8 @@ def _register(module: ModuleType) -> None:
     monitored.register(module)
     mpi_name.register(module, MPI_BACKEND_NAME)
     torch_record.register(module)
+    recorder_hook.register(module)
+    old_shutdown.register(module)
     gloo.await_rest_at_exit()
     for registrar in _registrars:
         registrar(module)

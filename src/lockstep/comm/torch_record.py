@@ -8,7 +8,7 @@ from which line; when one of them times out or is killed, the launcher compares 
 waits by its class `Work`. Those methods are wrapped, on the classes, once. That sees what `torch.distributed`, our
 engine, FSDP2 and scripts do, and changes nothing of what the group does: arguments, results and errors pass through
 untouched. Not seen is what C++ calls by itself, which is the reducer of torch's DDP; its forward pass is recorded
-instead.
+instead, and from torch 2.14 on its collectives too (`native_calls.py`).
 
 Rejected: a group of our own around torch's, which DDP's reducer would go through, but which would have to stand for
 nccl's streams, coalescing, splitting and aborts too; TORCH_DISTRIBUTED_DEBUG=DETAIL, which meets before every
@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 
 from lockstep import blackbox, env
 from lockstep.blackbox import CALL, FINISHED, NUMBER, RING, SITE, START
+from lockstep.comm import native_calls
 from lockstep.comm.callsite import CallSite, call_site, site_text
 from lockstep.torch_private.patching import patch, wrap
 
@@ -48,6 +49,8 @@ _VERBS = {
     "all_gather_single_coalesced": "all_gather",
     "allgather_into_tensor_coalesced": "all_gather",
     "gather": "gather",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
@@ -135,6 +138,7 @@ def register(module: ModuleType) -> None:
         if original is not None:
             wrapper = _recorded_message if method in _MESSAGES else _recorded
             patch(f"{_CLASSES}.ProcessGroup.{method}", wrapper(original, name))
+    native_calls.watch(module.ProcessGroup, _note_native)
     wrap(f"{_CLASSES}.Work.wait", _recorded_wait)
     wrap(f"{_CLASSES}.Reducer.prepare_for_backward", _recorded_pass)
 
@@ -185,7 +189,8 @@ def _recorded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(group: Any, *values: Any, **options: Any) -> Any:
         record = _record_of(group)
         number = record.enter(_describe(name, values), call_site())
-        work = original(group, *values, **options)
+        with native_calls.called_from_python:
+            work = original(group, *values, **options)
         if work is None:  # monitored_barrier has waited already
             record.finish(number)
         else:
@@ -193,6 +198,12 @@ def _recorded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         return work
 
     return call
+
+
+def _note_native(group: Any, name: str, tensors: tuple[Any, ...]) -> None:
+    """A collective that C++ calls: nobody says when it is over."""
+    record = _record_of(group)
+    record.finish(record.enter(_describe(name, tensors), call_site()))
 
 
 def _recorded_message(original: Callable[..., Any], name: str) -> Callable[..., Any]:

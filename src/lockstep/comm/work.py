@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 from torch.futures import Future
 
+from lockstep.comm.torch_version import drops_python_work
 from lockstep.errors import CollectiveAborted, CollectiveTimeout
 from lockstep.torch_private.stores import Work as _TorchWork
 
@@ -154,6 +156,10 @@ class PendingWork(_TorchWork):
         """The tensors that the call wrote."""
         return self._result
 
+    def result_numel(self) -> int:
+        """Elements of all tensors that the call writes."""
+        return sum(tensor.numel() for tensor in self._result)
+
     def get_future(self) -> Future[Result]:
         """A future that finishes with the call.
 
@@ -177,6 +183,12 @@ class PendingWork(_TorchWork):
         self.wait()
 
 
+# C++ of torch 2.6 holds the C++ half of a Work and lets its Python half go. If that is gone when C++ comes to wait, it
+# waits for a C++ half that nobody ever finishes. torch's DDP waits so for the counts of used parameters, which it may
+# reduce before all of its buckets: so works with small results are kept for long.
+_MAX_KEPT = 1024
+_MAX_KEPT_NUMEL = 1 << 14
+
 _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
@@ -198,6 +210,9 @@ class Runner:
         self.unfinished = 0
         self.is_awaited_by_main = False
         self._lock = threading.Lock()
+        self._kept: deque[PendingWork] | None = None
+        if drops_python_work(torch.__version__):
+            self._kept = deque(maxlen=_MAX_KEPT)
         _runners.add(self)
 
     def has_unfinished_elsewhere(self) -> bool:
@@ -212,6 +227,8 @@ class Runner:
     def submit(self, work: PendingWork) -> None:
         """Queue `work`."""
         work.runner = self
+        if self._kept is not None and work.result_numel() <= _MAX_KEPT_NUMEL:
+            self._kept.append(work)
         with self._lock:
             self.unfinished += 1
             if self._thread is None:

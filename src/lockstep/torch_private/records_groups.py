@@ -43,6 +43,28 @@ _PATCHES = (
         "dist.init_process_group() under mpirun wants RANK and WORLD_SIZE; lockstep.init() does not",
     ),
     Record(
+        f"{_C10D}._maybe_attach_flight_recorder",
+        Use.PATCH,
+        "torch's flight recorder asks a group for a name that only groups with a C++ backend have",
+        "none: no recorder is attached by itself",
+        since="2.15",
+    ),
+    Record(
+        f"{_C10D}._shutdown_backend",
+        Use.PATCH,
+        "dist.destroy_process_group() shuts down NCCL's groups alone",
+        "none: newer releases call shutdown() of every group",
+        until="2.10",
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup._set_group_name",
+        Use.PATCH,
+        "every new group gets the hook that sees what torch's DDP reduces from C++",
+        "the verdict says nothing of collectives that C++ calls",
+        _LAUNCHED,
+        since="2.14",
+    ),
+    Record(
         f"{_CLASSES}.ProcessGroup.*",
         Use.PATCH,
         "every verb of gloo and nccl writes into the rank's black box, for the launcher's verdict",

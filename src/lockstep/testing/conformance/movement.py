@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ __all__ = [
     "check_coalescing_manager_all_gather",
     "check_gather",
     "check_gather_object",
+    "check_gather_single",
     "check_scatter",
     "check_scatter_object_list",
 ]
@@ -224,6 +225,22 @@ def check_gather(context: Context, dtype: torch.dtype, shape: Shape, async_op: b
             expect_equal(output, inputs_of(rank, shape, dtype, salt=root), f"root {root}'s output {rank}")
 
 
+def check_gather_single(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
+    """Each rank in turn is the root and receives everybody's tensor in one; torch has it from 2.14 on.
+
+    Expected on root r: cat(x_0 … x_{W-1}) with salt r, along dimension 0.
+    """
+    for root in range(context.world_size):
+        parts = [inputs_of(rank, shape, dtype, salt=root) for rank in range(context.world_size)]
+        output = torch.full_like(torch.cat(parts), 1) if context.rank == root else None
+        destination = context.global_rank(root)
+        gather_single = dist.gather_single  # type: ignore[attr-defined]  # not in the release that mypy reads
+        work = gather_single(parts[context.rank], output, destination, group=context.group, async_op=async_op)
+        _finish(work, async_op)
+        if output is not None:
+            expect_equal(output, torch.cat(parts), f"root {root}'s output")
+
+
 def check_gather_object(context: Context) -> None:
     """Each rank in turn is the root and receives everybody's object.
 
@@ -331,7 +348,9 @@ def check_all_to_all_single_uneven(context: Context, dtype: torch.dtype) -> None
 
 def _cases() -> Iterator[Case]:
     with_tensors = (check_broadcast, check_all_gather, check_gather, check_scatter, check_all_to_all)
-    tensor_forms = (check_all_gather_into_tensor, check_all_to_all_single)
+    tensor_forms: tuple[Callable[..., None], ...] = (check_all_gather_into_tensor, check_all_to_all_single)
+    if hasattr(dist, "gather_single"):
+        tensor_forms += (check_gather_single,)
     for check in (*with_tensors, *tensor_forms):
         for dtype in ALL_DTYPES:
             yield case(check, dtype=dtype, shape=(13,))

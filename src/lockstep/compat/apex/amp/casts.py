@@ -149,8 +149,11 @@ def _is_castable(value: object) -> bool:
 
 def _is_torchs(function: _Function) -> bool:
     """Whether autocast may have a view of its own on the dtype that a function runs in."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return False  # `apply`, which is torch's by its module, a builtin from torch 2.14 on
     module = getattr(function, "__module__", None) or "torch"  # builtins name none
-    return module.partition(".")[0] == "torch" and module != "torch.autograd.function"
+    return module.partition(".")[0] == "torch"
 
 
 def _casting(choice: _Choice, function: _Function) -> _Function:

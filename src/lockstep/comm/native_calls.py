@@ -1,0 +1,100 @@
+"""Collectives that torch calls from C++, for the flight record of torch's own groups (`torch_record.py`).
+
+torch's DDP reduces gradients from C++, past every method of Python's. From 2.14 on a group has hooks that its
+dispatcher calls, whoever called it. They add what the methods do not see; they do not replace the wrapped methods:
+
+* no hook says when a call is over: gloo reports no completion, and a completion hook must not take the GIL. So a rank
+  that waits could not be told from one that has gone on. The wrapped `Work.wait` does so for calls from Python;
+* `monitored_barrier` and the tag of a message do not pass them;
+* they belong to one group each, so that something has to notice every new group anyway.
+
+A call from C++ therefore counts as over when it is issued, and errors about it say "after". On a GPU, backward passes
+run in threads without Python frames: there the user's line is not known.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.torch_private.patching import wrap
+
+__all__ = ["called_from_python", "watch"]
+
+# What hooks are registered under: any number that nobody else of this process uses.
+_HOOK_ID = 0x10C57E9
+
+# The beginnings of the names in torch's HookOpName, the longer ones first, and what they are called in Python. Messages
+# are not here: they are no steps of the group.
+_OPERATIONS = {
+    "ALLREDUCE": "all_reduce",
+    "ALLGATHER": "all_gather",
+    "ALLTOALL": "all_to_all",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "REDUCE": "reduce",
+    "BROADCAST": "broadcast",
+    "BARRIER": "barrier",
+    "GATHER": "gather",
+    "SCATTER": "scatter",
+}
+
+_Note = Callable[[Any, str, tuple[Any, ...]], None]
+_python = threading.local()
+_hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _CalledFromPython:
+    """Not a generator: those leave frames in the traceback of an error on Python 3.10."""
+
+    def __enter__(self) -> None:
+        _python.depth = getattr(_python, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _python.depth -= 1
+
+
+called_from_python = _CalledFromPython()
+"""While a wrapped method of Python's makes the call, the hook, in the same thread, has nothing to add."""
+
+
+def watch(group_class: Any, note: _Note) -> None:
+    """Hook every group that torch makes from now on. Local. Before torch 2.14 there are no hooks, and nothing is done.
+
+    Args:
+        group_class: torch's `ProcessGroup`. Its `_set_group_name`, called once for each new group, is wrapped.
+        note: called with the group, the operation's name and its tensors when C++ calls a collective.
+    """
+    if not hasattr(group_class, "register_pre_hook"):
+        return
+
+    def naming_and_hooking(torchs_own: Callable[..., None]) -> Callable[..., None]:
+        def name_group(group: Any, name: str) -> None:
+            torchs_own(group, name)
+            # The group keeps the hook, so the hook must not keep the group.
+            known = weakref.ref(group)
+            group.register_pre_hook(_HOOK_ID, lambda call: _pass_on(call, known, note))
+            _hooked.add(group)
+
+        return name_group
+
+    wrap("torch._C._distributed_c10d.ProcessGroup._set_group_name", naming_and_hooking)
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    """A group that outlives the interpreter with a hook written in Python ends the process with SIGSEGV."""
+    for group in list(_hooked):
+        group.unregister_pre_hook(_HOOK_ID)
+
+
+def _pass_on(call: Any, known: weakref.ref[Any], note: _Note) -> None:
+    group = known()
+    if group is None or getattr(_python, "depth", 0) > 0:
+        return
+    begins = (operation for prefix, operation in _OPERATIONS.items() if call.name.name.startswith(prefix))
+    operation = next(begins, None)
+    if operation is not None:
+        note(group, operation, (call.input_tensors or call.output_tensors,))

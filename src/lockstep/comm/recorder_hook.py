@@ -1,0 +1,45 @@
+"""Has torch's own flight recorder leave our groups alone.
+
+Since 2.15 torch hooks its recorder to every group whose backends keep no record themselves. The hook asks the group
+for a name that only groups with a C++ backend inside have, and ours have none: `init_process_group` raised
+"ProcessGroup name not set". Nor could the hook record anything, because it is called by torch's dispatcher, which our
+verbs do not pass. They have a record of their own (`flight.py`).
+
+Rejected: to add our names to `_FR_SELF_RECORDING_BACKENDS`. torch asks for the backends of all devices, and so attaches
+its hook for "cpu:lockstep,cuda:nccl" all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from lockstep.torch_private.patching import wrap
+
+__all__ = ["register"]
+
+_NAME = "_maybe_attach_flight_recorder"
+
+
+def _sparing(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, for groups of others."""
+
+    def attach(pg: Any, *values: Any, **options: Any) -> None:
+        # By what it has, not by its class: a process may have imported this package twice.
+        if not hasattr(pg, "engine"):
+            torchs_own(pg, *values, **options)
+
+    attach.knows_lockstep = True  # type: ignore[attr-defined]
+    return attach
+
+
+def register(module: ModuleType) -> None:
+    """Spare our groups torch's flight recorder. Local; may be called again. Before torch 2.15 there is nothing to do.
+
+    Args:
+        module: `torch.distributed.distributed_c10d`.
+    """
+    torchs_own = getattr(module, _NAME, None)
+    if torchs_own is not None and not hasattr(torchs_own, "knows_lockstep"):
+        wrap(f"torch.distributed.distributed_c10d.{_NAME}", _sparing)

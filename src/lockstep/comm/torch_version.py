@@ -1,0 +1,68 @@
+"""Which releases of torch this one was tested with.
+
+Elsewhere nothing is decided by a release's number: what a release has is asked of it, by name.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lockstep.errors import SetupError
+from lockstep.log import get_logger, warn_once
+
+__all__ = ["NEWEST_TESTED", "OLDEST", "check_oldest", "drops_python_work", "warn_if_untested"]
+
+OLDEST = (2, 6)
+NEWEST_TESTED = (2, 15)
+"""The newest release in docs/versions.md."""
+
+
+def check_oldest(version: str) -> None:
+    """Raise if this torch is too old to work with. Local.
+
+    Args:
+        version: such as "2.13.0+cpu".
+
+    Raises:
+        SetupError: older than `OLDEST`.
+    """
+    if _release(version) < OLDEST:
+        raise SetupError(
+            f"this is torch {version}; lockstep needs {_text(OLDEST)} or newer: pip install 'torch>={_text(OLDEST)}'"
+        )
+
+
+def warn_if_untested(version: str, rank: int) -> None:
+    """One warning for each job with a torch that is newer than the newest tested. Local.
+
+    Args:
+        version: such as "2.16.0".
+        rank: global; rank 0 warns.
+    """
+    if rank == 0 and _release(version) > NEWEST_TESTED:
+        warn_once(
+            get_logger(__name__),
+            f"torch {version} is newer than {_text(NEWEST_TESTED)}, the newest that this lockstep was tested with. "
+            "Should something fail that worked before, compare with that release, or look for a newer lockstep",
+        )
+
+
+def drops_python_work(version: str) -> bool:
+    """Whether C++ of this torch keeps no reference to a `Work` written in Python. Local.
+
+    2.6 does not; 2.11 does. For the releases between them it is assumed, which costs some memory.
+
+    Args:
+        version: such as "2.6.0".
+    """
+    return _release(version) < (2, 11)
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number; a version that has none counts as tested."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else NEWEST_TESTED
+
+
+def _text(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))

@@ -1,0 +1,59 @@
+"""What is said of a torch that is too old or too new, and the hook that torch 2.15 must not attach."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep import log
+from lockstep.comm import old_shutdown, recorder_hook, torch_version
+from lockstep.errors import SetupError
+
+
+def test_a_torch_that_is_too_old_is_an_error() -> None:
+    for version in ("2.6.0+cpu", "2.13.0", "3.0.0a0+git1234567", "a build of one's own"):
+        torch_version.check_oldest(version)
+    for version in ("2.5.1+cpu", "1.13.1"):
+        with pytest.raises(SetupError, match=rf"this is torch {version.replace('+', '.')}.*needs 2\.6 or newer.*pip"):
+            torch_version.check_oldest(version)
+
+
+def test_one_rank_warns_once_of_a_torch_that_is_too_new(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "_warned", set())
+    newest = ".".join(map(str, torch_version.NEWEST_TESTED))
+    for version in (f"{newest}.3+cpu", "2.6.0", "a build of one's own"):
+        torch_version.warn_if_untested(version, rank=0)
+    torch_version.warn_if_untested("9.1.0", rank=1)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        torch_version.warn_if_untested("9.1.0", rank=0)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"torch 9.1.0 is newer than {newest}, the newest" in line
+
+
+def test_only_our_groups_are_spared_torchs_recorder() -> None:
+    attached: list[Any] = []
+    module: Any = SimpleNamespace(_maybe_attach_flight_recorder=lambda group, *_: attached.append(group))
+    for _ in range(2):
+        recorder_hook.register(module)
+    ours, torchs = SimpleNamespace(engine=None), SimpleNamespace()
+    for group in (ours, torchs):
+        module._maybe_attach_flight_recorder(group, "config", [0])
+    assert attached == [torchs]
+    recorder_hook.register(older := SimpleNamespace())  # type: ignore[arg-type]
+    assert not vars(older)
+
+
+def test_old_torch_shuts_our_groups_down() -> None:
+    seen: list[Any] = []
+    module: Any = SimpleNamespace(_shutdown_backend=lambda group: seen.append(group))
+    for _ in range(2):
+        old_shutdown.register(module)
+    torchs = SimpleNamespace()
+    module._shutdown_backend(SimpleNamespace(engine=None, shutdown=lambda: seen.append("ours")))
+    module._shutdown_backend(torchs)
+    assert seen == ["ours", torchs]
