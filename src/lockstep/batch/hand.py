@@ -3,8 +3,8 @@
 [Note: in hand] The batch of a forward pass is known by its tensors. A metric that is handed a loss has none to look
 at. It takes the batch of the engine's forward pass, if there was one since the loader yielded last; else the batch
 yielded last, unless the loop may be working on another: an earlier batch of the same iteration is still in memory, two
-iterations take turns, or the batch yielded last was transformed and the number of updates is not that of the
-batches. Then there are several candidates, and who cannot do without an answer asks the user.
+iterations take turns, or the number of updates is not that of the batches. Then there are several candidates, and who cannot do without an answer asks the user. A loop that fetches ahead
+works on its last batches when the iteration is over: fewer updates have come by then than there were batches.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Iteration:
 
     # Those that have yielded and are not over; the one that yielded last is at the end.
     _open: list[Iteration] = []  # noqa: RUF012  # one for the process
+    _closed: Iteration | None = None  # the one that was over last
 
     def __init__(self) -> None:
         self.num_batches = 0
@@ -75,13 +76,15 @@ class Iteration:
             self._kept.append((self.latest, self._storages))
         self.latest = share
         self.num_batches += 1
-        self._yielded = next(_counter)
+        self._yielded = _note_event()
         self._storages = tag_batch(batch, share)
 
     def close(self) -> None:
         """The iteration is over. Local; may be called twice."""
         if self in Iteration._open:
             Iteration._open.remove(self)
+            Iteration._closed = self
+            _note_event()
         self._kept.clear()
 
     def candidates(self, num_updates: int | None) -> list[BatchShare]:
@@ -97,7 +100,7 @@ class Iteration:
             for other in Iteration._open
             if other is not self and other._yielded > self._began and other.latest is not None
         ]
-        if self._storages and not _in_memory(self._storages) and num_updates != self.num_batches - 1:
+        if num_updates != self.num_batches - 1:
             found += self._all
         return found
 
@@ -113,6 +116,13 @@ class _Local(threading.local):
 
 _local = _Local()
 _forward: tuple[int, BatchShare | None] = (0, None)  # when the last forward pass of an engine was, and of which batch
+_last_event = 0  # when an iteration yielded or was over
+
+
+def _note_event() -> int:
+    global _last_event
+    _last_event = next(_counter)
+    return _last_event
 
 
 @contextmanager
@@ -165,12 +175,21 @@ def reset() -> None:
     """Forget iterations that were left open, and the last forward pass. Local."""
     global _forward
     Iteration._open.clear()
+    Iteration._closed = None
     _forward = (0, None)
 
 
 def latest_iteration() -> Iteration | None:
     """The open iteration that yielded last; None outside of loaders."""
     return Iteration._open[-1] if Iteration._open else None
+
+
+def _left_over(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
+    """Outside of all iterations: a batch of the last one, if fewer updates have come than it had batches."""
+    last = Iteration._closed
+    if last is None or last.latest is None or not 0 < num_updates(last) < last.num_batches:
+        return []
+    return [last.latest] if last.latest.local_samples == 1 else [last.latest, BatchShare(1, 1, 1)]
 
 
 def in_hand(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
@@ -184,11 +203,11 @@ def in_hand(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
     """
     if _local.held is not None:
         return [_local.held]
-    if not Iteration._open:
-        return []
-    iteration = Iteration._open[-1]
     when, share = _forward
-    if when > iteration._yielded and share is not None:
+    if when > _last_event and share is not None:
         return [share]
+    if not Iteration._open:
+        return _left_over(num_updates)
+    iteration = Iteration._open[-1]
     found = iteration.candidates(num_updates(iteration))
     return list({each.local_samples: each for each in reversed(found)}.values())[::-1]

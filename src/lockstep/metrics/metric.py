@@ -93,10 +93,13 @@ class Metric(ABC):
     def _is_filler(self) -> bool:
         found = self._asked.candidates()
         fillers = [share for share in found if share.local_samples == 0]
-        if not fillers or len(fillers) == len(found):
-            return bool(fillers)
-        if self._asked.rows is not None:  # a filler never has the size of a full batch's share
-            return self._asked.rows not in {share.local_samples for share in found}
+        if not fillers:
+            return False
+        if self._asked.rows is not None and fillers[0].rows:
+            # Other data in between, of another loader, has another size; and so has a full batch's share.
+            return self._asked.rows == fillers[0].rows
+        if len(fillers) == len(found):
+            return True
         raise InputError(
             f"{type(self).__name__}.update: cannot tell whether this is a filler, which repeats samples that other "
             "ranks hold and must not count: the loop fetches batches ahead, or has several loaders at work. Hand "

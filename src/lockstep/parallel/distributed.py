@@ -39,6 +39,7 @@ from lockstep.parallel.nesting import check_not_nested
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
+from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
 from lockstep.torch_private.dynamo import untraced
@@ -69,8 +70,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         device_ids: None, or a list with this rank's one device, to which inputs are then moved.
         output_device: must agree with `device_ids`; there for torch's signature.
         dim: must be 0; there for torch's signature.
-        broadcast_buffers: with the gradients of each training step, give all ranks the buffers of the first.
-            The step ends with them equal; torch gives them out before the next forward pass.
+        broadcast_buffers: with the gradients of each training step, give all ranks the buffers of the first; None
+            means True. The step ends with them equal; torch gives them out before the next forward pass.
         init_sync: check that the models agree, and give all ranks the parameters of the first.
         process_group: who trains together; default the default group.
         bucket_cap_mb: MiB of gradients that go out together; default 25. 0 makes a bucket for each.
@@ -81,6 +82,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         static_graph: the set of used parameters never changes. Allows re-entrant checkpointing, several
             backward passes over shared layers, and parameters that are never used; gradients are averaged at the
             end of the backward pass.
+        delay_all_reduce_named_params: refused; here so that the refusal can say what to do.
+        param_to_hook_all_reduce: refused.
+        mixed_precision: refused.
+        device_mesh: a mesh of one dimension, instead of `process_group`.
+        skip_all_reduce_unused_params: accepted for torch's signature; what is unused everywhere keeps its `.grad`.
+        bucket_cap_mb_list: refused.
+        batched_grad_copy: always so here; accepted for torch's signature.
+        forward_sync_buffers: torch's newer name for `broadcast_buffers`.
+        lazy_bucket_allocation: accepted for torch's signature; buckets are made here.
 
     Attributes:
         module: the model. Take `state_dict` from it for names without `module.`.
@@ -105,7 +115,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -113,17 +123,32 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: None = None,
+        param_to_hook_all_reduce: None = None,
+        mixed_precision: None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
         check_not_nested(module)
+        check_refused(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+        )
         if dim != 0:
             raise InputError(f"dim={dim}: one process handles one part of the batch here; only dim=0 is supported")
         self.module = module
-        self.process_group = group = check_group(process_group)
-        self.broadcast_buffers = broadcast_buffers
+        self.process_group = group = check_group(choose_group(process_group, device_mesh))
+        self.broadcast_buffers = choose_broadcast_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.require_backward_grad_sync = True

@@ -120,8 +120,8 @@ class Feeding:
         if tags:
             return tags[0][1].share
         divisions = batch.divisions(self._rank, self._world_size)
-        matches = [] if batch.is_ambiguous(divisions) else self._matches(divisions, _sizes_of(inputs))
-        return matches[0].share(self._rank) if len(matches) == 1 else None
+        shares = [division.share(self._rank) for division in self._matches(divisions, _sizes_of(inputs))]
+        return shares[0] if len({share.local_samples for share in shares}) == 1 else None
 
     def resolve(self, inputs: Any, trains: bool, syncs: bool, joins_none: bool) -> Feed:
         """What a forward pass with gradients holds. Local; where a size does not say it, with a question.
