@@ -3,8 +3,9 @@
 [Note: in hand] The batch of a forward pass is known by its tensors. A metric that is handed a loss has none to look
 at. It takes the batch of the engine's forward pass, if there was one since the loader yielded last; else the batch
 yielded last, unless the loop may be working on another: an earlier batch of the same iteration is still in memory, two
-iterations take turns, or the number of updates is not that of the batches. Then there are several candidates, and who cannot do without an answer asks the user. A loop that fetches ahead
-works on its last batches when the iteration is over: fewer updates have come by then than there were batches.
+iterations take turns, or the number of updates is not that of the batches. Then there are several candidates, and who
+cannot do without an answer asks the user. A loop that fetches ahead works on its last batches when the iteration is
+over: fewer updates have come by then than there were batches.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ __all__ = ["check_refused", "choose_broadcast_buffers", "choose_group"]
 
 _REFUSED = {
     "mixed_precision": (
-        "the engine averages gradients in the dtype of the parameters. Compute in 16 bits with torch.autocast, and send "
-        "16 bits with register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks."
+        "the engine averages gradients in the dtype of the parameters. Compute in 16 bits with torch.autocast, and "
+        "send 16 bits with register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks."
         "bf16_compress_hook)"
     ),
     "delay_all_reduce_named_params": (
