@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from loader_cases import WORLDS, Drawing, Numbers, run_epoch, run_ranks_in_turn
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch import BatchShare, is_filler
 from lockstep.data import DataLoader, place
 from lockstep.errors import DataError
 
@@ -358,3 +361,112 @@ def test_numpy_integers_are_integers():
     loader = DataLoader(range(10), np.int64(4), rank=np.int32(1), world_size=np.int32(2))
     assert run_epoch(loader)[0][0] == [2, 3]
     assert json.dumps(loader.state_dict())
+
+
+class TestNestedIterations:
+    def test_the_state_is_that_of_the_iteration_that_goes_on(self):
+        loader = DataLoader(range(11), 4, shuffle=True, rank=0, world_size=2)
+        states = []
+        for number, _ in enumerate(loader):
+            if number == 1:
+                list(loader)  # an evaluation on the training data
+            states.append(loader.state_dict())
+        assert [(state["epoch"], state["samples_consumed"], state["next_epoch"]) for state in states] == [
+            (0, 4, 1),
+            (0, 8, 2),
+            (0, 11, 2),
+        ]
+        assert loader.epoch == 2
+
+    def test_a_resumed_epoch_is_followed_by_the_one_that_would_have_come(self):
+        options = {"batch_size": 4, "shuffle": True, "rank": 0, "world_size": 1}
+        loader, whole = DataLoader(range(11), **options), []
+        for epoch in range(2):
+            for number, batch_ in enumerate(loader):
+                whole.append(batch_.tolist())
+                if epoch == 0 and number == 0:
+                    list(loader)
+                    state = loader.state_dict()
+        resumed = DataLoader(range(11), **options)
+        resumed.load_state_dict(state)
+        assert [batch_.tolist() for _ in range(2) for batch_ in resumed] == whole[1:]
+
+    def test_a_state_of_an_older_release_says_nothing_of_it(self):
+        loader = DataLoader(range(11), 4)
+        state = loader.state_dict()
+        del state["next_epoch"]
+        loader.load_state_dict(state)
+        assert len(list(loader)) == 3
+        assert loader.epoch == 1
+
+
+class Late(torch.utils.data.Dataset):
+    """The second sample comes when a file is there."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        deadline = time.monotonic() + 60
+        while index == 1 and not os.path.exists(self.path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return index
+
+
+def test_a_batch_that_is_late_is_not_skipped(tmp_path):
+    """torch goes on waiting for a batch that has timed out; its share and its place come with it."""
+    loader = DataLoader(Late(tmp_path / "now"), 2, num_workers=1, timeout=0.2, rank=0, world_size=1)
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(iterator)
+    (tmp_path / "now").touch()
+    got = []
+    while len(got) < 3:
+        with contextlib.suppress(RuntimeError):  # a machine that is busy may take its time for the others, too
+            got.append((next(iterator).tolist(), loader.state_dict()["samples_consumed"]))
+    iterator.close()
+    assert got == [([0, 1], 2), ([2, 3], 4), ([4, 5], 6)]
+
+
+class TestDevice:
+    def test_batches_are_moved(self):
+        loader = DataLoader(TensorDataset(torch.arange(5.0)), 2, device="meta", prefetch=3, rank=0, world_size=1)
+        assert [part.device.type for (part,) in loader] == ["meta"] * 3
+        assert loader.state_dict()["samples_consumed"] == 0
+        assert not loader.pin_memory
+
+    def test_an_exception_comes_in_its_turn(self):
+        class Broken(Numbers):
+            def __getitem__(self, index):
+                if index == 2:
+                    raise KeyError(index)
+                return super().__getitem__(index)
+
+        iterator = iter(DataLoader(Broken(5), 2, device="cpu", rank=0, world_size=1))
+        next(iterator)
+        with pytest.raises(KeyError):
+            next(iterator)
+        assert len(next(iterator)) == 1
+        iterator.close()
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"device": "gpu"}, "which torch does not know"),
+            ({"prefetch": 2}, "pass device, too"),
+            ({"device": "cpu", "prefetch": -1}, "prefetch is -1"),
+        ],
+    )
+    def test_what_cannot_work_is_an_error(self, options, words):
+        with pytest.raises(DataError, match=words):
+            DataLoader(range(5), 2, **options)
+
+
+def test_fillers_are_known():
+    loader = DataLoader(TensorDataset(torch.arange(5.0)), 4, rank=1, world_size=2)
+    assert [is_filler(batch_) for batch_ in loader] == [False, True]
+    assert not is_filler(torch.ones(3))
+    assert not is_filler(["no", "tensor"])
