@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from lockstep import log
 from lockstep.comm import old_shutdown, recorder_hook, torch_version
@@ -35,25 +37,35 @@ def test_one_rank_warns_once_of_a_torch_that_is_too_new(
     assert f"torch 9.1.0 is newer than {newest}, the newest" in line
 
 
-def test_only_our_groups_are_spared_torchs_recorder() -> None:
+@pytest.fixture
+def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
+    """Puts a function into `distributed_c10d`, as if it were that of the torch that runs; it is taken back."""
+
+    def put(name: str, function: Callable[..., Any]) -> None:
+        monkeypatch.setattr(distributed_c10d, name, function, raising=False)
+
+    return put
+
+
+def test_only_our_groups_are_spared_torchs_recorder(torchs_own: Callable[..., None]) -> None:
     attached: list[Any] = []
-    module: Any = SimpleNamespace(_maybe_attach_flight_recorder=lambda group, *_: attached.append(group))
+    torchs_own("_maybe_attach_flight_recorder", lambda group, *_: attached.append(group))
     for _ in range(2):
-        recorder_hook.register(module)
+        recorder_hook.register(distributed_c10d)
     ours, torchs = SimpleNamespace(engine=None), SimpleNamespace()
     for group in (ours, torchs):
-        module._maybe_attach_flight_recorder(group, "config", [0])
+        distributed_c10d._maybe_attach_flight_recorder(group, "config", [0])
     assert attached == [torchs]
     recorder_hook.register(older := SimpleNamespace())  # type: ignore[arg-type]
     assert not vars(older)
 
 
-def test_old_torch_shuts_our_groups_down() -> None:
+def test_old_torch_shuts_our_groups_down(torchs_own: Callable[..., None]) -> None:
     seen: list[Any] = []
-    module: Any = SimpleNamespace(_shutdown_backend=lambda group: seen.append(group))
+    torchs_own("_shutdown_backend", lambda group: seen.append(group))
     for _ in range(2):
-        old_shutdown.register(module)
+        old_shutdown.register(distributed_c10d)
     torchs = SimpleNamespace()
-    module._shutdown_backend(SimpleNamespace(engine=None, shutdown=lambda: seen.append("ours")))
-    module._shutdown_backend(torchs)
+    distributed_c10d._shutdown_backend(SimpleNamespace(engine=None, shutdown=lambda: seen.append("ours")))
+    distributed_c10d._shutdown_backend(torchs)
     assert seen == ["ours", torchs]

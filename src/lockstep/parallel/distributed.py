@@ -37,6 +37,7 @@ from lockstep.parallel.heap import keep_memory_of_gradients
 from lockstep.parallel.loss_kinds import look_at_next_loss
 from lockstep.parallel.nesting import check_not_nested
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
+from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_group
@@ -175,6 +176,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             may_go_early=not static_graph and self._world_size > 1,
             unannounced=weakref.WeakMethod(self._backward_begins),
         )
+        self._own = frozenset(map(id, self._parameters_to_reduce))
+        self.changes = ParameterChanges(module, self._own, ignored)
         self._buffer_places = find_buffers(module, ignored)
         self._feeding = Feeding(group, host_device(group, self.device))
         self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
@@ -255,7 +258,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
         passage = Passage(
-            feed, syncing, self.process_group, weakref.WeakMethod(self._backward_reaches), not self._was_even
+            feed,
+            syncing,
+            self.process_group,
+            weakref.WeakMethod(self._backward_reaches),
+            may_separate=not self._was_even,
+            own=self._own,
         )
         inputs, kwargs = passage.enter((inputs, kwargs))
         with (
@@ -353,7 +361,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """A gradient has come to an output; whether it goes on to parameters of the model. See `Passage`."""
         task = current_graph_task_id()
         if task != self._task:
-            self._task, self._task_reaches = task, runs_backward_to(self._parameters_to_reduce)
+            self._task = task
+            self._task_reaches = passage.begins_with_checkpoint or runs_backward_to(self._parameters_to_reduce)
         if not self._task_reaches:
             return False
         self._roots.pop(output, None)

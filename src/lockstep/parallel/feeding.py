@@ -79,6 +79,7 @@ class Question:
     group: dist.ProcessGroup
     device: torch.device
     follow: Callable[[torch.Tensor], Feed]
+    of_a_loader: bool  # else the ranks most likely hold as many rows as in the step before
 
     def ask(self) -> Feed:
         """Collective."""
@@ -163,7 +164,8 @@ class Feeding:
 
     def _ask(self, sizes: set[int], follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
         rows = next(iter(sizes)) if len(sizes) == 1 else 0
-        return Feed(share=share, question=Question(rows, self._group, self._device, follow))
+        of_a_loader = share is not None or bool(batch.divisions(self._rank, self._world_size))
+        return Feed(share=share, question=Question(rows, self._group, self._device, follow, of_a_loader))
 
     def _of_all_rows(
         self,

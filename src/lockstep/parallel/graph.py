@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -9,7 +10,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from lockstep.torch_private.autograd import will_engine_execute_node
 
-__all__ = ["reachable_leaves", "runs_backward_to"]
+__all__ = ["begins_with_checkpoint", "reachable_leaves", "runs_backward_to"]
+
+# Nodes that are looked at before a model counts as one that begins with layers of its own.
+_MAX_LOOKED_AT = 64
 
 
 def reachable_leaves(roots: Iterable[Node]) -> set[int]:
@@ -29,6 +33,27 @@ def reachable_leaves(roots: Iterable[Node]) -> set[int]:
     return leaves
 
 
+def begins_with_checkpoint(root: Node, own: frozenset[int]) -> bool:
+    """Whether a backward pass from `root` comes to a re-entrant checkpoint before any of the leaves in `own`.
+
+    What is inside such a checkpoint is no part of its graph: the checkpoint runs a backward pass within this one.
+
+    Args:
+        root: of an output.
+        own: `id` of the parameters.
+    """
+    waiting, seen = deque([root]), 0
+    while waiting and seen < _MAX_LOOKED_AT:
+        node = waiting.popleft()
+        seen += 1
+        if id(getattr(node, "variable", None)) in own:
+            return False
+        if "Checkpoint" in node.name():
+            return True
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return False
+
+
 def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the backward pass under way gives a gradient to any of `parameters`; called inside it.
 
@@ -40,6 +65,7 @@ def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
         try:
             if will_engine_execute_node(get_gradient_edge(parameter).node):
                 return True
-        except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
+        except (RuntimeError, AttributeError):
+            # What torch says of a leaf that autograd.grad was asked for; and under torch.func, which has no leaves.
             return False
     return False

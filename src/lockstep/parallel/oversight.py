@@ -1,7 +1,8 @@
 """What an engine has looked at so that no mistake ends in a training that only seems to be right.
 
 The parts: nesting.py (wrapped twice), undivided.py (data that nobody splits), strays.py (gradients that came past the
-engine), closures.py (losses by which an optimizer decides), and drift.py below this package (no engine at all).
+engine), parameter_changes.py (parameters that the engine does not know), closures.py (losses by which an optimizer
+decides), and drift.py below this package (no engine at all).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from lockstep import seeding
 from lockstep.drift import note_engine
-from lockstep.parallel import closures, strays
+from lockstep.parallel import closures, parameter_changes, strays
 from lockstep.parallel.nesting import check_not_inside_torch
 from lockstep.parallel.undivided import warn_of_undivided_data
 
@@ -26,6 +27,7 @@ def watch_engine(engine: Any) -> None:
     if engine.process_group.size() > 1:
         strays.install()
         closures.install()
+        parameter_changes.install()
 
 
 class EarlyPasses:

@@ -32,6 +32,7 @@ from torch.autograd.graph import Node
 from lockstep import batch
 from lockstep.errors import InputError, ModelError
 from lockstep.parallel.feeding import Feed
+from lockstep.parallel.graph import begins_with_checkpoint
 from lockstep.torch_private.autograd import base_of, current_graph_task_id
 from lockstep.tree import map_tensors, tensors_in
 
@@ -54,9 +55,11 @@ class Passage:
             backward pass has come to, and this passage, and answers whether the pass goes on to parameters of the
             model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
         may_separate: copy outputs although the weight is not known yet; False where it is expected to be 1.
+        own: `id` of the parameters that the engine averages.
 
     Attributes:
         feed: what goes through; with a weight from `settle` on.
+        begins_with_checkpoint: parameters may lie inside of re-entrant checkpoints; see `graph.py`.
     """
 
     def __init__(
@@ -66,11 +69,14 @@ class Passage:
         group: dist.ProcessGroup,
         reached: Callable[[], Reached | None],
         may_separate: bool = True,
+        own: frozenset[int] = frozenset(),
     ) -> None:
         self.feed = feed
         self.syncing = syncing
         self.group = group
         self.may_separate = may_separate
+        self.begins_with_checkpoint = False
+        self._own = own
         self._reached = reached
         self.claimed_task = -1  # the last backward pass for which the engine noted the feed's claim
         self._is_unseparated = False
@@ -108,7 +114,7 @@ class Passage:
         return inputs if self.is_plain or self.is_filler else map_tensors(self._enter_one, inputs)
 
     def _enter_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or id(tensor) in self._own:  # a parameter takes the weight as in the model
             return tensor
         # Neither a leaf, which would keep the hook, nor a view, which loses it when written to.
         entered = tensor.clone()
@@ -123,7 +129,8 @@ class Passage:
         """The output with hooks on all its tensors that require a gradient, and the graph nodes of those by number."""
         roots: dict[int, Node] = {}
         has_several = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
-        separate = has_several and (self.may_separate or self.feed.question is None)
+        question = self.feed.question
+        separate = has_several and (self.may_separate or question is None or question.of_a_loader)
         self._is_unseparated = has_several and not separate
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +151,9 @@ class Passage:
                 batch.mark(marked, self)
             return tensor
 
-        return map_tensors(watch, output), roots
+        output = map_tensors(watch, output)
+        self.begins_with_checkpoint = any(begins_with_checkpoint(root, self._own) for root in roots.values())
+        return output, roots
 
     def _on_gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
         reached = self._reached()

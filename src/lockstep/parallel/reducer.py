@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
@@ -106,7 +107,7 @@ class Reducer:
         self._hook: tuple[Any, CommHook] | None = None
         self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))  # with a communication hook
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
-        self._handles: list[RemovableHandle | None] = [None] * len(plans)  # by bucket, then by parameter
+        self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # by bucket, then by parameter
         self._watches_all = False
         for bucket in range(len(plans)):
             self._set_sentinel(bucket, self._members[bucket][-1])
@@ -372,13 +373,35 @@ class Reducer:
             broadcast_tensors(buffers, self._group)
 
 
-def _call_after(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Have `hook(parameter)` called whenever the parameter's gradient of a backward pass is in `.grad`."""
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+class _HookBehindAll:
+    """Has `hook(parameter)` called whenever a gradient of the parameter has come, and its own hooks have run.
+
+    [Note: hooks of others] A post-accumulate hook would run before those that the user registers later, which may
+    change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks behind all
+    of those. It is kept alive here, because autograd makes a new one when nobody holds it.
+    """
+
+    def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        self._node = get_gradient_edge(parameter).node
+        reference = weakref.ref(parameter)
+
+        def call(*_: object) -> None:
+            alive = reference()
+            if alive is not None:
+                hook(alive)
+
+        self._handle: RemovableHandle = self._node.register_hook(call)
+
+    def remove(self) -> None:
+        """Never call it again."""
+        self._handle.remove()
 
 
-def _remove_all(handles: Sequence[RemovableHandle | None]) -> None:
+def _call_after(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> _HookBehindAll:
+    return _HookBehindAll(parameter, hook)
+
+
+def _remove_all(handles: Sequence[_HookBehindAll | None]) -> None:
     for handle in handles:
         if handle is not None:
             handle.remove()

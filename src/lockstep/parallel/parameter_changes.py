@@ -1,0 +1,91 @@
+"""Notices parameters that came to a model after it was wrapped: no engine averages their gradients.
+
+It happens when a frozen part is unfrozen (`requires_grad_(True)`), and when parameters are replaced by others
+(`load_state_dict(assign=True)`, a new head). Optimizers' steps are where to look: during a forward pass
+`torch.func.functional_call` may have put others in their place for a moment. Parameters that were frozen are looked at
+in each step; looking for new ones means to walk through the modules, so only some steps do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lockstep.drift import describe_step, engines
+from lockstep.errors import ModelError
+
+__all__ = ["ParameterChanges", "install"]
+
+_ALWAYS, _EVERY = 2, 8  # steps, the first ones, and of those behind them
+
+_is_installed = False
+
+
+def install() -> None:
+    """From now on look before optimizers step. Local; may be called again."""
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        register_optimizer_step_pre_hook(_look)
+
+
+def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for engine in engines():
+        if engine.process_group.size() > 1:
+            engine.changes.look(optimizer)
+
+
+class ParameterChanges:
+    """Looks for parameters of one model that require a gradient and are not averaged.
+
+    Args:
+        module: the model.
+        own: `id` of the parameters that are averaged.
+        ignored: names that the user has told the engine to leave alone.
+    """
+
+    def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str]) -> None:
+        self._module = weakref.ref(module)
+        self._own = own
+        self._ignored = frozenset(ignored)
+        self._frozen = [
+            weakref.ref(parameter)
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in own and name not in self._ignored
+        ]
+        self._num_looks = 0
+
+    def look(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step. Local.
+
+        Raises:
+            ModelError: there are such parameters; names them.
+        """
+        self._num_looks += 1
+        is_due = self._num_looks <= _ALWAYS or self._num_looks % _EVERY == 0
+        if not is_due and not any(map(_requires_gradient, self._frozen)):
+            return
+        module = self._module()
+        named = () if module is None else module.named_parameters()
+        new = [
+            name
+            for name, parameter in named
+            if parameter.requires_grad and id(parameter) not in self._own and name not in self._ignored
+        ]
+        if new:
+            listed = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
+            raise ModelError(
+                f"{describe_step(optimizer)}: {len(new)} parameter(s) of the model require a gradient that nobody "
+                f"averages: {listed}. They were frozen, or not there, when the model was wrapped. Unfreeze or replace "
+                "parameters first (load_state_dict(assign=True) replaces all), then wrap the model: "
+                "lockstep.DistributedDataParallel(model.module), and make the optimizer anew"
+            )
+
+
+def _requires_gradient(reference: weakref.ref[torch.nn.Parameter]) -> bool:
+    parameter = reference()
+    return parameter is not None and parameter.requires_grad
