@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
+from lockstep.batch import share_bounds
 
 Loop = Callable[["Site"], None]
 
@@ -109,6 +111,13 @@ class Site:
     def loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Any:
         place = {"rank": 0, "world_size": 1} if self.alone else {}
         return lockstep.DataLoader(dataset, batch_size, shuffle=True, seed=3, **place, **options)
+
+    def part(self, begin: int, end: int) -> slice:
+        """This rank's rows of other data."""
+        if self.alone:
+            return slice(begin, end)
+        first, last = share_bounds(end - begin, dist.get_rank(), dist.get_world_size())
+        return slice(begin + first, begin + last)
 
     def no_sync(self, model: Any) -> Any:
         return Nothing() if self.alone else model.no_sync()
@@ -568,7 +577,40 @@ def half_of_the_steps_without_averaging(site: Site) -> None:
         train(site, [(x, y)], model, optimizer)
 
 
+@exact
+def the_loader_of_torch(site: Site) -> None:
+    """Split by hand, evenly."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    x, y = numbers(60)
+    for first in range(0, 60, 30):
+        own = site.part(first, first + 30)
+        train(site, torch.utils.data.DataLoader(TensorDataset(x[own], y[own]), 30), model, optimizer)
+
+
+@exact
+def rows_of_other_data_said(site: Site) -> None:
+    """Split by hand, and not evenly."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    x, y = numbers(23)
+    own = site.part(0, 23)
+    for _ in range(2):
+        with site.samples(model, own.stop - own.start):
+            train(site, [(x[own], y[own])], model, optimizer)
+
+
 # ---- what the engine cannot read ----------------------------------------------------------------------
+
+
+@refused
+def rows_of_other_data(site: Site) -> None:
+    """Split by hand, and not evenly."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    x, y = numbers(61)
+    own = site.part(0, 61)
+    train(site, [(x[own], y[own])], model, optimizer)
 
 
 @refused

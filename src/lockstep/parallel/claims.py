@@ -16,7 +16,12 @@ import torch.distributed as dist
 from lockstep.comm.flight import fingerprint
 from lockstep.errors import CollectiveMismatch
 
-__all__ = ["NO_CLAIMS", "ClaimCheck", "Claims", "join_claims"]
+__all__ = ["ADVICE", "NO_CLAIMS", "ClaimCheck", "Claims", "join_claims"]
+
+ADVICE = (
+    "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
+    "model.samples(n):`"
+)
 
 _MAX_SHOWN = 4
 
@@ -91,6 +96,5 @@ class ClaimCheck:
         if greatest != -least:
             raise CollectiveMismatch(
                 f"the ranks averaged gradients of different batches: rank {dist.get_rank()} took {text}, another rank "
-                "something else. Every rank must take the batches of a lockstep.DataLoader in the same order; where "
-                "its inputs do not tell, say how many samples a forward pass holds: `with model.samples(n):`"
+                f"something else. Every rank must take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
             )

@@ -71,7 +71,7 @@ def averaged_closure(closure: Callable[[], Any], engine: AveragingModule) -> Cal
     return average
 
 
-def _weight_of(loss: Any, engine: AveragingModule) -> float | torch.Tensor:
+def _weight_of(loss: Any, engine: AveragingModule) -> float:
     """This rank's weight in the forward pass that a loss comes from. Collective where that was not settled."""
     if isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
         return find_origin("LBFGS", loss, engine.process_group, asks_the_loop=False).weight
@@ -80,14 +80,13 @@ def _weight_of(loss: Any, engine: AveragingModule) -> float | torch.Tensor:
 
 
 @torch.no_grad()
-def _mean_over_ranks(loss: Any, engine: AveragingModule, weight: float | torch.Tensor) -> Any:
+def _mean_over_ranks(loss: Any, engine: AveragingModule, weight: float) -> Any:
     """Collective."""
     group = engine.process_group
     local = torch.as_tensor(loss)
     total = local.detach().to(host_device(group, local.device), torch.float64, copy=True)
     # Not multiplied by zero: what a filler sample gives may be infinite.
-    is_filler = isinstance(weight, float) and weight == 0.0
-    total = torch.zeros_like(total) if is_filler else total * weight
+    total = total * weight if weight else torch.zeros_like(total)
     dist.all_reduce(total, group=group)
     mean = total / group.size()
     return mean.to(local.device, local.dtype) if isinstance(loss, torch.Tensor) else mean.item()

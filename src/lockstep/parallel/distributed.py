@@ -60,9 +60,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`. On a lockstep group gradients meet in shared
     memory; on any other group (gloo, nccl, …) each bucket is one asynchronous all_reduce.
-    The gradient is that of the mean over the global batch, also when ranks hold different numbers of samples, with
-    `lockstep.DataLoader` and with any other; how the engine knows what a forward pass holds is said in `feeding.py`. A
-    loss that is no mean over samples is written with `lockstep.mean`, `lockstep.sum` or `lockstep.global_loss`.
+    The gradient is that of the mean over the global batch, with `lockstep.DataLoader` also when ranks hold different
+    numbers of samples, whatever the loop; with other data `samples` tells that they do. How the engine knows what a
+    forward pass holds is said in `feeding.py`. A loss that is no mean over samples is written with `lockstep.mean`,
+    `lockstep.sum`, `lockstep.all_gather` or `lockstep.global_loss`.
 
     Collective: every rank constructs it, with the same model. Parameters and buffers become those of rank 0.
 
@@ -181,7 +182,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._buffer_places = find_buffers(module, ignored)
         self._feeding = Feeding(group, host_device(group, self.device))
         self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
-        self._was_even = False  # the ranks came with equally many rows when they last asked
         # Forward passes behind which the loss is looked at; one process divides by what it likes.
         self._looks_left = 3 if self._world_size > 1 and group.rank() == 0 else 0
         self._num_hooks = 0
@@ -262,7 +262,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             syncing,
             self.process_group,
             weakref.WeakMethod(self._backward_reaches),
-            may_separate=not self._was_even,
             own=self._own,
         )
         inputs, kwargs = passage.enter((inputs, kwargs))
@@ -366,11 +365,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not self._task_reaches:
             return False
         self._roots.pop(output, None)
-        if passage.feed.question is not None:
-            passage.settle()
-            self._was_even = passage.is_plain
+        passage.settle()
         if passage.feed.claim and passage.claimed_task != task:
             passage.claimed_task = task
+            if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
+                self._claims.clear()  # what came before was thrown away
             self._claims[passage.feed.claim] = passage.feed.is_certain
         if passage.syncing:
             self._backward_begins()

@@ -7,13 +7,13 @@
 3. The size of the inputs, where a `lockstep.DataLoader` is in use that splits over these ranks: a tensor computed
    from a batch has the batch's size. Where on some rank batches of different numbers of samples have one size, the
    ranks tell each other their sizes, and all sizes together say which batch it is.
-4. Without such a loader the ranks tell each other the sizes of their inputs, and each weighs as much as it has of
-   the sum.
+4. Without such a loader all ranks count the same, and must have come with inputs of one size.
 
 What none of these tells is an error, unless all batches divide evenly: then every forward pass weighs the same.
 Where a rank went by a size, a claim travels with the gradients and is compared (`claims.py`), so that ranks that
 understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
-them make; a forward pass waits for nobody.
+them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
+one collective more, and a backward pass that could not begin before those of the others.
 
 [Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
 divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
@@ -34,12 +34,9 @@ from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
 from lockstep.comm.flight import describe_tensor
 from lockstep.errors import InputError
-from lockstep.log import get_logger, warn_once
 from lockstep.tree import tensors_in
 
 __all__ = ["PLAIN", "Feed", "Feeding", "Question", "add_up"]
-
-_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,14 @@ class Feed:
     """What one forward pass holds.
 
     Attributes:
-        weight: of its gradients, relative to an even share; a 0-dim tensor where only the device knows it.
+        weight: of its gradients, relative to an even share.
         share: of the global batch; None where it is of none.
         claim: what all ranks must have understood alike; "" where there is nothing to compare.
         is_certain: the claim comes from a tag or from the user, not from a size.
         question: what the ranks must ask each other before the weight is known; None where it is.
     """
 
-    weight: float | torch.Tensor = 1.0
+    weight: float = 1.0
     share: BatchShare | None = None
     claim: str = ""
     is_certain: bool = False
@@ -79,7 +76,6 @@ class Question:
     group: dist.ProcessGroup
     device: torch.device
     follow: Callable[[torch.Tensor], Feed]
-    of_a_loader: bool  # else the ranks most likely hold as many rows as in the step before
 
     def ask(self) -> Feed:
         """Collective."""
@@ -151,7 +147,7 @@ class Feeding:
             return feed
         sizes = _sizes_of(inputs)
         if not divisions:
-            return self._of_sum(inputs, sizes, may_ask)
+            return _of_equal(sizes)
         matches, shown = self._matches(divisions, sizes), _show(inputs)
         if batch.is_ambiguous(divisions) and joins_none:
             sizes_of_batches = {each.rows(self._rank) for each in matches}
@@ -164,8 +160,7 @@ class Feeding:
 
     def _ask(self, sizes: set[int], follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
         rows = next(iter(sizes)) if len(sizes) == 1 else 0
-        of_a_loader = share is not None or bool(batch.divisions(self._rank, self._world_size))
-        return Feed(share=share, question=Question(rows, self._group, self._device, follow, of_a_loader))
+        return Feed(share=share, question=Question(rows, self._group, self._device, follow))
 
     def _of_all_rows(
         self,
@@ -220,35 +215,6 @@ class Feeding:
         feed = self._of_share(share, may_ask)
         return feed if num_parts == 1 else replace(feed, claim=f"{feed.claim} in {num_parts} parts")
 
-    def _of_sum(self, inputs: Any, sizes: set[int], may_ask: bool) -> Feed:
-        """No loader of ours is in use: what all ranks hold together is the batch."""
-        if not may_ask or self._world_size == 1:
-            return _of_equal(sizes)
-        shown = _show(inputs)  # the inputs may be gone when it is asked
-        return self._ask(sizes, lambda rows: self._of_rows(rows, sizes, shown))
-
-    def _of_rows(self, of_ranks: torch.Tensor, sizes: set[int], shown: str) -> Feed:
-        rows = next(iter(sizes)) if len(sizes) == 1 else 0
-        total = of_ranks.sum()
-        if total.device.type != "cpu":
-            # Nobody waits for the device: the weight stays there.
-            weight = torch.where(total > 0, rows * self._world_size / total, torch.ones_like(total))
-            return Feed(weight.to(torch.float64))
-        total_rows = int(total.item())
-        if rows * self._world_size == total_rows:
-            # Even, or nothing to go by: then at least all ranks must have come with the same.
-            return PLAIN if rows else _of_equal(sizes)
-        if not rows:
-            raise InputError(self._explain(shown, ()))
-        warn_once(
-            _logger,
-            f"the ranks came with different numbers of rows ({rows} of {total_rows} on rank {self._rank}): the "
-            "gradient is that of the mean over all rows. If they are not the samples that the loss is the mean over, "
-            "say how many this rank has: `with model.samples(n):`",
-        )
-        share = BatchShare(rows, total_rows, self._world_size)
-        return Feed(share.weight, share)
-
     def _matches(self, divisions: Sequence[Division], sizes: set[int]) -> list[Division]:
         """The divisions with one of these sizes on this rank, one of each number of samples."""
         return list({each.num_samples: each for each in divisions if each.rows(self._rank) in sizes}.values())
@@ -269,10 +235,7 @@ class Feeding:
 
 def _of_equal(sizes: set[int]) -> Feed:
     """Nothing says how many samples: right if all ranks have the same."""
-    rows = " or ".join(map(str, sorted(sizes))) or "no"
-    return Feed(
-        claim=f"inputs of {rows} rows on each rank (are they no samples? `with model.samples(n):` says how many)"
-    )
+    return Feed(claim=f"{' or '.join(map(str, sorted(sizes))) or 'no'} rows on each rank")
 
 
 def _describe(share: BatchShare) -> str:

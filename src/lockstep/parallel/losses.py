@@ -152,7 +152,7 @@ class Origin:
     """
 
     group: dist.ProcessGroup | None
-    weight: float | Tensor
+    weight: float
     is_filler: bool
 
     @property
@@ -160,7 +160,7 @@ class Origin:
         return 1 if self.group is None else self.group.size()
 
     @property
-    def factor(self) -> float | Tensor:
+    def factor(self) -> float:
         """For the gradient of a term of which one process would take the sum; see [Note: divisors]."""
         return 0.0 if self.is_filler else self.world_size / self.weight
 
@@ -202,19 +202,12 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         forward.settle()
     first = forwards[0]
     for other in forwards[1:]:
-        if not _same_weight(first, other):
+        if other.feed.weight != first.feed.weight:
             raise InputError(
                 f"{name}: this loss comes from forward passes on two batches, of which this rank holds different "
                 f"shares. Hand {name} the part of each batch, and add up what it returns"
             )
     return Origin(process_group or first.group, first.feed.weight, first.is_filler)
-
-
-def _same_weight(first: Passage, other: Passage) -> bool:
-    weights = first.feed.weight, other.feed.weight
-    if any(isinstance(weight, Tensor) for weight in weights):
-        return weights[0] is weights[1]
-    return bool(weights[0] == weights[1])
 
 
 def _is_filler_in_hand(name: str) -> bool:

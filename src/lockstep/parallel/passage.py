@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.autograd.graph import Node
 
 from lockstep import batch
-from lockstep.errors import InputError, ModelError
+from lockstep.errors import ModelError
 from lockstep.parallel.feeding import Feed
 from lockstep.parallel.graph import begins_with_checkpoint
 from lockstep.torch_private.autograd import base_of, current_graph_task_id
@@ -54,7 +54,6 @@ class Passage:
         reached: a weak reference to a method of the engine, which is called with the number of an output that a
             backward pass has come to, and this passage, and answers whether the pass goes on to parameters of the
             model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
-        may_separate: copy outputs although the weight is not known yet; False where it is expected to be 1.
         own: `id` of the parameters that the engine averages.
 
     Attributes:
@@ -68,46 +67,34 @@ class Passage:
         syncing: bool,
         group: dist.ProcessGroup,
         reached: Callable[[], Reached | None],
-        may_separate: bool = True,
         own: frozenset[int] = frozenset(),
     ) -> None:
         self.feed = feed
         self.syncing = syncing
         self.group = group
-        self.may_separate = may_separate
         self.begins_with_checkpoint = False
         self._own = own
         self._reached = reached
         self.claimed_task = -1  # the last backward pass for which the engine noted the feed's claim
-        self._is_unseparated = False
         self._weighted_task = -1  # the last backward pass in which the weight was put on
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is to be weighted."""
-        weight = self.feed.weight
-        return self.feed.question is None and isinstance(weight, float) and weight == 1.0
+        return self.feed.question is None and self.feed.weight == 1.0
 
     @property
     def is_filler(self) -> bool:
         """Whether nothing that this rank computes counts."""
-        weight = self.feed.weight
-        return self.feed.question is None and isinstance(weight, float) and weight == 0.0
+        return self.feed.question is None and self.feed.weight == 0.0
 
     def settle(self) -> None:
         """Ask the other ranks for what the weight depends on, if that was not done. Collective.
 
         Raises:
-            InputError: how many samples the forward pass holds cannot be told, or it is too late to weight it.
+            InputError: how many samples the forward pass holds cannot be told.
         """
-        if self.feed.question is None:
-            return
         self.feed = self.feed.settled()
-        if self._is_unseparated and not self.is_plain:
-            raise InputError(
-                "the ranks came with different numbers of rows, after they had equally many, to a model with several "
-                "outputs. Say how many samples the loss on this rank is the mean over: `with model.samples(n):`"
-            )
 
     def enter(self, inputs: Any) -> Any:
         """The inputs of the forward pass, with hooks where they need some."""
@@ -123,15 +110,12 @@ class Passage:
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
         is_weighted = self._weighted_task == current_graph_task_id()
-        return (gradient / self.feed.weight).to(gradient.dtype) if is_weighted else None
+        return gradient / self.feed.weight if is_weighted else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
         """The output with hooks on all its tensors that require a gradient, and the graph nodes of those by number."""
         roots: dict[int, Node] = {}
-        has_several = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
-        question = self.feed.question
-        separate = has_several and (self.may_separate or question is None or question.of_a_loader)
-        self._is_unseparated = has_several and not separate
+        separate = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
@@ -166,4 +150,4 @@ class Passage:
             return None
         self._weighted_task = current_graph_task_id()
         # Not multiplied by zero: what a filler sample gives may be infinite.
-        return torch.zeros_like(gradient) if self.is_filler else (gradient * self.feed.weight).to(gradient.dtype)
+        return torch.zeros_like(gradient) if self.is_filler else gradient * self.feed.weight

@@ -22,7 +22,7 @@ from lockstep.comm.engine import Engine
 from lockstep.comm.flight import describe_tensor, fingerprint
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.claims import Claims
+from lockstep.parallel.claims import ADVICE, Claims
 from lockstep.shm.algorithms import reduce_in_place, share_bounds
 from lockstep.shm.kernels import Kernel, find_kernel
 from lockstep.shm.sync import fence
@@ -195,7 +195,9 @@ class SymmetricTransport:
         description = f"{self._description}; {claims.text}" if claims.text else self._description
         try:
             self._engine.run_steps(description, lambda: description, between)
-        except CollectiveMismatch:
+        except CollectiveMismatch as error:
+            if claims.text and not claims.is_certain:
+                error.args = (f"{error.args[0]} {ADVICE}", *error.args[1:])
             self._num_failed, self._failed_collective = 0, self._engine.flight.number
             raise
         self._pass += 1
