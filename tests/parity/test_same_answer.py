@@ -467,18 +467,96 @@ def test_random_choices_in_the_loop() -> None:
     assert_same_only_if_heeded(mixed)
 
 
+def minimised(site: Site) -> None:
+    """By LBFGS on the whole data set, which neither 2 nor 3 ranks divide."""
+    model = site.wrap(Net())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
+    for x, y in itertools.chain(site.loader(pairs(23), 23), site.loader(pairs(23), 23)):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def decided(site: Site) -> None:
+    """A closure whose loss an optimizer of one's own judges: it goes back if a step was too far."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    for x, y in itertools.islice(itertools.cycle(site.loader(pairs(23), 23)), 6):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return lockstep.mean(loss * len(y), len(y)) if site.changes else loss
+
+        before = closure().item()
+        optimizer.step()
+        gained = before - closure().item()
+        optimizer.param_groups[0]["lr"] *= 1.3 + gained
+
+
+def test_optimizers_that_look_at_the_loss() -> None:
+    # A line search passes on what a mean is rounded by.
+    assert max(run_ranks(distance, 3, minimised)) <= 1e-9
+    assert_same_only_if_heeded(decided)
+
+
 # ---- layers and arithmetic ---------------------------------------------------------------------------
 
 
-def normalised(site: Site) -> None:
+def draw_masks(seed: int | None) -> tuple[list[float], list[list[float]]]:
+    """Initial weights, and the masks of two steps."""
+    with lockstep.init(seed=seed):
+        net = nn.Linear(3, 2)
+        weights = net.weight.flatten().tolist()
+        lockstep.DistributedDataParallel(net)
+        return weights, [nn.functional.dropout(torch.ones(64)).tolist() for _ in range(2)]
+
+
+def test_dropout() -> None:
+    alike = run_ranks(draw_masks, 3, None, init=False)  # seeded with 0 by the rig
+    assert alike == [alike[0]] * 3
+    ((weights, masks),) = run_ranks(draw_masks, 1, 7, init=False)
+    found = run_ranks(draw_masks, 3, 7, init=False)
+    assert [one for one, _ in found] == [weights] * 3
+    assert found[0][1] == masks
+    assert not any(one == other for one, other in itertools.combinations([own for _, own in found], 2))
+    assert run_ranks(draw_masks, 3, 7, init=False) == found
+
+
+def normalised(site: Site, count: int = 22) -> None:
     torch.manual_seed(2)
     net: nn.Module = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
     model = site.wrap(lockstep.convert_sync_batchnorm(net) if site.changes else net)
-    train(site, site.loader(pairs(22), 6), model, sgd(model))
+    train(site, site.loader(pairs(count), 6), model, sgd(model))
 
 
 def test_batch_normalization() -> None:
     assert_same_only_if_heeded(normalised, 2)
+
+
+def normalised_with_one(site: Site) -> None:
+    """The last batch leaves 2 samples to one rank, and 1 to the other."""
+    normalised(site, 21)
+
+
+def normalised_without_it(site: Site) -> None:
+    torch.manual_seed(2)
+    model = site.wrap(nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double())
+    train(site, site.loader(pairs(21), 6, drop_last=True), model, sgd(model))
+    site.notes, site.models = [1.0], []  # it trains, with the statistics of each rank's samples
+
+
+def test_one_sample_on_a_rank() -> None:
+    outcomes = run_ranks(distance, 2, normalised_with_one, False, expect_errors=True)
+    assert any("model = lockstep.convert_sync_batchnorm(model)" in str(outcome) for outcome in outcomes), outcomes
+    assert_same(normalised_with_one, 2)
+    assert run_ranks(distance, 2, normalised_without_it) == [0.0, 0.0]
 
 
 def train_twice(dtype: torch.dtype) -> list[Tensor]:
