@@ -158,3 +158,19 @@ def test_reports_say_where_what_why_and_how() -> None:
     assert (report["version"], report["exit_code"], report["ranks"]) == (1, 3, 2)
     assert (only["file"], only["line"], only["called_from"][0]["line"], only["ranks"]) == (SITE.file, 7, 20, [1])
     assert "nothing found in train.py on 2 ranks before it failed" in format_text("train.py", [], job(rank(0)), 1)
+
+
+def losses(count: int, *found: tuple[int, str, float | None]) -> Event:
+    return Event("loss", (SITE,), {"count": count, "found": found})
+
+
+def test_losses_are_compared_backward_by_backward() -> None:
+    five, six = losses(2, (1, "a sum divided by 5", 5.0)), losses(2, (1, "a sum divided by 6", 6.0))
+    assert ids(rank(0, five), rank(1, six)) == ["loss-over-other-counts"]
+    assert ids(rank(0, five), rank(1, losses(2))) == ["loss-over-other-counts"]
+    assert ids(rank(0, five), rank(1, losses(2, (1, "a sum divided by 5", 5.0 + 1e-9)))) == []
+    # Another backward, one that a rank has not come to, and another kind of loss.
+    assert ids(rank(0, five), rank(1, losses(1))) == []
+    summed = losses(2, (1, "a sum", None))
+    assert ids(rank(0, summed), rank(1, five)) == ids(rank(0, summed), rank(1, losses(2))) == []
+    assert ids(rank(0, summed), rank(1, summed)) == ["loss-over-other-counts"]

@@ -33,6 +33,7 @@ ON_RANKS = {
     "ddp.py": r"epoch 1: loss \d\.\d{{4}} on {n} process",
     "ddp_checkpoint.py": r"resumed with the same bits on {n} process",
     "model_parallel.py": r"loss .* -> .* on cpu and cpu, {n} process",
+    "language_model.py": r"epoch 3: loss \d\.\d{{5}} per word, held out \d\.\d{{5}}, on {n} process",
     "distributed_evaluation.py": r"top-5 .* on {n} process",
 }
 OF_THEIR_OWN = {
@@ -100,6 +101,15 @@ def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
     one, two = ([float(loss) for loss in re.findall(r"loss (\d\.\d+)", output)] for output in by_size)
     assert one == pytest.approx(two, rel=1e-6)
     assert len(one) == 5
+
+
+def test_losses_per_word_do_not_depend_on_the_number_of_ranks() -> None:
+    """To what is printed; the last digit may be rounded to either side."""
+    outputs = [run_ranks(run_script, size, "language_model.py", [], free_port(), init=False)[0] for size in (1, 2, 3)]
+    one, *others = ([float(loss) for loss in re.findall(r"\d\.\d{5}", output)] for output in outputs)
+    assert len(one) == 8
+    assert one[-1] < one[0] - 0.3
+    assert others == [pytest.approx(one, rel=0, abs=1.5e-5)] * 2
 
 
 @pytest.mark.parametrize(("name", "world_size"), OF_THEIR_OWN)

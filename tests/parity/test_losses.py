@@ -360,3 +360,35 @@ def without_warning_alone() -> dict[str, str]:
 
 def test_one_process_divides_by_what_it_likes() -> None:
     assert run_ranks(without_warning_alone, 1) == [{}]
+
+
+class WithLoss(nn.Module):
+    """A model that is handed the labels, and returns its loss."""
+
+    def __init__(self, divides: bool) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.divides = divides
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.inner(x / x.square().sum())  # a sum that is no loss
+        if self.divides:
+            return lockstep.mean(sum_of_words(logits, y), (y != IGNORED).sum())
+        return cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
+
+
+def losses_inside() -> list[dict[str, str]]:
+    found = []
+    for divides in (False, True):
+        loss_kinds._found.clear()
+        model = lockstep.DistributedDataParallel(WithLoss(divides))
+        for x, y in Site(alone=False).loader(12, 6):
+            (model(x, y) / 2).backward()
+        found.append(dict(loss_kinds._found))
+    return found
+
+
+def test_a_loss_that_the_model_computes_is_noticed() -> None:
+    (text,), none = (list(found.values()) for found in run_ranks(losses_inside, 2)[0])
+    assert "the others being ignored (ignore_index=)" in text
+    assert none == []

@@ -15,6 +15,8 @@ this thread is borrowed, if nobody uses it: it is called for each call of a Pyth
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,7 +28,7 @@ from lockstep import batch
 from lockstep.comm.callsite import is_users
 from lockstep.log import get_logger
 
-__all__ = ["describe_other_divisor", "look_at_next_loss"]
+__all__ = ["OtherDivisor", "describe_other_divisor", "find_other_divisor", "look_at_next_loss"]
 
 _logger = get_logger(__name__)
 
@@ -35,6 +37,7 @@ _MEAN, _SUM = 1, 2
 # The functions through which every backward pass goes, and what they call the losses.
 _ROOTS = {("backward", "_tensor.py"): "self", ("backward", "__init__.py"): "tensors"}
 _MAX_NODES = 2000
+_RESCALE = "_RescaleBackward"  # of `lockstep.mean` and the like: what is behind it has its divisor
 _found: dict[str, str] = {}  # lines of which was warned, and what they are
 # Of Python functions, between a forward pass and its backward pass.
 _MAX_CALLS = 20_000
@@ -101,43 +104,96 @@ def describe_other_divisor(loss: Tensor, local_samples: int | None) -> str | Non
         loss: 0-dim, with a graph.
         local_samples: of this rank; None where nobody knows.
     """
+    found = find_other_divisor(loss, local_samples)
+    return None if found is None else found.text
+
+
+@dataclass(frozen=True)
+class OtherDivisor:
+    """By what a loss is divided on this rank, other than its samples.
+
+    Attributes:
+        text: what that makes of it, such as "a sum".
+        value: what it is divided by; None for a sum.
+    """
+
+    text: str
+    value: float | None = None
+
+
+def find_other_divisor(
+    loss: Tensor, local_samples: int | None, is_output: Callable[[Node], bool] = batch.is_marked
+) -> OtherDivisor | None:
+    """As `describe_other_divisor`, with the divisor. Local.
+
+    Sums are looked for between the loss and the model's outputs; a mean over targets inside the model, too, as models
+    compute it that are handed the labels.
+
+    Args:
+        loss: 0-dim, with a graph.
+        local_samples: of this rank; None where nobody knows.
+        is_output: whether a node is that of an output of the model; default, of an engine of ours.
+
+    Raises:
+        RuntimeError: the graph was walked backward before.
+    """
     # Nodes, and what the sums behind them are divided by: None for nothing yet.
     stack: list[tuple[Node, float | None]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
+    outputs: list[Node] = []
     seen: set[Node] = set()
     while stack and len(seen) < _MAX_NODES:
         node, divisor = stack.pop()
-        if node in seen or batch.is_marked(node) or node.name() == "_RescaleBackward":
+        if node in seen or node.name() == _RESCALE:
+            continue
+        if is_output(node):
+            outputs.append(node)
             continue
         seen.add(node)
-        what = _of_reduction(node, divisor) or _of_sum(node, divisor, local_samples)
-        if what is not None and batch.find_marks_behind(node):
-            return what
+        found = _of_reduction(node, divisor) or _of_sum(node, divisor, local_samples)
+        if found is not None and any(is_output(behind) for behind in _nodes_behind(node, is_output)):
+            return found
         if node.name() == "DivBackward0":
             divisor = _scalar(getattr(node, "_saved_other", None)) or divisor
         elif node.name() == "MulBackward0" and divisor is None:
             divisor = 0.0  # scaled by something: then the divisor is nobody's to judge
         stack.extend((following, divisor) for following, _ in node.next_functions if following is not None)
-    return None
+    inside = (_of_reduction(node, 0.0) for output in outputs for node in _nodes_behind(output))
+    return next((found for found in inside if found is not None), None)
 
 
-def _of_reduction(node: Node, divisor: float | None) -> str | None:
+def _nodes_behind(root: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """The nodes from `root` on, those at the end included, but not what `lockstep.mean` and the like have divided."""
+    stack, seen = [root], set[Node]()
+    while stack and len(seen) < _MAX_NODES:
+        node = stack.pop()
+        if node in seen or node.name() == _RESCALE:
+            continue
+        seen.add(node)
+        yield node
+        if not is_end(node):
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _of_reduction(node: Node, divisor: float | None) -> OtherDivisor | None:
     """What a loss of torch's with a `reduction` is, if no mean over all its targets."""
     reduction = getattr(node, "_saved_reduction", None)
     if reduction == _SUM:
-        return "a sum" if divisor is None else None
+        return OtherDivisor("a sum") if divisor is None else None
     total_weight = getattr(node, "_saved_total_weight", None)
     if reduction == _MEAN and total_weight is not None:
         targets: Any = getattr(node, "_saved_target", None)
         weight: Any = getattr(node, "_saved_weight", None)
-        if weight is not None and float(total_weight) != targets.numel():
-            return "a mean over targets weighted by class (weight=)"
-        if float(total_weight) != targets.numel():
-            counted = f"{int(total_weight)} of {targets.numel()} targets"
-            return f"a mean over {counted}, the others being ignored (ignore_index=)"
+        value = float(total_weight)
+        if value == targets.numel():
+            return None
+        if weight is not None:
+            return OtherDivisor("a mean over targets weighted by class (weight=)", value)
+        counted = f"{int(value)} of {targets.numel()} targets"
+        return OtherDivisor(f"a mean over {counted}, the others being ignored (ignore_index=)", value)
     return None
 
 
-def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> str | None:
+def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> OtherDivisor | None:
     """What `sum()` divided by `divisor` is, if no mean over all that was summed, nor over samples."""
     if node.name() == "SumBackward0":
         sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
@@ -146,13 +202,13 @@ def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> str
     else:
         return None
     if divisor is None:
-        return "a sum"
+        return OtherDivisor("a sum")
     numel = torch.Size(sizes).numel()
     if divisor == 0 or not numel or not (numel / divisor).is_integer() or divisor != int(divisor):
         is_judged = divisor != 0
     else:
         is_judged = bool(local_samples and divisor % local_samples)
-    return f"a sum divided by {divisor:g}" if is_judged else None
+    return OtherDivisor(f"a sum divided by {divisor:g}", divisor) if is_judged else None
 
 
 def _scalar(value: object) -> float | None:

@@ -6,7 +6,7 @@ precise or it is not made: where what was seen may be right, nothing is said.
 
 from __future__ import annotations
 
-from lockstep.tools.rehearse.findings import checkpoints, collectives, identity, means, metrics, sampling, steps
+from lockstep.tools.rehearse.findings import checkpoints, collectives, identity, losses, means, metrics, sampling, steps
 from lockstep.tools.rehearse.findings.kind import Finding, Kind
 from lockstep.tools.rehearse.record import Job
 
@@ -14,7 +14,7 @@ __all__ = ["KINDS", "Finding", "Kind", "judge"]
 
 KINDS: dict[str, Kind] = {
     kind.id: kind
-    for module in (sampling, means, collectives, checkpoints, identity, steps, metrics)
+    for module in (sampling, means, losses, collectives, checkpoints, identity, steps, metrics)
     for kind in module.KINDS
 }
 
