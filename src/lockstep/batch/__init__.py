@@ -28,7 +28,7 @@ from lockstep.batch.hand import (
 )
 from lockstep.batch.plans import Division, Source, divisions, is_ambiguous, register
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
-from lockstep.batch.tags import Tag, find_tag, is_filler, tag_batch
+from lockstep.batch.tags import Tag, find_tag, is_filler, purge, tag_batch
 
 __all__ = [
     "BatchShare",
@@ -54,6 +54,7 @@ __all__ = [
     "mark",
     "names_behind",
     "note_forward",
+    "purge",
     "register",
     "reset",
     "share_bounds",

@@ -146,6 +146,9 @@ class Feeding:
                 return self._ask({rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
             return feed
         sizes = _sizes_of(inputs)
+        if divisions and not self._matches(divisions, sizes):
+            batch.purge()  # of loaders that are gone the last batches may still be known
+            divisions = batch.divisions(self._rank, self._world_size)
         if not divisions:
             return _of_equal(sizes)
         matches, shown = self._matches(divisions, sizes), _show(inputs)
