@@ -85,8 +85,10 @@ class Iteration:
         if self in Iteration._open:
             Iteration._open.remove(self)
             Iteration._closed = self
+            self.latest = None if self.latest is None else self.latest.remembered()
             _note_event()
         self._kept.clear()
+        self._all.clear()
 
     def candidates(self, num_updates: int | None) -> list[BatchShare]:
         """What may be in hand; see [Note: in hand].
@@ -164,7 +166,7 @@ def active_share(in_backward: bool) -> BatchShare | None:
 def note_forward(share: BatchShare | None) -> None:
     """An engine begins a forward pass on that share; None where it cannot tell. Local."""
     global _forward
-    _forward = (next(_counter), share)
+    _forward = (next(_counter), None if share is None else share.remembered())
 
 
 def current() -> BatchShare | None:

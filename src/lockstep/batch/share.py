@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["BatchShare", "filler_rows", "share_bounds"]
 
@@ -37,6 +37,10 @@ class BatchShare:
         the global batch.
         """
         return self.local_samples * self.world_size / self.global_samples
+
+    def remembered(self) -> BatchShare:
+        """The same for those who keep it beyond the batch: it does not keep the loader in use."""
+        return self if self.source is None else replace(self, source=None)
 
 
 def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -187,6 +187,7 @@ class _Asked:
 
     def end(self) -> None:
         """`update` has returned."""
+        self._shares = []
         iteration = batch.latest_iteration()
         if iteration is None:
             return

@@ -43,10 +43,10 @@ def warn_of_undivided_data(group: dist.ProcessGroup) -> None:
     dataset = datasets[0]
     warn_once(
         _logger,
-        f"each of the {group.size()} ranks trains on all {len(dataset)} samples of {type(dataset).__name__}: a "
+        f"each of the {group.size()} ranks trains on all {len(dataset)} samples of its {type(dataset).__name__}: a "
         "torch.utils.data.DataLoader without a sampler does not split them. Use lockstep.DataLoader(dataset, "
         "batch_size=GLOBAL), where GLOBAL counts the samples of all ranks together, or give torch's loader "
-        "sampler=torch.utils.data.DistributedSampler(dataset)",
+        "sampler=torch.utils.data.DistributedSampler(dataset). If each rank's dataset is a part of its own, all is well",
     )
 
 
