@@ -256,7 +256,7 @@ def feed(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["plain", "shuffled", "one by one"])
 def test_a_loader_that_gives_every_rank_everything_is_said_once(kind: str) -> None:
     (warning,), *others = run_ranks(feed, 2, kind)
-    assert "each of the 2 ranks trains on all 12 samples of TensorDataset" in warning
+    assert "each of the 2 ranks trains on all 12 samples of its TensorDataset" in warning
     assert "lockstep.DataLoader(dataset, batch_size=GLOBAL)" in warning
     assert "DistributedSampler" in warning
     assert others == [[]]
