@@ -379,6 +379,12 @@ def test_noise_beside_a_batch() -> None:
     assert_same(loops.noise_beside_the_batch_said)
 
 
+def test_data_of_other_loaders() -> None:
+    assert_same(loops.the_loader_of_torch)
+    assert_refused(loops.rows_of_other_data, "with model.samples(n)")
+    assert_same(loops.rows_of_other_data_said)
+
+
 class Endless(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(23))
