@@ -138,7 +138,10 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
 
 
 # What names of graph nodes of torch's differentiable collectives contain.
-_COLLECTIVES = ("_AllGather", "_AllReduce", "_AlltoAll", "_Reduce_Scatter", "_Broadcast", "_c10d_functional_all_")
+_COLLECTIVES = (
+    *("AllGather", "AllReduce", "AlltoAll", "AllToAll", "ReduceScatter", "Reduce_Scatter", "_Broadcast"),
+    *("_c10d_functional_all_", "_c10d_functional_reduce_"),
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import TypeVar, cast
 
 import torch
 
-from lockstep.torch_private.lookup import find
+from lockstep.torch_private.lookup import MISSING, resolve
+from lockstep.torch_private.table import record_of
 
 __all__ = ["untraced"]
 
@@ -21,10 +22,10 @@ def untraced(call: _Call) -> _Call:
     `torch.compiler.disable`, which stands in where a name is missing, imports the compiler at the first call, and
     puts a function around each.
     """
-    action = find(f"{_EVAL_FRAME}._FrameAction")
-    strategy = find(f"{_EVAL_FRAME}._FrameExecStrategy")
-    mark = find(f"{_EVAL_FRAME}.set_code_exec_strategy")
-    if action is None or strategy is None or mark is None:
+    # Without a warning: older releases lack the names, and nothing is off there.
+    names = ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy")
+    action, strategy, mark = (resolve(record_of(f"{_EVAL_FRAME}.{name}").name) for name in names)
+    if MISSING in (action, strategy, mark):
         return cast(_Call, torch.compiler.disable(call))  # type: ignore[no-untyped-call]
     mark(call.__code__, strategy(action.SKIP, action.SKIP))
     return call

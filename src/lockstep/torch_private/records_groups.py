@@ -166,6 +166,7 @@ _READ = (
         "Dynamo runs the verbs of a group as they are, and pays nothing for it",
         "torch.compiler.disable, which imports the compiler",
         _GROUP,
+        since="2.11 or earlier",
     ),
     Record(
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
@@ -173,6 +174,7 @@ _READ = (
         "the same",
         "the same",
         _GROUP,
+        since="2.11 or earlier",
     ),
     Record(
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
@@ -180,6 +182,7 @@ _READ = (
         "the same",
         "the same",
         _GROUP,
+        since="2.11 or earlier",
     ),
     Record(
         f"{_CLASSES}.ProcessGroup._allgather_base",
