@@ -111,6 +111,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     set (`heap.py`).
     """
 
+    # Where no loader says what ranks hold, they must come with equally many rows. Engines of others average plainly.
+    _compares_rows = True
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -366,7 +369,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return False
         self._roots.pop(output, None)
         passage.settle()
-        if passage.feed.claim and passage.claimed_task != task:
+        is_compared = self._compares_rows or passage.feed.share is not None
+        if passage.feed.claim and is_compared and passage.claimed_task != task:
             passage.claimed_task = task
             if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
                 self._claims.clear()  # what came before was thrown away

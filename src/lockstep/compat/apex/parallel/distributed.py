@@ -54,6 +54,8 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         InputError: an argument that is refused; the message says what to use.
     """
 
+    _compares_rows = False
+
     def __init__(
         self,
         module: nn.Module,
