@@ -8,6 +8,7 @@ at when it is there, at the end of a later one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,29 +68,38 @@ class ClaimCheck:
         # Of a GPU: the claim, the compared values on the host, and the event behind their copy.
         self._pending: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
 
-    def check(self, claims: Claims) -> None:
-        """Compare one step's claims. Collective.
+    def begin(self, claims: Claims) -> Callable[[], None]:
+        """Begin to compare one step's claims, while other things are waited for. Collective.
 
-        Raises:
-            CollectiveMismatch: ranks claim different things, of this step or of one shortly before.
+        Returns:
+            What waits for the result. It raises CollectiveMismatch if ranks claim different things, of this step or of
+            one shortly before.
         """
         while self._pending and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             text, values, _ = self._pending.pop(0)
             self._judge(text, values)
         if claims.is_certain:
-            return
+            return lambda: None
         value = fingerprint(claims.text)
         # Equal on all ranks if the greatest is the least.
         both = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        if self._device.type != "cuda":
-            self._judge(claims.text, both)
-            return
+        work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def end() -> None:
+            work.wait()
+            if self._device.type == "cuda":
+                self._judge_later(claims.text, both)
+            else:
+                self._judge(claims.text, both)
+
+        return end
+
+    def _judge_later(self, text: str, both: torch.Tensor) -> None:
         values = torch.empty(2, dtype=torch.int64, pin_memory=True)
         values.copy_(both, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._pending.append((claims.text, values, event))
+        self._pending.append((text, values, event))
 
     def _judge(self, text: str, values: torch.Tensor) -> None:
         greatest, least = values.tolist()

@@ -359,7 +359,7 @@ class Reducer:
         self._hook_futures.append((bucket, future))
 
     def _finish_hooks(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
-        self._claim_check.check(claims)
+        self._claim_check.begin(claims)()
         for bucket, future in self._hook_futures:
             result: Any = future.wait()
             if isinstance(result, (list, tuple)):
