@@ -45,7 +45,8 @@ def minimise(kind: type[torch.optim.LBFGS], line_search: str | None, by_name: bo
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = mse_loss(model(inputs[own]), targets[own])
+        with model.samples(own.stop - own.start):
+            loss = mse_loss(model(inputs[own]), targets[own])
         loss.backward()
         return loss
 

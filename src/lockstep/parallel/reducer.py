@@ -359,7 +359,6 @@ class Reducer:
         self._hook_futures.append((bucket, future))
 
     def _finish_hooks(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
-        self._claim_check.begin(claims)()
         for bucket, future in self._hook_futures:
             result: Any = future.wait()
             if isinstance(result, (list, tuple)):
@@ -369,6 +368,7 @@ class Reducer:
                 with torch.no_grad():
                     buffer.copy_(result.view(-1))
         self._hook_futures.clear()
+        self._claim_check.begin(claims)()  # not before: hooks make collectives of their own as results come
         if buffers:
             broadcast_tensors(buffers, self._group)
 
