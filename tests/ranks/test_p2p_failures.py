@@ -286,7 +286,7 @@ def test_early_receive_has_no_deadline() -> None:
 def shut_down() -> list[Caught]:
     group = dist.group.WORLD
     dist.barrier()
-    works = [dist.irecv(zeros(), 1 - dist.get_rank()), dist.isend(zeros(LARGE), 1 - dist.get_rank())]
+    works = [dist.irecv(zeros(), 1 - dist.get_rank()), dist.isend(zeros(LARGE), 1 - dist.get_rank(), tag=1)]
     group.shutdown()
     return [attempt(work.wait) for work in works]
 
