@@ -284,18 +284,25 @@ def test_early_receive_has_no_deadline() -> None:
 
 
 def shut_down() -> list[Caught]:
-    group = dist.group.WORLD
+    """Rank 1 stays until rank 0 has gone: a message to one that leaves meanwhile ends in another way."""
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()
-    works = [dist.irecv(zeros(), 1 - dist.get_rank()), dist.isend(zeros(LARGE), 1 - dist.get_rank(), tag=1)]
-    group.shutdown()
-    return [attempt(work.wait) for work in works]
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 is through"])
+        return []
+    works = [dist.irecv(zeros(), 1), dist.isend(zeros(LARGE), 1)]
+    dist.group.WORLD.shutdown()
+    caught = [attempt(work.wait) for work in works]
+    store.set("rank 0 is through", "1")
+    return caught
 
 
 def test_shutdown_ends_what_is_pending() -> None:
-    for outcomes in run_ranks(shut_down, 2):
-        for caught in outcomes:
-            assert type(caught.error) is CollectiveAborted
-            assert "the group was shut down before this had finished" in str(caught.error)
+    outcomes, _ = run_ranks(shut_down, 2)
+    assert len(outcomes) == 2
+    for caught in outcomes:
+        assert type(caught.error) is CollectiveAborted
+        assert "the group was shut down before this had finished" in str(caught.error)
 
 
 def call_wrongly() -> bool:
