@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import DistributedDataParallel
+from lockstep import DistributedDataParallel, log
 from lockstep.errors import LockstepError
 
 backends = pytest.mark.parametrize("backend", ["lockstep", "gloo"])
@@ -107,3 +110,18 @@ def mlp(*, batch_norm: bool = False, width: int = 8) -> nn.Sequential:
     """4 inputs, 3 outputs."""
     middle = [nn.BatchNorm1d(width)] if batch_norm else []
     return nn.Sequential(nn.Linear(4, width), *middle, nn.Tanh(), nn.Linear(width, 3))
+
+
+@contextlib.contextmanager
+def warnings_of_lockstep() -> Iterator[list[str]]:
+    """What is logged inside; each text once more, whatever this worker has said before."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log._warned.clear()
+    logger = log.get_logger("lockstep")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)

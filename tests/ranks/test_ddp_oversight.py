@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import logging
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,27 +12,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
 
-from ddp_checks import assert_same_on_all_ranks, backends, data, error_of, mlp, num_collectives
-from lockstep import DataLoader, DistributedDataParallel, batch, log
+from ddp_checks import (
+    assert_same_on_all_ranks,
+    backends,
+    data,
+    error_of,
+    mlp,
+    num_collectives,
+    warnings_of_lockstep,
+)
+from lockstep import DataLoader, DistributedDataParallel, batch
 from lockstep.errors import InputError, ModelError
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.testing import run_ranks
-
-
-@contextlib.contextmanager
-def warnings_of_lockstep() -> Iterator[list[str]]:
-    """What is logged inside; each text once more, whatever this worker has said before."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log._warned.clear()
-    logger = log.get_logger("lockstep")
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
-
 
 # ---- the inner module is called ------------------------------------------------------------------------------
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import lockstep
-from lockstep import drift, log
+from ddp_checks import warnings_of_lockstep
+from lockstep import drift
 from lockstep.errors import LockstepError, ModelError
 from lockstep.testing import run_ranks
 
@@ -30,21 +29,6 @@ def samples() -> torch.utils.data.TensorDataset:
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(4, 1)
-
-
-@contextlib.contextmanager
-def warnings_of_lockstep() -> Iterator[list[str]]:
-    """What is logged inside; each text once more, whatever this worker has said before."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log._warned.clear()
-    logger = log.get_logger("lockstep")
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
 
 
 def train(
