@@ -4,21 +4,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SITE_TOOLS := $(VENV)/.installed-docs
 
 # More arguments for the tool of a target: make test ARGS="-k conformance", make bench ARGS=...
 ARGS ?=
 
-# What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod"
+# How long `make test` may take on two quiet cores: it leaves out the longest tests until the others fit.
+MINUTES ?= 6.5
+
+# What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod contention"
 BENCH ?= all_reduce train_step startup
 
 # Nothing is written outside the clone (pip keeps its own cache): what programs would put under
 # the home directory or leave in /tmp goes under the environment's folder.
 VAR := $(CURDIR)/$(VENV)/var
 RUN := MPLCONFIGDIR=$(VAR)/matplotlib XDG_CACHE_HOME=$(VAR)/cache PYTEST_DEBUG_TEMPROOT=$(VAR)/tmp
+# mkdocs-material advertises at each start, unless it is told not to.
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test matrix check lint types doctests layers torch-suite nightly bench failures clean
+.PHONY: help venv train docs docs-serve test test-all gpu samples matrix check lint types doctests layers torch-suite nightly bench failures clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
@@ -37,11 +43,24 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@mkdir -p $(VAR)/tmp
 	@touch $@
 
+$(SITE_TOOLS): $(INSTALLED)
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
 train: venv ## train on handwritten digits with 2 processes
 	$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)
 
-test: venv ## run the tests
+test: venv ## run the tests, all but the longest; under 8 minutes on two quiet cores
+	$(RUN) $(BIN)/python -m pytest --minutes $(MINUTES) $(ARGS)
+
+test-all: venv ## run all tests
 	$(RUN) $(BIN)/python -m pytest $(ARGS)
+
+gpu: ## what CUDA needs, on one GPU with the torch of PYTHON; writes benchmarks/results/gpu.json
+	PYTHONPATH=src $(PYTHON) tests/gpu/gpu_run.py $(ARGS)
+
+samples: venv ## run what README shows the output of, and write it there
+	$(RUN) $(BIN)/python -m docs.samples
 
 matrix: ## run the tests with every supported release of torch; writes docs/versions.md
 	$(PYTHON) tests/matrix/run.py $(ARGS)
@@ -61,12 +80,19 @@ doctests: venv
 layers: venv
 	$(RUN) $(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_public_names.py
 
+docs: $(SITE_TOOLS) ## build the documentation site into build/site
+	$(SITE) build --strict
+
+docs-serve: $(SITE_TOOLS) ## show the documentation site, and what changes in it
+	$(SITE) serve
+
 torch-suite: venv ## run PyTorch's own tests of process groups on this backend
 	$(RUN) $(BIN)/python tests/torch_suite/run.py $(ARGS)
 
-nightly: venv ## what is too long for every commit: PyTorch's own suite, and an hour of random programs
+nightly: venv ## what is too long for every commit: PyTorch's own suite, and two hours of random programs
 	$(RUN) $(BIN)/python tests/torch_suite/run.py
 	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/soak $(ARGS)
+	$(RUN) FUZZ_MINUTES=60 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/fuzz $(ARGS)
 
 bench: venv ## measure against gloo and torch, BENCH=… chooses; writes JSON, tables and plots
 	$(RUN) $(BIN)/python -m benchmarks $(BENCH) $(ARGS)

@@ -8,7 +8,8 @@ General layout, from the bottom up:
 - `results`: what one run leaves behind: environment, parameters and every sample, as JSON.
 - `ranks`: starts rank processes and brings rank 0's answer back. No measuring in it.
 - `harness`: runs inside the ranks; warms up, calibrates and times contestants round-robin.
-- `case_all_reduce`, `case_train_step`, `case_horovod`, `case_startup`, `case_record`, `case_hosts`: what is measured.
+- `case_all_reduce`, `case_train_step`, `case_horovod`, `case_startup`, `case_record`, `case_hosts`, `case_contention`:
+  what is measured.
 - `report`, `plots`: tables and pictures, generated from the JSON files and nothing else.
 - `startup_scripts/`: the two scripts that `case_startup` starts.
 
@@ -21,7 +22,7 @@ from pathlib import Path
 
 __all__ = ["CASES", "REPOSITORY", "RESULTS"]
 
-CASES = ("all_reduce", "train_step", "horovod", "startup", "record", "hosts")
+CASES = ("all_reduce", "train_step", "horovod", "startup", "record", "hosts", "contention")
 """The cases, in the order in which they run; each is a module `case_<name>`."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent

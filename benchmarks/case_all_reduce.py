@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
-from benchmarks.harness import Budget, Configuration, Contestant, agree_on_maximum, measure
+from benchmarks.harness import Budget, Configuration, Contestant, agree_on_maximum, all_reduce_of, measure
 from benchmarks.ranks import Job, run_ranks
 from benchmarks.results import Environment, Result, Series, Skipped
 from lockstep.errors import SharedMemoryError
@@ -80,27 +80,15 @@ def _measure_on_rank(job: Job) -> object:
     configurations, skipped = [], []
     for size_bytes in sizes:
         parameters: dict[str, int | str] = {"world_size": dist.get_world_size(), "bytes": size_bytes}
-        contestants = [_reducer(name, torch.empty(size_bytes // 4), group) for name, group in groups.items()]
+        contestants = [all_reduce_of(name, torch.empty(size_bytes // 4), group) for name, group in groups.items()]
         symmetric, problem = _symmetric_tensor(size_bytes // 4, groups["lockstep"])
         if symmetric is None:
             skipped.append(Skipped(parameters, "lockstep_symmetric", problem))
         else:
-            contestants.append(_reducer("lockstep_symmetric", symmetric, groups["lockstep"]))
+            contestants.append(all_reduce_of("lockstep_symmetric", symmetric, groups["lockstep"]))
         configurations.append(Configuration(parameters, [*contestants, *_copiers(size_bytes // 4)]))
     series = measure(configurations, Budget(**budget))
     return {"series": [asdict(item) for item in series], "skipped": [asdict(item) for item in skipped]}
-
-
-def _reducer(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Contestant:
-    """all_reduce of one tensor over one group, checked once. Collective."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    tensor.fill_(rank + 1)
-    dist.all_reduce(tensor, group=group)
-    expected = world_size * (world_size + 1) // 2
-    if not bool((tensor == expected).all()):
-        raise RuntimeError(f"{name}: all_reduce of {tensor.nbytes} bytes gave {tensor}, expected all {expected}")
-    tensor.zero_()  # repeated sums of zeros stay zeros; anything else would overflow
-    return Contestant(name, lambda: dist.all_reduce(tensor, group=group))
 
 
 def _symmetric_tensor(numel: int, group: dist.ProcessGroup) -> tuple[torch.Tensor | None, str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from benchmarks import REPOSITORY, stats
 from benchmarks.results import Environment, Result, Series
 from lockstep import env
+from lockstep.launch.rendezvous import find_free_port
 
 __all__ = ["FULL", "QUICK", "LaunchFailed", "Plan", "run"]
 
@@ -90,7 +90,7 @@ def _torchrun(script: str) -> Callable[[int], list[str]]:
     # A port of its own: torchrun's default is one fixed port, which another job may hold.
     return lambda nproc: [
         *(_program("torchrun"), "--nproc-per-node", str(nproc)),
-        *("--master-port", str(_free_port()), str(SCRIPTS / script)),
+        *("--master-port", str(find_free_port()), str(SCRIPTS / script)),
     ]
 
 
@@ -155,11 +155,3 @@ def _program(name: str) -> str:
     if not path.exists():
         raise LaunchFailed(f"{path} does not exist: install the package into this environment (pip install -e .)")
     return str(path)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    assert isinstance(port, int)
-    return port

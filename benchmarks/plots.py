@@ -46,6 +46,7 @@ COLOURS = {
     "record_launched": "#009E73",
 }
 MARKERS = {"gloo": "s", "lockstep": "o", "lockstep_symmetric": "D", "memcpy_one_rank": "", "memcpy_all_ranks": ""}
+_SIZE_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00")
 _RATIO_TARGET = 4
 _ENGINES = ("lockstep_ddp", "torch_ddp_lockstep", "torch_ddp_gloo")
 _BAR_WIDTH = 0.26
@@ -322,6 +323,40 @@ def _draw_hosts(result: Result) -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------- contention
+
+
+def _draw_contention(result: Result) -> Figure:
+    """gloo's multiple of Lockstep's time over the number of busy neighbours; a column for each world size."""
+    world_sizes = [int(value) for value in result.values("world_size")]
+    figure = _new_figure(2.6 * len(world_sizes) + 1.0, 3.6, "contention: all_reduce beside busy processes")
+    row = figure.subplots(1, len(world_sizes), sharey=True, squeeze=False)[0]
+    for axes, world_size in zip(row, world_sizes, strict=True):
+        axes.set_yscale("log")
+        for size, colour in zip(result.values("bytes"), _SIZE_COLOURS, strict=False):
+            points = []
+            for count in result.values("neighbours"):
+                where: dict[str, int | str] = {"world_size": world_size, "bytes": size, "neighbours": count}
+                gloo, own = result.samples("gloo", **where), result.samples("lockstep", **where)
+                if gloo and own:
+                    estimate = stats.ratio(gloo, own)
+                    points.append((float(count), estimate.value, estimate.low, estimate.high))
+            if points:
+                counts, values, lows, highs = zip(*points, strict=True)
+                axes.plot(counts, values, "-o", markersize=4, color=colour, label=format_bytes(int(size)))
+                axes.fill_between(counts, lows, highs, color=colour, alpha=0.18, linewidth=0)
+        axes.axhline(1, color=COLOURS["gloo"], linewidth=1.5)
+        axes.set_title(f"{world_size} ranks", fontsize=10)
+        axes.set_xlabel("busy processes")
+        axes.set_xticks([int(count) for count in result.values("neighbours")])
+        axes.grid(color=_GRID, linewidth=0.7)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        _tidy(axes)
+    row[0].set_ylabel("times as fast as gloo")
+    row[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
 _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
@@ -329,4 +364,5 @@ _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "startup": _draw_startup,
     "record": _draw_record,
     "hosts": _draw_hosts,
+    "contention": _draw_contention,
 }

@@ -369,6 +369,87 @@ def _hosts_verdicts(result: Result) -> list[Verdict]:
     ]
 
 
+# ---------------------------------------------------------------- contention
+
+_CONTENDERS = ("gloo", "lockstep")
+_WAIT_NAMES = {"barrier": "`barrier`", "recv": "`recv`"}
+
+
+def _contention_tables(result: Result) -> tuple[Section, Section]:
+    """all_reduce by neighbours, and what waiting costs; the full table has the spread of both contestants."""
+    counts = [int(value) for value in result.values("neighbours")]
+    names = [f"{count or 'no'} busy {'process' if count == 1 else 'processes'}" for count in counts]
+    rows, full = [], []
+    for world_size, size in _contention_sizes(result):
+        cells = []
+        for count in counts:
+            gloo, own = _contention_samples(result, world_size=world_size, bytes=size, neighbours=count)
+            cells.append(f"{_time(own)}, {_speedup(gloo, own)}" if gloo and own else "–")
+            if gloo and own:
+                times = [_time_with_spread(gloo), _time_with_spread(own), _speedup(gloo, own, interval=True)]
+                full.append([f"{world_size} ranks, {format_bytes(size)}", str(count), *times])
+        rows.append([f"{world_size} ranks, {format_bytes(size)}", *cells])
+    summary = _table(["all_reduce beside", *names], rows)
+    header = ["all_reduce", "busy processes", *(CONTESTANT_NAMES[name] for name in _CONTENDERS), "gloo / lockstep"]
+    caption = "Median, and 10th to 90th percentile of the samples; float32, SUM, in place, 1 thread per rank."
+    return f"{summary}\n\n{_waits_table(result)}".rstrip(), f"## Time per call\n\n{caption}\n\n{_table(header, full)}"
+
+
+def _contention_sizes(result: Result) -> list[tuple[int, int]]:
+    pairs = (
+        (one.parameters["world_size"], one.parameters["bytes"]) for one in result.series if "bytes" in one.parameters
+    )
+    return list(dict.fromkeys((int(world_size), int(size)) for world_size, size in pairs))
+
+
+def _contention_samples(result: Result, **parameters: int | str) -> tuple[list[float] | None, list[float] | None]:
+    return result.samples("gloo", **parameters), result.samples("lockstep", **parameters)
+
+
+def _contention_waits(result: Result) -> list[tuple[int, str]]:
+    pairs = (
+        (one.parameters["world_size"], one.parameters["wait"]) for one in result.series if "wait" in one.parameters
+    )
+    return list(dict.fromkeys((int(world_size), str(wait)) for world_size, wait in pairs))
+
+
+def _waits_table(result: Result) -> Section:
+    rows = []
+    for world_size, wait in _contention_waits(result):
+        waiter, work = (
+            _contention_samples(result, world_size=world_size, wait=wait, measure=what) for what in ("waiter", "work")
+        )
+        shares = [f"{stats.median(samples):.2%}" if samples else "–" for samples in waiter]
+        rows.append([f"{world_size - 1} ranks in {_WAIT_NAMES[wait]}", *shares, *map(_time, work)])
+    if not rows:
+        return ""
+    work_s = result.settings.get("work_s")
+    header = ["who wait for one that computes", *(f"{name}: of a core, each" for name in _CONTENDERS)]
+    header += [f"{name}: {work_s:g} s of work takes" for name in _CONTENDERS]
+    return _table(header, rows)
+
+
+def _contention_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for world_size in dict.fromkeys(world_size for world_size, _ in _contention_sizes(result)):
+        ratios = {}
+        for size in (size for ranks, size in _contention_sizes(result) if ranks == world_size):
+            for count in (int(value) for value in result.values("neighbours")):
+                gloo, own = _contention_samples(result, world_size=world_size, bytes=size, neighbours=count)
+                if gloo and own:
+                    ratios[f"{format_bytes(size)} beside {count}"] = stats.ratio(gloo, own)
+        worst = min(ratios, key=lambda label: ratios[label].value)
+        target = f"{world_size} ranks: never slower than gloo, beside whom ever"
+        found.append(_at_least(target, ratios[worst], 1, note=f" at {worst}"))
+    for world_size, wait in _contention_waits(result):
+        gloo, own = _contention_samples(result, world_size=world_size, wait=wait, measure="waiter")
+        if gloo and own:
+            share = stats.ratio(own, gloo)
+            target = f"{world_size - 1} ranks in {_WAIT_NAMES[wait]} take at most what gloo's take"
+            found.append(Verdict(target, f"{_format_ratio(share)} of gloo's", share.value <= 1))
+    return found
+
+
 _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
@@ -376,6 +457,7 @@ _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "startup": _startup_tables,
     "record": _record_tables,
     "hosts": _hosts_tables,
+    "contention": _contention_tables,
 }
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
@@ -384,6 +466,7 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "startup": _startup_verdicts,
     "record": _record_verdicts,
     "hosts": _hosts_verdicts,
+    "contention": _contention_verdicts,
 }
 
 # ---------------------------------------------------------------- formatting

@@ -5,10 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+from lockstep.testing import limit_s
+
+pytest_plugins = ["time_left"]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """The limit of a test, of pyproject.toml or its own, is that of a quiet machine; before pytest-timeout reads it."""
+    own = item.get_closest_marker("timeout")
+    seconds = float(own.args[0] if own else item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(limit_s(seconds)), append=False)
+    return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.parallel.losses import global_loss as global_loss
     from lockstep.parallel.losses import mean as mean
     from lockstep.parallel.losses import sum as sum
+    from lockstep.rank_zero import get_logger as get_logger
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
     from lockstep.world import init as init
@@ -45,6 +46,7 @@ _PUBLIC = {
     "convert_sync_batchnorm": "lockstep.parallel.batchnorm",
     "current_world": "lockstep.world",
     "errors": "lockstep.errors",
+    "get_logger": "lockstep.rank_zero",
     "global_loss": "lockstep.parallel.losses",
     "init": "lockstep.world",
     "is_filler": "lockstep.batch",

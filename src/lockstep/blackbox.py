@@ -43,7 +43,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep import env
+from lockstep import env, libc
 
 __all__ = [
     "CALL",
@@ -83,11 +83,6 @@ _WAITING = (512, 512)
 _CALLS_START = 4096
 _SITES_START = 4096 + RING * TEXT_BYTES
 _READ_TRIES = 10
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Section:
@@ -141,12 +136,9 @@ def _map(fd: int, offset: int) -> memoryview:
     Not by Python's `mmap`, which keeps a descriptor of its own open.
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, SECTION_BYTES, protection, mmap.MAP_SHARED, fd, offset)
-    if address in (None, ctypes.c_void_p(-1).value):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    address = libc.map_memory(None, SECTION_BYTES, protection, mmap.MAP_SHARED, fd, offset)
     memory = (ctypes.c_char * SECTION_BYTES).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, SECTION_BYTES).atexit = False
+    weakref.finalize(memory, libc.unmap, address, SECTION_BYTES).atexit = False
     return memoryview(memory).cast("B")
 
 

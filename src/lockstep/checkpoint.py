@@ -295,7 +295,9 @@ def _all_gather(state: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable."""
+    """Make a rename in `folder` durable, where folders can be opened: not on Windows."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

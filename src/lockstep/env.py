@@ -20,7 +20,9 @@ from lockstep.errors import SetupError
 
 T = TypeVar("T")
 
-__all__ = ["Variable", "class_of_environment", "registry", "replace", "snapshot"]
+_OWN = "LOCKSTEP_"
+
+__all__ = ["Variable", "check", "class_of_environment", "registry", "replace", "snapshot"]
 
 registry: dict[str, Variable[object]] = {}
 
@@ -82,6 +84,17 @@ def replace(variables: Mapping[str, str]) -> None:
             os.environ[name] = text
 
 
+def check(variables: Mapping[str, str] | None = None) -> None:
+    """Read all of Lockstep's own variables, and MASTER_PORT: some would be read later, or on an error only. Local.
+
+    Raises:
+        SetupError: the text of one is not of the expected form; quotes it.
+    """
+    for name, variable in registry.items():
+        if name.startswith(_OWN) or name == MASTER_PORT.name:
+            variable.get(variables)
+
+
 def _flag(text: str) -> bool:
     lowered = text.strip().lower()
     if lowered in {"1", "true", "yes", "on"}:
@@ -89,6 +102,29 @@ def _flag(text: str) -> bool:
     if lowered in {"0", "false", "no", "off"}:
         return False
     raise ValueError("expected 0 or 1")
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError("expected 0 to 65535")
+    return port
+
+
+def _one_of(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.strip().lower() not in values:
+            raise ValueError(f"expected one of {', '.join(values)}")
+        return text.strip().lower()
+
+    return parse
+
+
+def _level(text: str) -> str:
+    known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    if text.strip().upper() not in known:
+        raise ValueError(f"expected one of {', '.join(known)}")
+    return text.strip().upper()
 
 
 # What every launcher agrees on (torchrun's names; ours sets them all).
@@ -99,7 +135,7 @@ LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", int, "Number of ranks on this ho
 GROUP_RANK = Variable("GROUP_RANK", int, "Number of this host (torchrun's name for the node rank).")
 NODE_RANK = Variable("NODE_RANK", int, "Number of this host.")
 MASTER_ADDR = Variable("MASTER_ADDR", str, "Address of rank 0's store for torch's env:// rendezvous.")
-MASTER_PORT = Variable("MASTER_PORT", int, "Port of rank 0's store for torch's env:// rendezvous.")
+MASTER_PORT = Variable("MASTER_PORT", _port, "Port of rank 0's store for torch's env:// rendezvous.")
 TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "How much torch's C++ parts say; WARNING by default.")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", str, "Threads per process for torch's CPU operators.")
 GLIBC_TUNABLES = Variable("GLIBC_TUNABLES", str, "Settings of the C library, such as glibc.malloc.hugetlb=1.")
@@ -211,6 +247,9 @@ LOCKSTEP_RENDEZVOUS = Variable(
     str,
     "Private folder (mode 0700) of one attempt of one job on one host, made by the launcher and removed by it.",
 )
+LOCKSTEP_SHOWS_ERRORS = Variable(
+    "LOCKSTEP_SHOWS_ERRORS", _flag, "The launcher shows the uncaught exceptions of ranks, which then do not print them."
+)
 LOCKSTEP_PARENT_PID = Variable("LOCKSTEP_PARENT_PID", int, "Pid of the launcher; a rank whose parent differs exits.")
 LOCKSTEP_JOB = Variable(
     "LOCKSTEP_JOB",
@@ -232,7 +271,7 @@ LOCKSTEP_OLD_TORCH = Variable(
     str,
     "Which changes to torch the job's script needs, as JSON; set by the launcher for its ranks.",
 )
-LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", str, "Level of Lockstep's logger: DEBUG, INFO, WARNING (default).")
+LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", _level, "Level of Lockstep's logger; WARNING by default.")
 LOCKSTEP_ELASTIC_FOLDER = Variable(
     "LOCKSTEP_ELASTIC_FOLDER",
     str,
@@ -242,11 +281,13 @@ LOCKSTEP_SHM_DIR = Variable(
     "LOCKSTEP_SHM_DIR",
     str,
     "Folder for shared-memory segments, for containers that share it but no pid namespace; default: no folder, but "
-    "memfds that peers open through /proc/<pid>/fd.",
+    "memfds that peers open through /proc/<pid>/fd, or /dev/shm where the system refuses memfds.",
 )
 LOCKSTEP_WIRE = Variable(
     "LOCKSTEP_WIRE",
-    str,
+    _one_of("fp32", "bf16", "fp16", "int8"),
     "What float sums travel as between hosts: fp32 (exact, default), bf16, fp16 or int8. lockstep.init(wire=…) wins.",
 )
-LOCKSTEP_DEBUG = Variable("LOCKSTEP_DEBUG", _flag, "1 keeps Lockstep's own frames in the tracebacks it prints.")
+LOCKSTEP_DEBUG = Variable(
+    "LOCKSTEP_DEBUG", _flag, "1 keeps Lockstep's own frames in tracebacks, and lets each rank print its own."
+)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 
-__all__ = ["is_internal_file", "is_torch_file", "up_to_user", "without_relays"]
+__all__ = [
+    "is_internal_file",
+    "is_library_file",
+    "is_torch_file",
+    "library_folders",
+    "public_call",
+    "split_site",
+    "up_to_user",
+    "without_relays",
+]
 
 _PACKAGE = str(Path(__file__).parent)
 # What in our own package only uses the rest, as a script would: its lines are the ones to name.
@@ -17,6 +29,38 @@ _RELAY = f"{_PACKAGE}/comm/torch_record.py"
 _GENERATED = ("<frozen ", "<string>")
 # What wraps torch's functions and threads.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/threading.py", "/typing_extensions.py", "/warnings.py")
+# The user's own site, and that of the system under a virtual environment, are named so, too.
+_SITE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+# Functions of ours that communicate, as users call them: what they do inside says nothing to who called them.
+_PUBLIC_CALLS = {
+    (f"{_PACKAGE}/{file}", function): name
+    for file, function, name in (
+        ("checkpoint.py", "save", "checkpoint.save"),
+        ("checkpoint.py", "load", "checkpoint.load"),
+        ("metrics/reduction.py", "synchronize", "metrics.synchronize"),
+        ("parallel/distributed.py", "__init__", "DistributedDataParallel"),
+        ("parallel/losses.py", "mean", "lockstep.mean"),
+        ("parallel/losses.py", "sum", "lockstep.sum"),
+        ("parallel/losses.py", "global_loss", "lockstep.global_loss"),
+        ("parallel/gathering.py", "all_gather", "lockstep.all_gather"),
+    )
+}
+_SITE_OF_PUBLIC_CALL = re.compile(r"(?P<site>.*) \((?P<call>[\w.]+)\)")
+
+
+def public_call(code: CodeType) -> str | None:
+    """How users call this function of ours, if it is one of those that communicate; else None."""
+    return _PUBLIC_CALLS.get((code.co_filename, code.co_name))
+
+
+def split_site(site: str) -> tuple[str, str]:
+    """A call site as text, and the function of ours that was called there, empty if none.
+
+    >>> split_site("train.py:18 in main (checkpoint.save)")
+    ('train.py:18 in main', 'checkpoint.save')
+    """
+    found = _SITE_OF_PUBLIC_CALL.fullmatch(site)
+    return (found["site"], found["call"]) if found else (site, "")
 
 
 def is_internal_file(name: str) -> bool:
@@ -35,6 +79,38 @@ def is_torch_file(name: str) -> bool:
     # Not imported to find out: without it there are no frames of it.
     torch_file = getattr(sys.modules.get("torch"), "__file__", None)
     return torch_file is not None and name.startswith(f"{Path(torch_file).parent}/")
+
+
+def library_folders() -> tuple[str, ...]:
+    """Folders whose code is not the user's: this environment's, those that pip installed into elsewhere, torch's."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {sysconfig.get_paths()[name] for name in names}
+    folders.add(_PACKAGE)
+    # The first entry is the script's own folder, whatever else lies there.
+    folders.update(entry for entry in sys.path[1:] if _has_installed_packages(entry))
+    # Not imported to find out: without it there are no frames of it.
+    torch_file = getattr(sys.modules.get("torch"), "__file__", None)
+    if torch_file is not None:
+        folders.add(str(Path(torch_file).parent))
+    return tuple(folder.rstrip(os.sep) + os.sep for folder in folders)
+
+
+def _has_installed_packages(folder: str) -> bool:
+    """Whether pip installed something there, as into a folder on PYTHONPATH or of a .pth file."""
+    try:
+        return any(name.endswith(".dist-info") for name in os.listdir(folder or os.curdir))
+    except OSError:  # an archive, or not there
+        return False
+
+
+def is_library_file(name: str, folders: tuple[str, ...]) -> bool:
+    """Whether code of that file belongs to an installed library, torch and Lockstep among them.
+
+    Args:
+        name: of the file, as its code object has it.
+        folders: what `library_folders` returned.
+    """
+    return name.startswith((*folders, "<frozen ")) or any(site in name for site in _SITE_FOLDERS)
 
 
 def up_to_user(trace: TracebackType | None) -> TracebackType | None:

@@ -48,7 +48,7 @@ def get_logger(name: str) -> logging.Logger:
         handler.setFormatter(_RankFormatter("%(message)s"))
         root.addHandler(handler)
         root.propagate = False
-        root.setLevel((env.LOCKSTEP_LOG_LEVEL.get() or "WARNING").upper())
+        root.setLevel(env.LOCKSTEP_LOG_LEVEL.get() or "WARNING")
     return logging.getLogger(name)
 
 

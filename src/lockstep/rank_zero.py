@@ -3,19 +3,23 @@
 What only rank 0 should do (name a folder, write a file) can fail there alone. With a bare
 `if rank == 0` the others then run on into their next collective and wait. `on_rank_zero`
 tells them: the same text comes back on every rank, or an error is raised on every rank.
+
+What every rank would say alike, one should say: `get_logger` makes loggers that speak on rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep import errors
+from lockstep import env, errors
 
-__all__ = ["collective_device", "on_rank_zero"]
+__all__ = ["RankZeroLogger", "collective_device", "get_logger", "on_rank_zero"]
 
 
 def on_rank_zero(action: Callable[[], str]) -> str:
@@ -44,6 +48,46 @@ def on_rank_zero(action: Callable[[], str]) -> str:
     if failed:
         raise _rebuilt(*text.split("\n", 1))
     return text
+
+
+class RankZeroLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """A logger that speaks once, and not once per rank: see `get_logger`."""
+
+    def log(  # type: ignore[override]  # the stubs list what `kwargs` may hold
+        self, level: int, msg: object, *args: object, all_ranks: bool = False, **kwargs: Any
+    ) -> None:
+        """Log on rank 0. Local: no rank waits for another.
+
+        Args:
+            level: as in `logging`; likewise `msg`, `args` and `kwargs`. `debug`, `info`, `warning`, `error` and the
+                others take the same.
+            all_ranks: log on every rank.
+        """
+        if all_ranks or _own_rank() == 0:
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
+            self.logger.log(level, msg, *args, **kwargs)
+
+
+def get_logger(name: str) -> RankZeroLogger:
+    """Python's logger of this name, speaking on rank 0 only.
+
+    Levels, handlers and formats are Python's own (`logging.basicConfig(level=logging.INFO)`). The rank is looked up
+    when something is logged, so a module may make its logger before there is a world. In a process alone it speaks.
+
+    Args:
+        name: usually `__name__`.
+
+        >>> logger = get_logger(__name__)
+        >>> logger.info("loss %.3f", 0.25)                                # once
+        >>> logger.info("holds %d samples", 16, all_ranks=True)           # on every rank
+    """
+    return RankZeroLogger(logging.getLogger(name), {})
+
+
+def _own_rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return env.RANK.get() or 0
 
 
 def collective_device() -> torch.device:

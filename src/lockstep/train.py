@@ -12,6 +12,8 @@ What is worth copying into a loop of one's own:
 - Accumulation is exact. Micro-batches are weighted by their samples, so a window that ends with a
   smaller batch still has the gradient of the mean over all of its samples.
 - Evaluation calls the bare module: ranks may hold different numbers of batches there.
+- A checkpoint within an epoch is taken between two optimizer steps, and says what the epoch came to so far: a run that
+  goes on from it reports the epoch as if nobody had stopped, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.rank_zero import collective_device
 from lockstep.world import current_world
 
-__all__ = ["EpochReport", "Parallel", "Report", "StepReport", "Trainer"]
+__all__ = ["EpochReport", "Parallel", "Report", "Scheduler", "StepReport", "Trainer", "Update"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class EpochReport:
     Attributes:
         epoch: the first is 1.
         step: optimizer steps since the beginning of training.
-        loss: mean over the training samples of the epoch, each as its step saw it.
-        samples: training samples of the epoch, over all ranks.
+        loss: mean over the training samples of the epoch, each as its step saw it; also over those before a resume.
+        samples: training samples of the epoch, over all ranks; of an epoch resumed half way, the rest.
         train_s: seconds in training steps, on this rank's clock.
         local_samples: of `samples`, those that this rank was given.
         communication_s: of `train_s`, seconds this rank was in collectives or waited for others in them.
@@ -85,7 +87,6 @@ class EpochReport:
 
 
 Report = StepReport | EpochReport
-_ReportT = TypeVar("_ReportT", StepReport, EpochReport)
 
 
 class Parallel(Protocol):
@@ -98,6 +99,58 @@ class Parallel(Protocol):
     def train(self, mode: bool = True) -> nn.Module: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+class Scheduler(Protocol):
+    """What the loop needs of a learning rate schedule: one of torch's, or of one's own."""
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Update:
+    """How the loop gets from a loss to changed parameters. To be overridden where something comes between.
+
+    A loss scaler, or an engine that is an optimizer, knows more than `backward()` and `step()`. The loop calls, in this
+    order: `backward` for each micro-batch of a step, `finish`, `step`.
+
+    Args:
+        optimizer: over the model's parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def backward(self, loss: Tensor, share: BatchShare, closes_step: bool) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            loss: 0-dim; the mean over this rank's samples, divided by the micro-batches of a step.
+            share: what this rank holds of the micro-batch.
+            closes_step: it is the last one of its step.
+        """
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Gradients are asked for next: let them be those of the mean over all ranks, and unscaled."""
+
+    def parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        """The parameters whose gradients `step` goes by."""
+        return [parameter for parameter in module.parameters() if parameter.grad is not None]
+
+    def step(self) -> None:
+        """Change the parameters."""
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, besides the optimizer's own state; plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
 
 
 class _Ledger:
@@ -152,6 +205,24 @@ class _Ledger:
         return reports
 
 
+@dataclass
+class _SoFar:
+    """What the epoch under way came to, over all ranks; kept with checkpoints.
+
+    Attributes:
+        loss_sum: of its samples, as reported.
+        samples: how many these are.
+    """
+
+    loss_sum: float = 0.0
+    samples: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean over the samples; nan without any."""
+        return self.loss_sum / self.samples if self.samples else float("nan")
+
+
 class Trainer:
     """Epochs of optimizer steps, reported and checkpointed.
 
@@ -166,17 +237,19 @@ class Trainer:
         evaluate: called with the bare module, in evaluation mode and without gradients, after every
             epoch; its numbers go into the `EpochReport`.
         scheduler: stepped once per optimizer step, whatever the number of ranks.
+        update: what is between loss and optimizer; None for plain `backward()` and `step()`.
         accumulate: global batches per optimizer step.
         clip_norm: clip the norm of the reduced gradient to this.
         log_every: optimizer steps per `StepReport` round.
         checkpoints: folder to write a checkpoint to after every epoch; None writes none.
+        save_every: write one also within an epoch, whenever this many optimizer steps are done.
         keep: how many checkpoints to leave there.
         callbacks: called with every report, on every rank, in order.
         extra: stored with every checkpoint, to be found again under "extra"; plain values only.
 
     Raises:
         InputTypeError: `loader` is no `lockstep.DataLoader`.
-        InputError: `accumulate` or `log_every` below 1, `clip_norm` not above 0.
+        InputError: `accumulate`, `log_every` or `save_every` below 1, `clip_norm` not above 0.
 
     Attributes:
         step: optimizer steps done so far.
@@ -191,11 +264,13 @@ class Trainer:
         loss_fn: Callable[[Parallel, Any], Tensor],
         *,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: Scheduler | None = None,
+        update: Update | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         log_every: int = 10,
         checkpoints: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
         keep: int = 3,
         callbacks: Sequence[Callable[[Report], None]] = (),
         extra: Mapping[str, Any] | None = None,
@@ -205,29 +280,47 @@ class Trainer:
                 f"Trainer: loader is a {type(loader).__module__}.{type(loader).__name__}; pass a lockstep.DataLoader, "
                 "which takes the global batch size and knows what each rank holds of a batch"
             )
-        for name, value in (("accumulate", accumulate), ("log_every", log_every)):
-            if value < 1:
+        for name, value in (("accumulate", accumulate), ("log_every", log_every), ("save_every", save_every)):
+            if value is not None and value < 1:
                 raise InputError(f"Trainer: {name} is {value}; expected at least 1")
         if clip_norm is not None and not clip_norm > 0:
             raise InputError(f"Trainer: clip_norm is {clip_norm}; expected more than 0, or None for no clipping")
         self.model, self.optimizer, self.loader, self.loss_fn = model, optimizer, loader, loss_fn
-        self.evaluate, self.scheduler = evaluate, scheduler
+        self.evaluate, self.scheduler, self.update = evaluate, scheduler, update or Update(optimizer)
         self.accumulate, self.clip_norm, self.log_every = accumulate, clip_norm, log_every
         self.checkpoints = None if checkpoints is None else Path(checkpoints)
-        self.keep = keep
+        self.save_every, self.keep = save_every, keep
         self.callbacks = tuple(callbacks)
         self.extra = dict(extra or {})
         self.step = 0
         self.epoch = 0
+        self._so_far = _SoFar()
+        self._goes_on = False  # the next epoch is the rest of the one that `_so_far` is of
 
-    def fit(self, epochs: int) -> None:
-        """Train until `epochs` epochs are done, counting those done before a resume."""
+    def fit(self, epochs: int, max_steps: int | None = None) -> bool:
+        """Train until `epochs` epochs are done, counting those done before a resume.
+
+        Args:
+            epochs: to do in all.
+            max_steps: end after this many optimizer steps in all, if that comes first: with a checkpoint, from which
+                the epoch can be gone on with, and without an evaluation.
+
+        Returns:
+            Whether all epochs are done.
+        """
         while self.epoch < epochs:
-            trained = self._train_epoch()
+            if max_steps is not None and self.step >= max_steps:  # where an epoch ended, too
+                return False
+            trained = self._train_epoch(max_steps)
+            if trained is None:
+                self.save()
+                return False
             self.epoch += 1
+            self._so_far = _SoFar()
             report = replace(trained, evaluation=self._evaluate())
             self._report([report])
             self.save(dict(report.evaluation))
+        return True
 
     def save(self, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Write a checkpoint of the present state, if there is a folder for it.
@@ -249,9 +342,11 @@ class Trainer:
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "update": self.update.state_dict(),
             "loader": self.loader.state_dict(),
             "step": self.step,
             "epoch": self.epoch,
+            "so_far": asdict(self._so_far),
             "extra": self.extra,
         }
 
@@ -266,8 +361,10 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler:
                 self.scheduler.load_state_dict(state["scheduler"])
+            self.update.load_state_dict(state.get("update", {}))
             self.loader.load_state_dict(state["loader"])
             self.step, self.epoch = state["step"], state["epoch"]
+            self._so_far, self._goes_on = _SoFar(**state.get("so_far", {})), True
             if "rng" in state:
                 checkpoint.restore_rng(state["rng"])
         except KeyError as error:
@@ -275,35 +372,50 @@ class Trainer:
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint does not fit this run: {error}") from error
 
-    def _train_epoch(self) -> EpochReport:
-        """One epoch of steps, reported as they go."""
+    def _train_epoch(self, max_steps: int | None) -> EpochReport | None:
+        """One epoch of steps, or the rest of one, reported as they go; None where `max_steps` ended it early."""
         self.model.train()
-        steps: list[StepReport] = []
+        if not self._goes_on:  # else an error, or `max_steps`, may have left a part of another epoch
+            self._so_far = _SoFar()
+        self._goes_on = False
         ledger = _Ledger()
-        started, communication_s = time.perf_counter(), _communication_s()
+        started, communication_s, samples_before = time.perf_counter(), _communication_s(), self._so_far.samples
         batches = iter(self.loader)
         for number, data in enumerate(batches, start=1):
-            closes_step = number % self.accumulate == 0 or number == len(batches)
+            is_last = number == len(batches)
+            closes_step = number % self.accumulate == 0 or is_last
             with nullcontext() if closes_step else self.model.no_sync():
                 assert batches.share is not None
-                self._backward(data, batches.share, ledger)
-            if closes_step:
-                self._update(ledger)
-                if self.step % self.log_every == 0:
-                    steps += self._report(ledger.reports(self.step, self.epoch + 1))
-        steps += self._report(ledger.reports(self.step, self.epoch + 1))
-        samples = sum(report.samples for report in steps)
+                self._backward(data, batches.share, ledger, closes_step)
+            if not closes_step:
+                continue
+            self._update(ledger)
+            ends_here = max_steps is not None and self.step >= max_steps and not is_last
+            saves = self.save_every is not None and self.step % self.save_every == 0 and not is_last
+            if self.step % self.log_every == 0 or saves or ends_here:
+                self._enter(ledger.reports(self.step, self.epoch + 1))
+            if ends_here:
+                return None
+            if saves:
+                self.save()
+        self._enter(ledger.reports(self.step, self.epoch + 1))
         return EpochReport(
             epoch=self.epoch + 1,
             step=self.step,
-            loss=sum(report.loss * report.samples for report in steps) / samples if samples else float("nan"),
-            samples=samples,
+            loss=self._so_far.loss,
+            samples=self._so_far.samples - samples_before,
             train_s=time.perf_counter() - started,
             local_samples=ledger.local_samples,
             communication_s=_communication_s() - communication_s,
         )
 
-    def _backward(self, data: Any, share: BatchShare, ledger: _Ledger) -> None:
+    def _enter(self, steps: Sequence[StepReport]) -> None:
+        """Report steps, which are a part of what the epoch came to; first, as a callback may write a checkpoint."""
+        self._so_far.loss_sum += sum(report.loss * report.samples for report in steps)
+        self._so_far.samples += sum(report.samples for report in steps)
+        self._report(steps)
+
+    def _backward(self, data: Any, share: BatchShare, ledger: _Ledger, closes_step: bool) -> None:
         """Add one micro-batch to the gradient."""
         window = ledger.window_samples
         if not window:
@@ -312,12 +424,13 @@ class Trainer:
         ledger.add(loss, share)
         # As a part of a full window of micro-batches as large as its first; exactly 1 without accumulation.
         nominal = self.accumulate * (window[0] if window else share.global_samples)
-        (loss * (share.global_samples / nominal)).backward()  # type: ignore[no-untyped-call]
+        self.update.backward(loss * (share.global_samples / nominal), share, closes_step)
 
     def _update(self, ledger: _Ledger) -> None:
         """Take the optimizer step on the gradient of the window."""
         window = ledger.window_samples
-        parameters = [parameter for parameter in self.model.module.parameters() if parameter.grad is not None]
+        self.update.finish()
+        parameters = self.update.parameters(self.model.module)
         filled = sum(window) / (self.accumulate * window[0])
         if filled != 1:  # the last window of an epoch: fewer micro-batches, or a smaller one
             for parameter in parameters:
@@ -326,7 +439,7 @@ class Trainer:
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         ledger.close_step(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        self.update.step()
         if self.scheduler:
             self.scheduler.step()
         self.step += 1
@@ -339,11 +452,10 @@ class Trainer:
         with torch.no_grad():
             return dict(self.evaluate(module))
 
-    def _report(self, reports: list[_ReportT]) -> list[_ReportT]:
+    def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:
             for callback in self.callbacks:
                 callback(report)
-        return reports
 
 
 def _communication_s() -> float:

@@ -44,6 +44,7 @@ from lockstep.rendezvous import tcp
 from lockstep.rendezvous.interfaces import name_for_engines
 from lockstep.rendezvous.meeting import meet_in_slurm
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
+from lockstep.shm.support import lack as shared_memory_lack
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
 from lockstep.torch_private.groups import group_count, plugin_backends, set_group_count
@@ -193,8 +194,8 @@ def init(
     """Join the other ranks of this job and initialise `torch.distributed`. Collective.
 
     Args:
-        backend: "auto" (nccl where there are GPUs, else lockstep), "lockstep", "gloo", "nccl", "mpi", or any name
-            that torch.distributed knows.
+        backend: "auto" (nccl where there are GPUs, else lockstep; gloo on systems other than Linux), "lockstep",
+            "gloo", "nccl", "mpi", or any name that torch.distributed knows.
         rank: instead of the launcher's; with `world_size`.
         world_size: instead of the launcher's; with `rank`.
         init_method: a torch URL (env://, tcp://host:port, file:///path, mpi://) to meet at.
@@ -215,7 +216,7 @@ def init(
         AlreadyInitialized: a world is open.
         BackendUnavailable: no such backend here; lists those there are, or says how to get it.
         InputError, InputTypeError: `seed` is no integer that torch takes as a seed.
-        SetupError: contradicting arguments, or more GPU ranks than GPUs.
+        SetupError: contradicting arguments, an environment variable that makes no sense, or more GPU ranks than GPUs.
         RendezvousError: the others did not come, or nobody said where to meet.
         RankLost: a rank came and died.
         SharedMemoryError: the memory that the ranks share cannot be had.
@@ -227,6 +228,7 @@ def init(
     """
     global _current
     registration.ensure()
+    env.check()
     open_world = current_world()
     if open_world is not None:
         raise AlreadyInitialized(
@@ -385,7 +387,7 @@ def _choose_backend(backend: str, topology: Topology, device: str | torch.device
         wants_cpu = device is not None and _as_device(device).type == "cpu"
         if torch.cuda.is_available() and dist.is_nccl_available() and not wants_cpu:
             return "nccl"
-        return BACKEND_NAME
+        return BACKEND_NAME if shared_memory_lack() is None else _stand_in(topology)
     names = _available_backends()
     chosen = []
     # "cpu:gloo,cuda:nccl" is torch's form for one backend per device type.
@@ -398,6 +400,17 @@ def _choose_backend(backend: str, topology: Topology, device: str | torch.device
             raise BackendUnavailable(f"backend {backend!r} is not available here; there are: auto, {', '.join(names)}")
         chosen.append(f"{device_type}{colon}{kind}")
     return ",".join(chosen)
+
+
+def _stand_in(topology: Topology) -> str:
+    """The backend for systems whose ranks cannot share memory, with one line that says what is lost."""
+    if topology.world_size > 1 and topology.rank == 0:
+        warn_once(
+            get_logger(__name__),
+            f"{shared_memory_lack()}. This job's ranks talk over gloo: the same answers, but slower, and a rank that "
+            "breaks is an error on the others only when gloo notices, without names",
+        )
+    return "gloo"
 
 
 def _as_device(device: str | torch.device) -> torch.device:
@@ -453,6 +466,11 @@ def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None
     if folder is not None and (topology.rank, topology.world_size) == (env.RANK.get(), env.WORLD_SIZE.get()):
         if topology.num_nodes > 1:
             return _meet_at_master(topology, timeout), None
+        if not os.path.isdir(folder):
+            raise SetupError(
+                f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}: there is no such folder. The launcher makes it "
+                "for its ranks and removes it in the end: unset it, or start the script with `lockstep run`"
+            )
         # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
         number = _meetings[folder]
         name = "store" if number == 0 else f"store-{number}"

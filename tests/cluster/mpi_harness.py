@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lockstep import env
+from lockstep.testing import limit_s
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
 
@@ -29,7 +30,7 @@ def _reason_to_skip() -> str:
         return "mpi4py is not installed"
     if shutil.which("mpirun") is None:
         return "there is no mpirun (apt install openmpi-bin libopenmpi-dev)"
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=limit_s(60)).stdout
     return "" if "Open MPI" in said else f"mpirun is not Open MPI's: {said.splitlines()[:1]}"
 
 
@@ -64,11 +65,11 @@ def mpirun(
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=timeout_s)
+        output, errors = process.communicate(timeout=limit_s(timeout_s))
     except subprocess.TimeoutExpired:
         process.terminate()  # mpirun then stops its ranks
         try:
-            output, errors = process.communicate(timeout=10.0)
+            output, errors = process.communicate(timeout=limit_s(10))
         except subprocess.TimeoutExpired:
             _kill_session(process.pid)
             output, errors = process.communicate()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep import env
 from lockstep.errors import LockstepError
+from lockstep.testing import limit_s
 from lockstep.testing.soak.runner import run_programs
 
 Described = tuple[str, str, float, tuple[int, ...]]
@@ -34,7 +35,7 @@ def sum_of_ranks() -> float:
 
 
 def _with_init(backend: str) -> dict[str, Any]:
-    with lockstep.init(backend=backend, timeout=30) as world:
+    with lockstep.init(backend=backend, timeout=limit_s(30)) as world:
         return {
             "backend": world.backend,
             "actual": dist.get_backend(),
@@ -63,7 +64,7 @@ def _between_hosts() -> dict[str, Any]:
         from lockstep.rendezvous import mpi
 
         place, mpi._place = mpi._place, place
-        with lockstep.init(backend="mpi", timeout=30) as world:
+        with lockstep.init(backend="mpi", timeout=limit_s(30)) as world:
             return {"place": (world.local_rank, world.local_world_size, world.node_rank), "sum": sum_of_ranks()}
     finally:
         mpi._place = place
@@ -99,7 +100,7 @@ def same_bits() -> dict[str, list[list[int]]]:
     """Sums of three sizes, on a group of shared memory and on one over MPI."""
     found = {}
     for backend in ("lockstep", "mpi"):
-        with lockstep.init(backend=backend, timeout=30):
+        with lockstep.init(backend=backend, timeout=limit_s(30)):
             found[backend] = [_bits(numel) for numel in (5, 3000, 40_001)]
     return found
 
@@ -107,7 +108,7 @@ def same_bits() -> dict[str, list[list[int]]]:
 def numbers() -> dict[str, Any]:
     """Dtypes and operations that MPI has no words for, and a training step of torch's DDP."""
     found: dict[str, Any] = {}
-    with lockstep.init(backend="mpi", timeout=30) as world:
+    with lockstep.init(backend="mpi", timeout=limit_s(30)) as world:
         for name in ("float8_e4m3fn", "float8_e5m2", "bool", "complex64", "float16"):
             tensor = torch.full((5,), world.rank, dtype=torch.float32).to(getattr(torch, name))
             dist.all_reduce(tensor)
@@ -147,7 +148,7 @@ def soak(seeds: range) -> str:
 def threads_and_groups() -> list[bool]:
     """Collectives and messages at the same time, from several threads, on overlapping groups and the world."""
     right: list[bool] = []
-    with lockstep.init(backend="mpi", timeout=40) as world:
+    with lockstep.init(backend="mpi", timeout=limit_s(40)) as world:
         rank, world_size = world.rank, world.world_size
         groups = [dist.new_group() for _ in range(3)]
 
@@ -275,7 +276,7 @@ def raise_on_one() -> None:
     from lockstep.comm.mpi import departures
 
     departures._FAREWELL_S = 2.0
-    world = lockstep.init(backend="mpi", timeout=60)
+    world = lockstep.init(backend="mpi", timeout=limit_s(60))
     dist.barrier()
     if world.rank == 1:
         raise ValueError("out of cheese")

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from lockstep import env
+from lockstep.testing import limit_s
 
 MASTER_PORT = 29511
 INTERFACE = "eth0"
@@ -57,7 +58,7 @@ class RankDied(Exception):
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_START_S)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit_s(_START_S))
 
 
 class _Namespaces:
@@ -234,7 +235,7 @@ class Cluster:
         Raises:
             TimeoutError: not all ranks were done in time. They are ended by `close`.
         """
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + limit_s(_START_S)
         for host in self.hosts:
             host.forker()
         for host in self.hosts:
@@ -250,7 +251,7 @@ class Cluster:
                 stream.write(len(request).to_bytes(8, "little") + request)
                 stream.flush()
             self._jobs += 1
-            codes = self._await(sum(sizes), time.monotonic() + timeout)
+            codes = self._await(sum(sizes), time.monotonic() + limit_s(timeout))
             return [_outcome(Path(folder, f"outcome{rank}"), codes[rank]) for rank in range(sum(sizes))]
 
     def _await(self, world_size: int, deadline: float) -> dict[int, int]:

@@ -23,6 +23,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lockstep.launch.rendezvous import find_free_port
+from lockstep.testing import limit_s
+
 NODES = ("n1", "n2")
 CPUS_PER_NODE = 4
 START_S = 30.0
@@ -47,18 +50,6 @@ def _find(program: str) -> str | None:
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), *_DAEMON_FOLDERS]))
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports below those that the kernel hands out by itself, so nothing takes them meanwhile."""
-    found: list[int] = []
-    while len(found) < count:
-        port = 10_000 + secrets.randbelow(9_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in found:
-                found.append(port)
-    return found
-
-
 def processes_of(folder: Path) -> list[int]:
     """Pids of everything that carries the configuration in this folder in its environment."""
     mark = f"SLURM_CONF={folder / 'slurm.conf'}".encode()
@@ -73,7 +64,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def sweep(folder: Path) -> None:
     """Leave nothing of a cluster: no process, no file."""
-    deadline = time.monotonic() + _SWEEP_S
+    deadline = time.monotonic() + limit_s(_SWEEP_S)
     while (pids := processes_of(folder)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -90,7 +81,7 @@ def _guard(folder: str) -> None:
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = COMMAND_S) -> None:
     """Poll until the condition holds."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + limit_s(timeout_s)
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
@@ -164,7 +155,7 @@ class SlurmCluster:
             if len(self._daemons) > 1:
                 for command in (["scancel", "--quiet", "--user=root"], ["scontrol", "shutdown"]):
                     with contextlib.suppress(subprocess.SubprocessError):
-                        subprocess.run(command, env=self.environment, capture_output=True, timeout=10)
+                        subprocess.run(command, env=self.environment, capture_output=True, timeout=limit_s(10))
         finally:
             for daemon in reversed(self._daemons):
                 _end(daemon)
@@ -177,7 +168,10 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        controller_port, *ports = _free_ports(1 + len(NODES))
+        chosen: set[int] = set()
+        while len(chosen) < 1 + len(NODES):
+            chosen.add(find_free_port())
+        controller_port, *ports = chosen
         host = socket.gethostname()
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} Gres=gpu:2"
@@ -224,7 +218,12 @@ class SlurmCluster:
         """Run a command that reaches the cluster; `extra` is added to its environment."""
         environment = {**self.environment, **extra}
         return subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s(timeout_s),
         )
 
     def job(self, job_id: int | str) -> dict[str, str]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.testing import limit_s
 from netns_harness import Cluster, Host, cluster, needs_namespaces
 
 pytestmark = needs_namespaces
 
-QUICK = "--rdzv-conf=keep_alive_interval=0.2,keep_alive_max_attempt=15,last_call_timeout=0.5,join_timeout=60"
 DEADLINE_S = 60.0
 
 # Adds up the ranks' numbers until rank 0 finds the file `stop`; says once in every round where it runs.
@@ -62,7 +62,10 @@ class Job:
 
     def start(self, host: Host, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a launcher; what it and its ranks say is in files of the host's name."""
-        words = [sys.executable, "-m", "lockstep", "run", QUICK, *arguments, "train.py"]
+        times = (
+            f"keep_alive_interval=0.2,keep_alive_max_attempt={limit_s(15):.0f},last_call_timeout=0.5,join_timeout=60"
+        )
+        words = [sys.executable, "-m", "lockstep", "run", f"--rdzv-conf={times}", *arguments, "train.py"]
         # Whoever enters other mounts begins at their root.
         command = host.namespaces.enter("sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *words)
         with open(self.folder / f"{host.name}.out", "ab") as out, open(self.folder / f"{host.name}.err", "ab") as err:
@@ -103,7 +106,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def wait_until(condition: Callable[[], object], job: Job, hosts: Cluster) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + limit_s(DEADLINE_S)
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError([(job.lines(host), job.said(host)) for host in hosts.hosts])

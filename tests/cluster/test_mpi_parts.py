@@ -21,6 +21,7 @@ from lockstep.rendezvous.urls import _EnvHandler
 from lockstep.shm.board import Failure
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
+from lockstep.testing import limit_s
 from lockstep.topology import Topology
 from mpi_harness import environ, needs_mpi
 
@@ -201,7 +202,9 @@ except SetupError as error:
 
 @needs_mpi
 def test_one_process_is_a_world_and_several_without_mpirun_are_told() -> None:
-    done = subprocess.run([sys.executable, "-c", _ALONE], env=environ(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE], env=environ(), capture_output=True, text=True, timeout=limit_s(60)
+    )
     assert done.returncode == 0, done.stderr
     alone, several = done.stdout.splitlines()
     assert alone == "0 1 mpi4py single"

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import slurm_harness
-from lockstep.recipes import digits
-from lockstep.testing import run_ranks
+from lockstep.recipes import digits, imagenet
+from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
+from lockstep.testing import limit_s, run_ranks
 from lockstep.topology.slurm_forms import expand_hosts
 from slurm_harness import SlurmCluster
 
@@ -235,7 +236,7 @@ def runs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dic
     )
     try:
         assert run_ranks(train_alone, 1, *DIGITS, "one", "--out", str(folder / "runs"), "--quiet", init=False) == [0]
-        printed, complaints = step.communicate(timeout=120)
+        printed, complaints = step.communicate(timeout=limit_s(120))
         assert step.returncode == 0, f"{printed}{complaints}\n{cluster.logs()}"
     finally:
         step.kill()
@@ -265,6 +266,28 @@ def test_digits_on_two_nodes_give_the_answer_of_one_process(
     assert result["held_out_correct"] == expected_result["held_out_correct"] > 0.9 * IMAGES
     (accuracy,) = [line for line in printed.splitlines() if "accuracy, held out" in line]
     assert f"{result['held_out_correct']} of {IMAGES} images, each counted once" in accuracy
+
+
+def train_images_alone(*options: str) -> int:
+    parser = argparse.ArgumentParser()
+    imagenet.add_arguments(parser)
+    return imagenet.main(parser.parse_args(options))
+
+
+def test_imagenet_in_tasks_of_two_nodes_gives_the_answer_of_one_process(cluster: SlurmCluster, tmp_path: Path) -> None:
+    images, out = tmp_path / "images", str(tmp_path / "runs")
+    write_shapes(ShapesFolder(images, classes=2, images=17, val_images=5, size=16))
+    quick = ("-a", "tiny", "--size", "16", "-b", "6", "-j", "0", "-p", "1", "--epochs", "1", "--precision", "fp64")
+    options = (str(images), *quick, "--quiet", "--out", out)
+    assert run_ranks(train_images_alone, 1, *options, "--name", "one", init=False) == [0]
+    words = ("train", "imagenet", "--strategy", "slurm", *options, "--name", "two")
+    done = cluster.run("srun", "-N2", "-n3", "--kill-on-bad-exit=1", *LOCKSTEP, *words, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{cluster.logs()}"
+    (expected, expected_epoch), (found, epoch) = (records_of(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert len(found) == 3
+    assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    assert epoch["held_out_loss"] == pytest.approx(expected_epoch["held_out_loss"], rel=TOLERANCE)
+    assert epoch["held_out_images"] == 5
 
 
 def test_ranks_of_one_node_open_no_port_and_leave_no_folder(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -153,6 +153,52 @@ def test_decorated_autograd_functions(state: AmpState) -> None:
         assert (inputs.grad.dtype, inputs.grad.tolist()) == (torch.float32, [2.0, 2.0])
 
 
+def test_functions_cast_on_the_cpu_as_on_cuda(state: AmpState) -> None:
+    """Probabilities, sums and norms in float32, cells of recurrent layers in half: the CPU's own list has none."""
+    half, wide = torch.ones(2, 2).half(), torch.ones(2, 2)
+    before = half.softmax(0).dtype
+    amp.initialize(nn.Linear(1, 1), verbosity=0)
+    assert [half.softmax(0).dtype, half.sum().dtype, (half**2).dtype, (2**half).dtype] == [torch.float32] * 4
+    assert functional.group_norm(half, 1).dtype == torch.float32
+    assert nn.GRUCell(2, 2)(wide).dtype == nn.LSTM(2, 2)(wide)[0].dtype == torch.float16
+    with amp.disable_casts():
+        assert half.softmax(0).dtype == before
+    assert state.handle is not None
+    state.handle._deactivate()
+    assert half.softmax(0).dtype == before == torch.float16
+
+
+def test_what_goes_to_the_host_is_float32(state: AmpState) -> None:
+    half = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    amp.initialize(nn.Linear(1, 1), verbosity=0)
+    assert half.cpu().dtype == torch.float32
+    half.cpu().sum().backward()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.float16
+    assert torch.tensor([1]).cpu().dtype == torch.int64
+    assert state.handle is not None
+    state.handle._deactivate()
+    assert half.cpu() is half
+
+
+def test_float32_functions_refuse_to_write_to_16_bits(state: AmpState) -> None:
+    half, wide = torch.ones(2).half(), torch.ones(2)
+    amp.initialize(nn.Linear(1, 1), verbosity=0)
+    with pytest.raises(NotImplementedError, match=r"Tensor\.exp_ .*x = x\.exp\("):
+        half.exp_()
+    with pytest.raises(NotImplementedError, match=r"x = x\.pow\("):
+        half **= 2
+    assert half.tolist() == [1.0, 1.0]
+    wide.log_()
+    assert half.add_(wide).dtype == torch.float16, "what is no function of float32's writes as ever"
+    with amp.disable_casts():
+        half.exp_()
+    assert state.handle is not None
+    state.handle._deactivate()
+    half.exp_()
+    assert (half.dtype, wide.tolist()) == (torch.float16, [0.0, 0.0])
+
+
 def test_binary_cross_entropy_is_banned_with_advice(state: AmpState) -> None:
     original = functional.binary_cross_entropy
     net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())

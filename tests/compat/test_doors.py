@@ -15,6 +15,7 @@ import pytest
 from launching import Launches
 from lockstep.compat import finder
 from lockstep.compat.after_import import call_after_import
+from lockstep.testing import limit_s
 
 DOOR = {
     "__init__": "import doorway_log; doorway_log.seen.append(__name__)",
@@ -141,10 +142,11 @@ before = list(sys.meta_path)
 lockstep.compat.install.install()
 sys.exit(str(found) if found or sys.meta_path != before else 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(60))
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.core
 def test_program_for_horovod_and_apex_finds_the_doors(launches: Launches) -> None:
     """In the ranks and in processes that they spawn; said once; and turned off by an option."""
     script = launches.script(
@@ -196,9 +198,11 @@ assert os.getcwd() not in sys.path[1:], sys.path
     )
     command = [sys.executable, "-m", "lockstep.compat.script"]
     for target in (["main.py"], ["-m", "main"]):
-        done = subprocess.run([*command, *target, "x"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*command, *target, "x"], cwd=tmp_path, capture_output=True, text=True, timeout=limit_s(60)
+        )
         assert (done.stdout, done.stderr) == ("__main__ main.py ['x'] True\n", ""), done.stderr
     for target, words in ((["gone.py"], "script 'gone.py' not found"), ([], "name a script to run")):
-        done = subprocess.run([*command, *target], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, *target], cwd=tmp_path, capture_output=True, text=True, timeout=limit_s(60))
         assert done.returncode == 2
         assert words in done.stderr

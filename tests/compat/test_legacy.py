@@ -17,7 +17,7 @@ from launching import Launches
 from lockstep.compat import legacy
 from lockstep.compat.legacy.needs import CHANGES, find_needs, hint_for
 from lockstep.errors import InputError, InputTypeError
-from lockstep.testing import run_ranks
+from lockstep.testing import limit_s, run_ranks
 
 NUM_DEVICES = 3
 
@@ -427,7 +427,7 @@ def test_script_without_a_launcher_is_read_by_itself(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=limit_s(120),
         )
         assert (done.returncode, done.stdout) == (0, "inf method_descriptor\n"), done.stderr
         assert done.stderr.startswith(f"lockstep: {said} an older torch: torch._six is there (script.py:1)")

@@ -23,6 +23,7 @@ from toy import Points, make_model
 
 from launching import Launches
 from lockstep.launch.rendezvous import find_free_port
+from lockstep.testing import limit_s
 
 PROGRAMS = Path(__file__).parent / "programs"
 NUM_RANKS = 2
@@ -82,7 +83,7 @@ def run(launches: Launches, program: str, *arguments: str, command: str, options
     """What the ranks reported, in order."""
     words = (*options, str(PROGRAMS / f"{program}.py"), *arguments)
     process = launches.start(*words, command=command)
-    out, err = process.communicate(timeout=DEADLINE_S)
+    out, err = process.communicate(timeout=limit_s(DEADLINE_S))
     assert process.returncode == 0, err
     return sorted(json.loads(line.removeprefix("[0] ").removeprefix("[1] ")) for line in out.splitlines())
 

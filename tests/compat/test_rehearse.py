@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import Sampler
 
+from lockstep.testing import limit_s
 from lockstep.tools.rehearse.findings import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +41,7 @@ class Rehearsed:
 def rehearse(tmp_path: Path, *words: str) -> Rehearsed:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "lockstep", "rehearse", "--format", "json", "--output", str(report), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(120), cwd=tmp_path)
     output = done.stdout + done.stderr
     assert report.exists(), output
     return Rehearsed(done.returncode, output, json.loads(report.read_text()))
@@ -144,7 +148,81 @@ def test_what_a_script_sees_of_cuda(tmp_path: Path) -> None:
     assert {one["id"] for one in done.report["findings"]} == set()
 
 
+def test_meshes_and_what_is_sharded_over_them(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "sharded.py"))
+    assert done.code == 0, done.output
+    assert done.output.count("all of it holds") == 2
+    assert (done.report["ranks"], done.report["findings"]) == (2, [])  # the mesh has joined the group
+
+
+def test_apex_casts_as_on_a_gpu(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "1", str(PROGRAMS / "apex_casts.py"))
+    assert done.code == 0, done.output
+    assert "all of it holds" in done.output
+
+
+def test_children_that_fail_are_found(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "1", str(PROGRAMS / "faulty_children.py"))
+    assert done.found == marked("faulty_children.py"), done.output
+    assert (done.code, done.report["exit_code"]) == (1, 0), done.output  # not strict
+    assert "Process-2, which ran work, exited with code 1; Process-3" in done.report["findings"][0]["what"]
+    assert "exited with code 7" in done.report["findings"][0]["what"]
+
+
 @pytest.mark.parametrize("name", ["horovod_sgd.py", "distributed_sgd.py", "apex_amp.py"])
 def test_nothing_is_found_in_the_examples(tmp_path: Path, name: str) -> None:
     done = rehearse(tmp_path, "--nproc", "2", "--strict", str(ROOT / "examples" / name))
+    assert (done.report["findings"], done.code) == ([], 0), done.output
+
+
+def test_evaluation_that_no_rank_shares_and_values_that_no_caller_uses(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_evaluation.py"))
+    assert done.found == marked("faulty_evaluation.py"), done.output
+    # train() uses what the same line reduces.
+    unused = [one for one in done.report["findings"] if one["id"] == "reduced-value-unused"]
+    assert [one["called_from"][0]["function"] for one in unused] == ["validate", "count"]
+
+
+def test_gpus_of_a_node_taken_for_those_of_the_job(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_worlds.py"))
+    assert (done.found, done.code) == (marked("faulty_worlds.py"), 0), done.output
+
+
+def test_copies_that_join_no_group(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_copies.py"))
+    assert (done.found, done.code) == (marked("faulty_copies.py"), 0), done.output
+    assert (done.report["ranks"], done.report["processes"]) == (1, 2)
+
+
+def test_jobs_of_two_nodes_that_know_nothing_of_each_other(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "clean_spawn.py"))
+    lines = (PROGRAMS / "clean_spawn.py").read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if "fault on two nodes" in line)
+    assert done.found == {("checkpoint-by-copies", number)}, done.output
+
+
+def test_what_only_lockstep_lets_through(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_older.py"))
+    needless = {
+        ("needs-older-torch", number)
+        for number, line in enumerate((PROGRAMS / "faulty_older.py").read_text().splitlines(), 1)
+        if ("verbose=True" in line and "verbose" in inspect.signature(StepLR).parameters)
+        or ("super().__init__(data)" in line and Sampler.__init__ is not object.__init__)
+    }
+    assert (done.found, done.code) == (marked("faulty_older.py") - needless, 0), done.output
+
+
+@pytest.mark.parametrize("name", ["clean_copies.py", "clean_older.py", "clean_accelerate.py", "clean_fabric.py"])
+def test_nothing_is_found_where_it_only_looks_wrong(tmp_path: Path, name: str) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / name))
+    assert (done.report["findings"], done.code) == ([], 0), done.output
+
+
+def test_nothing_is_found_where_nodes_and_ranks_are_told_apart(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"  # under the folder of temporary files, and not under that of the job
+    disk.mkdir()
+    job = tmp_path / "job"
+    job.mkdir()
+    words = ("--nodes", "2", "--nproc", "2", "--strict", str(PROGRAMS / "clean_worlds.py"), "--node-disk", str(disk))
+    done = rehearse(job, *words)
     assert (done.report["findings"], done.code) == ([], 0), done.output

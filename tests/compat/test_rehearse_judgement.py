@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.errors import LaunchError
+from lockstep.tools.rehearse import source
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.plan import read_script
 from lockstep.tools.rehearse.record import Event, Job, Process, read_records
 from lockstep.tools.rehearse.report import format_json, format_text
 from lockstep.tools.rehearse.settings import Settings, parse_memory
+from lockstep.tools.rehearse.watch.contents import Contents
 
 SITE = Site("/somewhere/train.py", 7, "main")
+NONE: dict[str, Any] = {"foreign": [], "own": 0}
 LINES = [[SITE.file, SITE.line, SITE.function], [SITE.file, 9, "main"]]
 
 
@@ -35,7 +40,9 @@ def sequence(*calls: tuple[int, int]) -> Event:
 
 
 def reduced(*means: list[Any], instances: int = 3, reads: int = 3, root: int | None = None) -> Event:
-    return Event("reduced", (SITE,), {"instances": instances, "reads": reads, "root": root, "means": means})
+    return Event(
+        "reduced", (SITE,), {"instances": instances, "reads": reads, "root": root, "means": means, "divided_at": []}
+    )
 
 
 def ids(*processes: Process) -> list[str]:
@@ -90,12 +97,183 @@ def test_a_scheduler_steps_as_often_as_it_likes_unless_it_is_once_for_each_rank(
     assert seen(2) == seen(1, 1, 1) == seen(1, 2, 2) == seen(3, 3) == []
 
 
-def test_one_writer_per_node_is_right_and_two_are_not() -> None:
-    save = Event("save", (SITE,), {"path": "/disk/state.pt", "prefixed": 0, "example": ""})
-    ranks = [rank(number, *([save] if number in (0, 2) else []), world_size=4) for number in range(4)]
-    assert judge(Job(tuple(ranks), Settings(devices=2, nodes=2, processes_per_node=2))) == []
-    (found,) = judge(Job(tuple(ranks), Settings(devices=4, processes_per_node=4)))
+def save(path: str = "/home/me/state.pt", *, is_local: bool = False) -> Event:
+    return Event("save", (SITE,), {"path": path, "is_local": is_local, "prefixed": 0, "example": ""})
+
+
+def on_two_nodes(*processes: Process, per_node: int = 2) -> Job:
+    return Job(processes, Settings(devices=2, nodes=2, processes_per_node=per_node))
+
+
+def test_one_writer_per_node_is_right_on_disks_of_their_own() -> None:
+    def writers(event: Event) -> list[Process]:
+        return [rank(number, *([event] if number in (0, 2) else []), world_size=4) for number in range(4)]
+
+    assert judge(on_two_nodes(*writers(save("/tmp/state.pt", is_local=True)))) == []
+    (shared,) = judge(on_two_nodes(*writers(save())))
+    assert (shared.id, shared.ranks) == ("checkpoint-by-every-node", (0, 2))
+    (found,) = judge(Job(tuple(writers(save())), Settings(devices=4, processes_per_node=4)))
     assert (found.id, found.ranks) == ("checkpoint-by-every-rank", (0, 2))
+
+
+def test_ranks_that_two_nodes_spawned_for_one_group_are_one_job() -> None:
+    def spawned(family: str, number: int, world_size: int, *events: Event) -> Process:
+        return replace(rank(number, *events, world_size=world_size), family=family)
+
+    def found(*processes: Process) -> list[str]:
+        return [one.id for one in judge(on_two_nodes(*processes, per_node=1))]
+
+    # A group over both nodes: one of its ranks saves, or one of each node.
+    others = [spawned("8-1", 1, 4), spawned("9-1", 3, 4)]
+    assert found(spawned("8-1", 0, 4, save()), spawned("9-1", 2, 4), *others) == []
+    assert found(spawned("8-1", 0, 4, save()), spawned("9-1", 2, 4, save()), *others) == ["checkpoint-by-every-node"]
+    # A group on each node, at the same time; and two, one after the other, of one parent.
+    second = [spawned("8-1", 1, 2), spawned("9-1", 1, 2)]
+    assert found(spawned("8-1", 0, 2, save()), spawned("9-1", 0, 2, save()), *second) == ["checkpoint-by-copies"]
+    again = [spawned("8-1", 1, 2), spawned("8-2", 1, 2)]
+    assert found(spawned("8-1", 0, 2, save()), spawned("8-2", 0, 2, save()), *again) == []
+
+
+def alone(number: int, *events: Event) -> Process:
+    """A process in no group."""
+    return Process(number, 1, False, True, 100 + number, events)
+
+
+def test_processes_that_train_for_themselves_without_knowing_of_each_other() -> None:
+    trained = Event("optimizer", (SITE,), {"lr": 0.1, "first_lr": 0.1, "steps": 3, "device": 0})
+    asked = Event("variable", (SITE,), {"name": "RANK", "value": "1", "asks": True})
+    by_torch = replace(asked, data={**asked.data, "asks": False})
+    mpi = Event("peers", (), {"modules": ["mpi4py"]})
+    assert ids(alone(0, trained), alone(1, trained)) == ["never-joined"]
+    assert ids(alone(0, trained), alone(1, trained, by_torch)) == ["never-joined"]
+    assert ids(alone(0, trained), alone(1, trained, asked)) == []
+    assert ids(alone(0, trained), alone(1, trained, mpi)) == []
+    assert ids(alone(0, trained), alone(1)) == []  # one trains, and the other does something else
+    assert judge(Job((alone(0, trained),), Settings(devices=2, processes_per_node=1))) == []
+    nothing = format_text("train.py", [], job(alone(0), alone(1)), 0)
+    assert nothing == "lockstep rehearse: nothing found in train.py in 2 processes that joined no group\n"
+
+
+def test_a_process_that_a_rank_has_started_writes_for_that_rank() -> None:
+    # As those do that save in the background, one after the other.
+    assert ids(alone(0, save()), replace(alone(0, save()), pid=500), alone(1)) == []
+    assert ids(alone(0, save()), alone(1, save())) == ["checkpoint-by-copies"]
+
+
+def test_a_line_is_said_for_each_path_to_it_where_the_caller_is_to_blame() -> None:
+    def unused(line: int) -> Event:
+        data = {"instances": 3, "reads": 0, "root": None, "means": [], "divided_at": []}
+        return Event("reduced", (SITE, Site(SITE.file, line, "validate")), data)
+
+    found = judge(job(rank(0, unused(20), unused(30)), rank(1, unused(20), unused(30))))
+    assert [one.sites[1].line for one in found] == [20, 30]
+    text = format_text("train.py", found, job(rank(0), rank(1)), 0)
+    assert (text.count(KINDS[found[0].id].title), text.count("from ")) == (1, 2)
+    assert f"{SITE.file}:20" in text
+    assert f"{SITE.file}:30" in text
+    # A load is wrong by itself, whoever comes to it.
+    loads = [
+        Event("load", (SITE, Site(SITE.file, line, "f")), {"has_map_location": True, "has_weights_only": False, **NONE})
+        for line in (20, 30)
+    ]
+    assert ids(rank(0, *loads), rank(1)) == ["load-without-weights-only"]
+
+
+def test_the_option_for_a_local_rank_is_found_where_nothing_else_says_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+
+    def found(text: str, *events: Event, option: str = "--local_rank") -> list[str]:
+        script.write_text(text)
+        declared = Event("option", (Site(str(script), 1, "main"),), {"name": "--local_rank"})
+        settings = Settings(devices=2, processes_per_node=2, local_rank_option=option)
+        return [one.id for one in judge(Job((rank(0, declared, *events), rank(1)), settings))]
+
+    source.parse.cache_clear()
+    assert found("torch.cuda.set_device(args.local_rank)\n") == ["local-rank-option"]
+    assert found("torch.cuda.set_device(args.local_rank)\n", option="") == []
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        asked = Event("variable", (SITE,), {"name": name, "value": "1", "asks": True})
+        assert found("torch.cuda.set_device(args.local_rank)\n", asked) == []
+    source.parse.cache_clear()
+    assert found("torch.cuda.set_device(rank % torch.cuda.device_count())\n") == []
+
+
+def test_a_parameter_is_what_the_calls_pass(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+
+    def passed(calls: str, name: str = "parts") -> list[str | None]:
+        script.write_text(f"def average(value, parts): ...\nclass A:\n    def f(self, own): ...\n{calls}\n")
+        source.parse.cache_clear()
+        return [None if each is None else ast.unparse(each) for each in source.assigned_values(str(script), name)]
+
+    assert passed("average(loss, gpus)\naverage(loss, parts=n)") == ["gpus", "n"]
+    assert passed("a.f(1)", "own") == ["1"]
+    assert passed("A.f(a, 1)\nspawn(average)") == [None]  # called by others, with what they like
+    assert passed("average(*both)\naverage(loss)") == [None, None]
+
+
+def evaluation(content: str, samples: int = 8, **changes: Any) -> Event:
+    data = {"finished": True, "trained": 0, "backwards": 0, "content": content, "samples": samples, "number": 0}
+    sampler = {"has_sampler": False, "loader": LINES[:1], "sampler": [], "padding": 0, "shuffles": False}
+    return Event("pass", (SITE,), {**data, **sampler, **changes})
+
+
+def test_evaluation_is_shared_unless_all_ranks_see_the_same_samples() -> None:
+    same = evaluation("abc")
+    assert ids(rank(0, same), rank(1, same)) == ["evaluation-on-every-rank"]
+    assert ids(rank(0, same), rank(1, evaluation("abd"))) == []
+    assert ids(rank(0, same), rank(1)) == []  # one rank evaluates for all
+    unknown, trained = evaluation(""), evaluation("abc", backwards=1)
+    cut = evaluation("abc", finished=False)
+    for event in (unknown, trained, cut):
+        assert ids(rank(0, event), rank(1, event)) == []
+
+
+def test_samples_are_told_apart_in_any_order() -> None:
+    def content(*batches: list[torch.Tensor]) -> str:
+        contents = Contents()
+        for batch in batches:
+            contents.add(batch, batch[0].size(0))
+        return contents.text()
+
+    inputs, labels = torch.randn(6, 3, 40), torch.arange(6)
+    whole = content([inputs, labels])
+    assert whole
+    order = torch.tensor([3, 1, 0, 5, 4, 2])
+    assert content([inputs[order[:4]], labels[order[:4]]], [inputs[order[4:]], labels[order[4:]]]) == whole
+    assert content([inputs, labels.flip(0)]) != whole
+    assert content([inputs[:5], labels[:5]]) != whole
+    assert content([inputs.to(torch.bfloat16), labels]) not in ("", whole)
+    # Nothing can be told of samples that are all alike, nor of what is no tensor.
+    assert content([torch.zeros(4, 2)], [torch.zeros(2, 2)]) == content() == ""
+    nothing = Contents()
+    nothing.add(["a", "b"], 2)
+    assert nothing.text() == ""
+
+
+def test_numbers_that_are_computed_with_are_no_local_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    first = 'local_rank = int(os.environ["SLURM_PROCID"])'
+
+    def found(use: str, *processes: Process, per_node: int = 2) -> list[str]:
+        script.write_text(f"{first}\n{use}\n")
+        source.parse.cache_clear()
+        asked = Event("variable", (Site(str(script), 1, "main"),), {"name": "SLURM_PROCID", "value": "1", "asks": True})
+        settings = Settings(devices=2, nodes=2, processes_per_node=per_node)
+        return [one.id for one in judge(Job((rank(0, asked), *processes), settings))]
+
+    wrong = ["local-rank-from-global-rank"]
+    assert found("torch.cuda.set_device(local_rank)") == wrong
+    assert found('print("rank %d" % local_rank)') == wrong
+    assert found("rank = local_rank * gpus + gpu") == []
+    assert found("torch.cuda.set_device(local_rank % torch.cuda.device_count())") == []
+    assert found("args.rank = args.local_rank * args.gpus + gpu") == []
+    # One process of each node starts the ranks: the number is that of the node.
+    spawns = Event("spawn", (SITE,), {"nprocs": 2})
+    script.write_text(f"{first}\nprint(local_rank)\n")
+    source.parse.cache_clear()
+    asked = Event("variable", (Site(str(script), 1, "main"),), {"name": "SLURM_PROCID", "value": "1", "asks": True})
+    assert judge(on_two_nodes(rank(0, asked, spawns), rank(1), per_node=1)) == []
 
 
 def test_what_is_seen_by_all_ranks_is_said_once() -> None:

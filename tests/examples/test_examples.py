@@ -10,7 +10,6 @@ import contextlib
 import io
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import env
-from lockstep.testing import run_ranks
+from lockstep.launch.rendezvous import find_free_port
+from lockstep.testing import limit_s, run_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -57,12 +57,6 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == {*ON_RANKS} | {name for name, _ in OF_THEIR_OWN}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_script(name: str, arguments: list[str], port: int) -> str:
     """What the script writes on this rank."""
     env.MASTER_ADDR.set("127.0.0.1")
@@ -82,7 +76,7 @@ def run_script(name: str, arguments: list[str], port: int) -> str:
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_on_ranks(name: str, world_size: int, tmp_path: Path) -> None:
     arguments = {"groups.py": ["--file", str(tmp_path / "meeting")], "ddp.py": ["--save", str(tmp_path / "model.pt")]}
-    output = run_ranks(run_script, world_size, name, arguments.get(name, []), free_port(), init=False)[0]
+    output = run_ranks(run_script, world_size, name, arguments.get(name, []), find_free_port(), init=False)[0]
     assert re.search(ON_RANKS[name].format(n=world_size), output.splitlines()[-1]), output
     if name == "ddp.py":  # what was saved is what --pretrained takes
         run_ranks(
@@ -90,14 +84,14 @@ def test_on_ranks(name: str, world_size: int, tmp_path: Path) -> None:
             world_size,
             name,
             ["--epochs", "1", "--pretrained", *arguments[name][1:]],
-            free_port(),
+            find_free_port(),
             init=False,
         )
     assert {path.name for path in tmp_path.iterdir()} <= {"model.pt"}
 
 
 def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
-    by_size = [run_ranks(run_script, size, "train.py", [], free_port(), init=False)[0] for size in (1, 2)]
+    by_size = [run_ranks(run_script, size, "train.py", [], find_free_port(), init=False)[0] for size in (1, 2)]
     one, two = ([float(loss) for loss in re.findall(r"loss (\d\.\d+)", output)] for output in by_size)
     assert one == pytest.approx(two, rel=1e-6)
     assert len(one) == 5
@@ -105,7 +99,9 @@ def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
 
 def test_losses_per_word_do_not_depend_on_the_number_of_ranks() -> None:
     """To what is printed; the last digit may be rounded to either side."""
-    outputs = [run_ranks(run_script, size, "language_model.py", [], free_port(), init=False)[0] for size in (1, 2, 3)]
+    outputs = [
+        run_ranks(run_script, size, "language_model.py", [], find_free_port(), init=False)[0] for size in (1, 2, 3)
+    ]
     one, *others = ([float(loss) for loss in re.findall(r"\d\.\d{5}", output)] for output in outputs)
     assert len(one) == 8
     assert one[-1] < one[0] - 0.3
@@ -116,6 +112,8 @@ def test_losses_per_word_do_not_depend_on_the_number_of_ranks() -> None:
 def test_of_its_own(name: str, world_size: int) -> None:
     command, arguments, words = OF_THEIR_OWN[name, world_size]
     start = [sys.executable] if command == "python" else [sys.executable, "-m", *command.split()]
-    ended = subprocess.run([*start, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [*start, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=limit_s(120)
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(words, ended.stdout), ended.stdout + ended.stderr

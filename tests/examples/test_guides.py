@@ -14,7 +14,13 @@ from lockstep.testing import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Guide -> the numbers that it prints, with five digits.
-GUIDES = {"guide-loop.md": 6, "guide-data.md": 2}
+GUIDES = {
+    "guide-loop.md": 6,
+    "guide-data.md": 2,
+    "guide-evaluation.md": 4,
+    "guide-checkpoints.md": 2,
+    "guide-coming-from.md": 3,
+}
 
 
 def run_script(path: str) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep.testing import limit_s
 
 RESTARTS = 20
 
@@ -26,7 +27,7 @@ def main() -> None:
     total = sum_of_ranks()
     rank = dist.get_rank()
     dist.destroy_process_group()
-    with lockstep.init(timeout=60) as world:
+    with lockstep.init(timeout=limit_s(60)) as world:
         total += sum_of_ranks()
         dist.barrier()
         if rank == 0:

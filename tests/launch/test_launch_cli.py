@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from launching import Launches
 from lockstep.commands import parsing
 from lockstep.commands import train as train_command
 from lockstep.launch import cli
+from lockstep.testing import limit_s
 
 
 def run_main(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -66,7 +68,11 @@ def test_help_of_run_explains_every_option(capfd: pytest.CaptureFixture[str]) ->
         (["run", "--nproc", "two", __file__], "nproc is 'two'"),
         (["run", "--nproc", "0", __file__], "nproc is 0; expected at least 1 process"),
         (["run", "--nproc"], "expected one argument"),
-        (["run", "--nprocs", "2", __file__], "unrecognized arguments: --nprocs"),
+        (["run", "--nprocs", "2", __file__], "unrecognized arguments: --nprocs 2, did you mean '--nproc'?; see"),
+        (["run", "--max-restart=2", __file__], "--max-restart=2, did you mean '--max-restarts'?"),
+        (["rehearse", "--nporc", "2", __file__], "did you mean '--nproc'?"),
+        (["train", "digits", "--epoc", "3"], "did you mean '--epochs'?"),
+        (["run", "-n", "two", __file__], "nproc is 'two'"),
         (["run", "--grace", "soon", __file__], "invalid float value: 'soon'"),
         (["run", "missing.py"], "script 'missing.py' not found in"),
         (["run", "--no-prefix", "--log-dir", "x", __file__], "not allowed with argument"),
@@ -81,6 +87,22 @@ def test_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments: list[
     assert err.startswith("lockstep: error: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+def test_number_that_nobody_named_is_said(launches: Launches) -> None:
+    script = launches.script("pass")
+    cores = len(os.sched_getaffinity(0))
+    hidden = launches.environment(CUDA_VISIBLE_DEVICES="")
+    line = f"lockstep: {cores} {'rank' if cores == 1 else 'ranks'}, one per core; --nproc N for another number\n"
+    assert launches.run(script, env=hidden).stderr == line
+    assert launches.run("-n", "1", script, "-n", "3", env=hidden).stderr == ""
+    done = launches.run(script, "--lr", "0.1", "--nproc", "2", "x y", env=hidden)
+    assert done.stderr == (
+        f"{line}lockstep: `--nproc 2` stands behind the script and is the script's own; did you mean "
+        "`lockstep run --nproc 2 script.py --lr 0.1 'x y'`?\n"
+    )
+    done = launches.run("-m", "platform", "--nproc=2", env=hidden)
+    assert "did you mean `lockstep run --nproc=2 -m platform`?" in done.stderr
 
 
 def test_options_end_where_the_script_begins() -> None:
@@ -113,7 +135,7 @@ except SystemExit as leaving:
     assert leaving.code == 0
 sys.exit('torch is imported' if 'torch' in sys.modules else 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(60))
     assert done.returncode == 0, done.stderr
     assert "--nproc N" in done.stdout
     assert "--epochs" in done.stdout
@@ -121,5 +143,5 @@ sys.exit('torch is imported' if 'torch' in sys.modules else 0)
 
 def test_command_is_installed(launches: Launches) -> None:
     command = [Path(sys.executable).with_name("lockstep"), "run", "--nproc", "1", launches.script("print('up')")]
-    done = subprocess.run(command, cwd=launches.folder, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=launches.folder, capture_output=True, text=True, timeout=limit_s(30))
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0] up\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from launching import NOTE_PID, Launches, children_of, is_alive, wait_until
+from lockstep.testing import limit_s
+from test_launch_positions import RECORD
 
 # Each rank has a child, which has a child that ignores SIGTERM, one that left the process group and one that
 # left even the session. The last line of every child is to wait for long.
@@ -39,6 +42,7 @@ if os.fork() == 0:
 note(f'rank{RANK}')
 """
 )
+INTERRUPTED = re.compile(r"lockstep: Ctrl-C: the ranks were told to stop[^\n]*\n")
 MEMBERS = ("rank", "child", "stubborn", "regrouped", "detached")
 
 
@@ -122,16 +126,31 @@ while not all(os.path.exists(f'{{member}}{{RANK}}') for member in {MEMBERS}):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("options", [(), ("--no-prefix",)], ids=["prefix", "no-prefix"])
-def test_signal_to_the_launcher_ends_all_ranks_quietly(launches: Launches, number: int, options: tuple[str]) -> None:
+def test_signal_to_the_launcher_ends_all_ranks_with_one_sentence(
+    launches: Launches, number: int, options: tuple[str]
+) -> None:
     script = launches.script(NOTE_PID + "note(f'rank{RANK}')\nprint('up', flush=True)\ntime.sleep(60)")
     process = launches.start("--nproc", "2", *options, script)
     pids = launches.pids("rank0", "rank1")
     process.send_signal(number)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=limit_s(10))
     assert process.returncode == 128 + number
     assert sorted(line[-2:] for line in out.splitlines()) == ["up", "up"]
-    assert err == ""
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert err == f"lockstep: {name}: the ranks were told to stop, and have 5 s (again to end at once)\n"
     assert not any(map(is_alive, pids))
+
+
+def test_interrupt_says_where_the_ranks_were(launches: Launches) -> None:
+    script = launches.script(RECORD + "enter('barrier()', 7, 3, done=False)\nmeet('here')\ntime.sleep(60)")
+    process = launches.start("--nproc", "2", "--grace", "9", script)
+    wait_until(lambda: all((launches.folder / f"here{rank}").exists() for rank in range(2)), "both ranks are there")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=limit_s(10))
+    assert err == (
+        "lockstep: SIGTERM: the ranks were told to stop, and have 9 s (again to end at once); "
+        "ranks 0, 1 were in barrier #3 at train.py:7\n"
+    )
 
 
 def test_ctrl_c_at_any_moment_of_the_start_is_quiet(launches: Launches) -> None:
@@ -143,9 +162,10 @@ def test_ctrl_c_at_any_moment_of_the_start_is_quiet(launches: Launches) -> None:
         wait_until(launches.leftovers, "the private folder is made")
         time.sleep((delay_ms - 100) / 1000)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=limit_s(10))
         codes.append(process.returncode)
-        assert (out, err) == ("", ""), f"{delay_ms} ms"
+        assert out == "", f"{delay_ms} ms"
+        assert INTERRUPTED.fullmatch(err), f"{delay_ms} ms: {err}"
     assert codes == [130] * len(codes)
 
 
@@ -164,8 +184,9 @@ except KeyboardInterrupt:
     process = launches.start("--nproc", "2", script)
     launches.pids("rank0", "rank1")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
-    assert (process.returncode, err) == (130, "")
+    out, err = process.communicate(timeout=limit_s(10))
+    assert process.returncode == 130
+    assert INTERRUPTED.fullmatch(err)
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
 
 
@@ -185,7 +206,7 @@ while True:
     launches.pids("heard0")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=5)
+    process.communicate(timeout=limit_s(5))
     assert process.returncode == 130
     assert not is_alive(pid)
 
@@ -205,7 +226,7 @@ def test_ignored_hangup_stays_ignored(launches: Launches) -> None:
     process.send_signal(signal.SIGHUP)
     os.kill(rank, signal.SIGHUP)
     (launches.folder / "go").touch()
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=limit_s(10))
     assert (process.returncode, out) == (0, "[0] done\n")
 
 
@@ -222,7 +243,7 @@ def test_ctrl_z_stops_and_continues_the_ranks(launches: Launches) -> None:
     process.send_signal(signal.SIGCONT)
     wait_until(lambda: state(rank) != b"T", "the rank goes on")
     (launches.folder / "go").touch()
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=limit_s(10)) == 0
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -235,7 +256,7 @@ def test_reader_that_goes_away_ends_the_job_quietly(launches: Launches, stream: 
     other = process.stderr if stream == "stdout" else process.stdout
     assert other is not None
     assert other.read() == ""
-    assert process.wait(timeout=10) == 128 + signal.SIGPIPE
+    assert process.wait(timeout=limit_s(10)) == 128 + signal.SIGPIPE
 
 
 def test_slow_reader_gets_everything(launches: Launches) -> None:
@@ -243,7 +264,7 @@ def test_slow_reader_gets_everything(launches: Launches) -> None:
     script = launches.script("note = open('written', 'w'); os.write(1, b'x' * 150_000 + b'\\n'); note.write('1\\n')")
     process = launches.start("--nproc", "1", script)
     launches.pids("written")
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=limit_s(10))
     assert out == "[0] " + "x" * 150_000 + "\n"
 
 
@@ -267,7 +288,7 @@ def test_killed_guardian_does_not_hurt(launches: Launches) -> None:
     (guardian,) = set(children_of(process.pid)) - {rank}
     os.kill(guardian, signal.SIGKILL)
     (launches.folder / "go").touch()
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=limit_s(10))
     assert process.returncode == 6
     assert "Traceback" not in err
 
@@ -290,7 +311,7 @@ raise ValueError('first')
     failing, pid = launches.pids("rank0", "rank1")
     wait_until(lambda: not is_alive(failing), "rank 0 has failed")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=limit_s(10))
     assert process.returncode == 1
     assert "failed with ValueError" in err
     assert "restart" not in err

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from launching import Launches, is_alive
+from lockstep.testing import limit_s
 
 RULE = "=" * 88
 
@@ -41,7 +42,6 @@ def test_first_failing_rank_is_named_last_with_its_traceback(launches: Launches)
     assert f'File "{launches.folder}/script.py", line 6, in <module>' in lines[3]
     assert lines[-1] == "IndexError: list index out of range"
     assert "worker.py" not in done.stderr
-    assert "[1] IndexError: list index out of range\n" in done.stderr
 
 
 @pytest.mark.parametrize("where", ["libraries", "other/site-packages", "usr/lib/python3/dist-packages"])
@@ -84,7 +84,7 @@ def test_echoes_do_not_bury_the_cause(launches: Launches) -> None:
     assert "failed with KeyError at script.py:7: 'lr'; other ranks failed after it\n\nTraceback" in verdict
     assert "RankLost" not in verdict
     assert "training failed" not in verdict
-    assert "[0] lockstep.errors.RankLost: rank 2 left\n" in done.stderr
+    assert "RankLost" not in done.stderr
 
 
 def test_second_cause_is_mentioned(launches: Launches) -> None:
@@ -95,6 +95,62 @@ def test_second_cause_is_mentioned(launches: Launches) -> None:
     assert "rate 0; other ranks failed after it" in lines[0]
     assert lines[1].startswith("lockstep: after it, rank 1 ")
     assert lines[1].endswith("failed with ValueError at script.py:3: rate 1")
+    assert done.stderr.count("Traceback") == 2, "each once, without a word of the ranks themselves"
+    assert lines[-1] == "ValueError: rate 1"
+
+
+@pytest.mark.parametrize("options", [(), ("--no-prefix",)], ids=["prefix", "no-prefix"])
+def test_one_error_is_said_once(launches: Launches, options: tuple[str, ...]) -> None:
+    script = launches.script("raise ValueError(f'rate {1 + 1}')")
+    done = launches.run("--nproc", "3", *options, script)
+    assert done.stderr.startswith(RULE)
+    assert done.stderr.count("rate 2") == 2, "in the sentence, and where a traceback ends"
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_long_error_of_ours_is_said_once(launches: Launches) -> None:
+    script = launches.script(
+        """
+        from lockstep.errors import CollectiveMismatch
+        raise CollectiveMismatch('different things:\\n  rank 0: here\\n  rank 1: there\\nLook for a branch.')
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    lines = verdict_of(done.stderr).splitlines()
+    assert lines[:4] == ["lockstep: different things:", "  rank 0: here", "  rank 1: there", "Look for a branch."]
+    assert lines[4].startswith("lockstep: the same error on rank ")
+    assert lines[-1] == "lockstep.errors.CollectiveMismatch: see above"
+    assert done.stderr.count("Look for a branch") == 1 + done.stderr.count("raise CollectiveMismatch(")
+
+
+def test_ranks_print_their_own_errors_where_nobody_else_does(launches: Launches) -> None:
+    """Into a log, which is read by itself; and for those who look for faults in Lockstep."""
+    script = launches.script("raise ValueError(f'rate {RANK}')")
+    launches.run("--nproc", "2", "--log-dir", "logs", script)
+    for rank in range(2):
+        assert (launches.folder / f"logs/rank{rank}.log").read_text().splitlines()[-1] == f"ValueError: rate {rank}"
+    done = launches.run("--nproc", "1", script, env=launches.environment(LOCKSTEP_DEBUG="1"))
+    assert "[0] ValueError: rate 0\n" in done.stderr
+
+
+def test_hooks_of_torch_and_ours_print_nothing_twice_and_run(launches: Launches) -> None:
+    """torch's puts `[rank0]: ` before each line, ours tells the peers."""
+    script = launches.script(
+        """
+        def wrapped(previous, module, note):
+            def hook(*arguments):
+                print(note, flush=True)
+                previous(*arguments)
+            hook.__module__ = module
+            return hook
+        sys.excepthook = wrapped(sys.excepthook, 'lockstep.comm.exits', 'peers told')
+        sys.excepthook = wrapped(sys.excepthook, 'torch.distributed.distributed_c10d', 'prefix')
+        raise ValueError('x')
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert done.stdout == "[0] prefix\n[0] peers told\n"
+    assert done.stderr.count("Traceback") == 1
 
 
 @pytest.mark.parametrize(
@@ -178,7 +234,7 @@ def test_rank_that_hangs_on_its_way_out_is_noticed(launches: Launches) -> None:
     )
     start = time.monotonic()
     done = launches.run("--nproc", "2", "--grace", "0.5", script)
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < limit_s(25)
     assert done.returncode == 1
     assert "rank 1 " in verdict_of(done.stderr).splitlines()[0]
     assert "stuck; the other ranks were stopped" in verdict_of(done.stderr)
@@ -199,7 +255,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace(launches: Launches)
     )
     start = time.monotonic()
     done = launches.run("--nproc", "2", "--grace", "0.3", script)
-    assert 1.3 < time.monotonic() - start < 25, "settling takes 1 s, then the grace"
+    assert 1.3 < time.monotonic() - start < limit_s(25), "settling takes 1 s, then the grace"
     assert done.returncode == 5
     assert not is_alive(int((launches.folder / "pid1").read_text()))
 
@@ -226,6 +282,7 @@ def test_restarts_begin_afresh(launches: Launches) -> None:
     assert done.returncode == 0, done.stderr
     own = [line for line in done.stderr.splitlines() if line.startswith("lockstep: ")]
     assert len(own) == 2
+    assert done.stderr.count("Traceback") == 2
     assert own[0].endswith("ValueError at script.py:8: not yet; starting all ranks again (restart 1 of 3)")
     assert own[1].endswith("(restart 2 of 3)")
     attempts = [line.split("|") for line in (launches.folder / "attempts1").read_text().splitlines()]

@@ -15,6 +15,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch import cli
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.rendezvous import find_free_port
+from lockstep.testing import limit_s
 
 SCRIPT = """
 import argparse, json
@@ -53,11 +54,11 @@ def test_as_a_module(launches: Launches, module: str) -> None:
     script = launches.script(SCRIPT.format(option="--local-rank"))
     command = [sys.executable, "-m", module, "--nproc-per-node", "1", script]
     done = subprocess.run(
-        command, cwd=launches.folder, env=launches.environment(), capture_output=True, text=True, timeout=60
+        command, cwd=launches.folder, env=launches.environment(), capture_output=True, text=True, timeout=limit_s(60)
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)[0] == 0
-    wrong = subprocess.run([*command[:3], "missing.py"], capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run([*command[:3], "missing.py"], capture_output=True, text=True, timeout=limit_s(60))
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("lockstep: error: script 'missing.py' not found")
 
@@ -75,7 +76,7 @@ def test_two_hosts(launches: Launches) -> None:
     ]
     found = []
     for process in nodes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=limit_s(60))
         assert process.returncode == 0, err
         found += [json.loads(line) for line in out.splitlines()]
     assert [(each[3], each[0], each[8]) for each in sorted(found, key=lambda each: each[3])] == [

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,14 @@ def test_verdict_mentions_a_few_more_and_counts_the_rest() -> None:
     assert "lockstep: and 3 more ranks" in text
 
 
+def test_ranks_that_left_early_are_named_once_and_the_one_that_missed_them_says_for_what() -> None:
+    report = replace(wrote(0, 1, secondary=True), culprits=(1, 2, 3), traceback="Traceback: in checkpoint.save")
+    exits = {0: left(0), **{rank: left(rank, 0) for rank in (1, 2, 3)}}
+    lines = format_verdict(find_first_failure(exits, {0: report}, set()), 4).splitlines()
+    assert lines[1].startswith("lockstep: rank 1 (pid 1001) ended (exit code 0) while other ranks still needed it")
+    assert lines[2:-1] == ["lockstep: the same end on ranks 2, 3", "", "rank 0:", "Traceback: in checkpoint.save"]
+
+
 def test_place_is_relative_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = ErrorReport(0, 1, "host", "E", "", "", str(tmp_path / "a/b.py"), 2, 0.0, False)
@@ -247,6 +256,6 @@ def test_place_is_relative_below_the_current_folder(tmp_path: Path, monkeypatch:
 
 def test_library_folders_hold_this_interpreter() -> None:
     """Guards the test above that points at user code: `json` must count as library here."""
-    from lockstep.launch.report import _library_folders
+    from lockstep.frames import library_folders
 
-    assert os.__file__.startswith(_library_folders()), sys.prefix
+    assert os.__file__.startswith(library_folders()), sys.prefix

@@ -13,6 +13,7 @@ from launching import NOTE_PID, Launches, wait_until
 from lockstep import blackbox
 from lockstep.launch.positions import find_missing, look
 from lockstep.launch.stacks import dump_stacks
+from lockstep.testing import limit_s
 from test_launch_failures import verdict_of
 
 # For scripts: what a collective writes into the black box, without the seconds that importing torch takes.
@@ -42,6 +43,21 @@ def opening_of(stderr: str) -> str:
         "N)" + word.partition(")")[2] if before == "(pid" else word
         for before, word in zip(["", *words], words, strict=False)
     )
+
+
+def test_function_that_was_called_is_named_and_not_what_it_is_made_of(launches: Launches) -> None:
+    script = launches.script(
+        RECORD.replace("} in main", "} in main (checkpoint.save)")
+        + """
+enter('broadcast(int64[2], root=0)', 18, 4, done=False)
+meet('here')
+if RANK == 1:
+    raise ValueError('bad')
+time.sleep(60)
+"""
+    )
+    done = launches.run("--nproc", "2", script)
+    assert opening_of(done.stderr).endswith("; rank 0 was in checkpoint.save (collective #4) at train.py:18")
 
 
 def test_killed_rank_and_where_the_others_were(launches: Launches) -> None:
@@ -134,7 +150,7 @@ def test_stopped_rank_on_demand_and_at_the_timeout(launches: Launches, step_line
     wait_until(lambda: look(folder, {1: stopped})[1].is_stopped, "rank 1 is stopped")
     wait_until(lambda: (place := look(folder, {0: 0})[0]).latest and place.latest.number == 3, "rank 0 waits")
     process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit_s(30))
     assert process.returncode == 1
     table = err.partition("lockstep: where every rank is\n")[2].splitlines()
     assert f"{waiting}, for " in table[0]

@@ -12,6 +12,7 @@ import pytest
 from launching import Launches, children_of
 from lockstep.errors import LaunchError
 from lockstep.launch import LaunchConfig, Supervisor, crew, launch_job, process
+from lockstep.testing import limit_s
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCHLD)
 
@@ -48,7 +49,7 @@ def test_launch_from_a_thread(config: LaunchConfig) -> None:
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(launch_job(config)))
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=limit_s(30))
     assert codes == [3]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from launching import Launches
 from lockstep.launch.rendezvous import find_free_port
+from lockstep.testing import limit_s
 from restarting import RESTARTS
 
 SCRIPT = str(Path(__file__).with_name("restarting.py"))
@@ -36,8 +37,8 @@ def test_restarts_of_two_hosts(launches: Launches) -> None:
     arguments = ("--nproc", "1", "--max-restarts", str(RESTARTS), SCRIPT)
     variables = launches.environment(OMP_NUM_THREADS="1")
     zero, one = (launches.start(*place, "--node-rank", str(number), *arguments, env=variables) for number in range(2))
-    out, err = zero.communicate(timeout=TIMEOUT_S)
+    out, err = zero.communicate(timeout=limit_s(TIMEOUT_S))
     assert zero.returncode == 0, err[-3000:]
     check(out, err, "lockstep", r" on \S+")
-    out, err = one.communicate(timeout=30)
+    out, err = one.communicate(timeout=limit_s(30))
     assert (one.returncode, out) == (0, "")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launching import NOTE_PID, Launches, children_of, wait_until
+from lockstep.testing import limit_s
 
 DUMP = "import json\njson.dump({what}, open(f'out{{RANK}}.json', 'w'))\n"
 
@@ -88,7 +89,7 @@ def test_main_is_as_under_plain_python(launches: Launches, kind: str) -> None:
         "module": ["-m", "pack.sub"], "package": ["-m", "pack"],
     }[kind]  # fmt: skip
     command = [sys.executable, *target, "--flag"]
-    subprocess.run(command, cwd=launches.folder, env={**os.environ, "RANK": "0"}, check=True, timeout=30)
+    subprocess.run(command, cwd=launches.folder, env={**os.environ, "RANK": "0"}, check=True, timeout=limit_s(30))
     (expected,) = results(launches, 1)
     assert launches.run("--nproc", "1", *target, "--flag").returncode == 0
     assert results(launches, 1) == [expected]
@@ -101,7 +102,7 @@ def test_files_in_the_current_folder_do_not_shadow_the_library(launches: Launche
     # As the console script does, whose folder and not the current one comes first.
     program = "import sys; del sys.path[0]; from lockstep.launch.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run", "--nproc", "1", "code/main.py"]
-    done = subprocess.run(command, cwd=launches.folder, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=launches.folder, capture_output=True, text=True, timeout=limit_s(30))
     assert (done.returncode, done.stdout) == (0, "[0] json\n"), done.stderr
 
 
@@ -158,7 +159,7 @@ def test_line_appears_when_it_is_printed(launches: Launches) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "[0] up\n"
     (launches.folder / "go").touch()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=limit_s(30)) == 0
 
 
 def test_huge_output_does_not_deadlock(launches: Launches) -> None:
@@ -189,7 +190,7 @@ def test_rank_0_may_read_the_terminal(launches: Launches) -> None:
     text = _read_until(primary, b"name? ")
     os.write(primary, b"Ada\n")
     assert b"got Ada" in text + _read_until(primary, b"got Ada")
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=limit_s(30)) == 0
     os.close(primary)
 
 
@@ -233,7 +234,7 @@ def test_launcher_listens_on_no_port(launches: Launches) -> None:
         links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(entry)]
         assert not [link for link in links if link.startswith("socket:")], f"process {pid} has a socket"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert process.wait(timeout=limit_s(30)) == 128 + signal.SIGTERM
 
 
 def test_nothing_is_imported_that_slows_the_start() -> None:
@@ -243,5 +244,5 @@ import lockstep.launch.cli, lockstep.launch.spawn, lockstep.launch.payload, lock
 heavy = {'torch', 'numpy', 'rich', 'asyncio'} & set(sys.modules)
 sys.exit(' '.join(sorted(heavy)) or 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(60))
     assert done.returncode == 0, f"the launcher imports {done.stderr}"

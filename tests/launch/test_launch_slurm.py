@@ -14,6 +14,7 @@ from lockstep.commands import run as run_command
 from lockstep.errors import LaunchError
 from lockstep.launch import cli
 from lockstep.launch.slurm import BatchJob, submit
+from lockstep.testing import limit_s
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def run_batch(folder: Path, job: BatchJob, step: str) -> subprocess.CompletedPro
         env={**os.environ, "SLURM_JOB_ID": "42"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=limit_s(30),
         cwd=folder,
     )
 
@@ -235,7 +236,7 @@ def test_launchers_side_by_side_are_told(
         "NNODES": 1,
     }.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert cli.main(["run", "train.py"]) == 0
+    assert cli.main(["run", "--nproc", "1", "train.py"]) == 0
     err = capfd.readouterr().err
     assert ("srun started 2 launchers here" in err) is is_said
     assert err.count("\n") == is_said

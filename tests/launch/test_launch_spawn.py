@@ -21,6 +21,7 @@ import spawned
 from launching import children_of, is_alive, wait_until
 from lockstep.errors import InputError, InputTypeError, LaunchError, WorkerFailed
 from lockstep.launch.spawn import RankTraceback
+from lockstep.testing import limit_s
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_partial_from_a_thread() -> None:
         target=lambda: found.append(lockstep.spawn(functools.partial(spawned.describe, "b"), nproc=1))
     )
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=limit_s(30))
     assert found == [[(0, 1, "b", None)]]
 
 
@@ -103,7 +104,7 @@ def test_arguments_may_be_what_a_spawned_process_takes() -> None:
     thread = threading.Thread(target=receive)
     thread.start()
     lockstep.spawn(spawned.send, (queue, event), nproc=2)
-    thread.join(timeout=30)
+    thread.join(timeout=limit_s(30))
     queue.close()
     assert received == [0, 1]
 
@@ -133,14 +134,14 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     with pytest.raises(LaunchError, match="at least 1"):
         lockstep.spawn(spawned.describe, ("a",), nproc=0)
     with pytest.raises(InputError, match="timeout is 0"):
-        lockstep.spawn(spawned.describe, ("a",), nproc=1, timeout=0)
+        lockstep.spawn(spawned.describe, ("a",), nproc=1, timeout=limit_s(0))
 
 
 def test_timeout_names_who_was_late() -> None:
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"ranks 0, 1 were not done after 0\.5 s") as caught:
         lockstep.spawn(time.sleep, (60,), nproc=2, timeout=timedelta(seconds=0.5))
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < limit_s(25)
     assert (caught.value.rank, caught.value.exit_code) == (0, 124)
 
 
@@ -169,19 +170,87 @@ if __name__ == "__main__":
         print("raised", error)
 """,
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(30))
     assert (done.returncode, done.stdout, done.stderr) == (0, "raised -1\n", "")
 
 
-def test_interactive_functions_are_refused() -> None:
-    program = "import lockstep\ndef work(): pass\nlockstep.spawn(work, nproc=1)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+INTERACTIVE = """
+import dataclasses, os, sys
+import lockstep
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+class Odd(Exception):
+    pass
+
+offset = 10
+
+def work(point):
+    rank = int(os.environ["RANK"])
+    print("at", rank)
+    if point.x < 0:
+        raise Odd("negative")
+    return Point(point.x + rank + offset)
+
+points = lockstep.spawn(work, (Point(1),), nproc=2)
+print(points, all(type(point) is Point for point in points))
+try:
+    lockstep.spawn(work, (Point(-1),), nproc=1)
+except Odd as error:
+    print("raised", error, "negative" in str(error.__cause__))
+"""
+
+
+def test_functions_of_a_session_go_by_value() -> None:
+    """As in a notebook: nobody can import its main module."""
+    done = subprocess.run([sys.executable, "-c", INTERACTIVE], capture_output=True, text=True, timeout=limit_s(60))
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, *rest = done.stdout.splitlines()
+    assert sorted([first, second]) == ["[0] at 0", "[1] at 1"]
+    assert rest == ["[Point(x=11), Point(x=12)] True", "[0] at 0", "raised negative True"]
+
+
+def test_cells_in_a_file_are_not_run_as_python() -> None:
+    """IPython runs such files, and Python cannot."""
+    program = f"import __main__; __main__.__file__ = 'cells.ipy'\n{INTERACTIVE}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(60))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[Point(x=11), Point(x=12)] True" in done.stdout
+
+
+def test_what_sends_by_value_is_named_where_it_is_missing() -> None:
+    program = "import sys\nsys.modules['cloudpickle'] = None\n" + INTERACTIVE
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(60))
+    assert done.returncode == 1
     assert "InputTypeError: work was defined interactively" in done.stderr
+    assert "pip install 'torch-lockstep[notebook]'" in done.stderr
+
+
+def test_output_has_prefixes_and_goes_where_python_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    lockstep.spawn(spawned.say, ("hello\nworld",), nproc=2)
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[0] hello", "[0] world", "[1] hello", "[1] world"]
+    assert sorted(err.splitlines()) == ["[0] to stderr", "[1] to stderr"]
+
+
+def test_output_without_prefix(capfd: pytest.CaptureFixture[str]) -> None:
+    lockstep.spawn(spawned.say, ("hello",), nproc=1, prefix=False)
+    assert capfd.readouterr() == ("hello\n", "to stderr\n")
+
+
+@pytest.mark.parametrize("args", [4, "word", None])
+def test_args_are_a_sequence(args: object) -> None:
+    with pytest.raises(
+        InputTypeError, match=rf"args is a \w+; expected a sequence of arguments, such as \({args!r},\)"
+    ):
+        lockstep.spawn(spawned.describe, args, nproc=2)  # type: ignore[arg-type]
 
 
 def test_missing_main_guard_is_explained(tmp_path: Path) -> None:
     command = script_in(tmp_path, "import lockstep, time\nlockstep.spawn(time.time, nproc=1)\n")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(30))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "lockstep.errors.LaunchError: lockstep.spawn was called while a rank"
@@ -198,7 +267,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_end_of_the_parent_is_the_end_of_all(tmp_path: Path, number: int) -> None:
-    variables = {**os.environ, "PYTHONPATH": str(Path(spawned.__file__).parent), "TMPDIR": str(tmp_path)}
+    paths = [str(Path(spawned.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(
         [*script_in(tmp_path, PARENT), str(tmp_path)], env=variables, stderr=subprocess.PIPE, text=True
     )
@@ -207,8 +277,9 @@ def test_end_of_the_parent_is_the_end_of_all(tmp_path: Path, number: int) -> Non
     pids = [int(word) for file in files for word in file.read_text().split()] + children_of(parent.pid)
     assert len(set(pids)) == 6, "two ranks, a child of each, the guardian, multiprocessing's tracker"
     parent.send_signal(number)
-    _, err = parent.communicate(timeout=10)
+    _, err = parent.communicate(timeout=limit_s(10))
     assert parent.returncode == -number
-    assert err.count("Traceback") == (1 if number == signal.SIGINT else 0), "the parent's own"
+    own = [line for line in err.splitlines() if line.startswith("Traceback")]
+    assert len(own) == (1 if number == signal.SIGINT else 0), "the parent's own"
     wait_until(lambda: not any(map(is_alive, pids)), "all processes are gone", 2)
     wait_until(lambda: not list(tmp_path.glob("lockstep-*")), "the private folder is removed", 2)

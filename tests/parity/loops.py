@@ -216,38 +216,35 @@ def ahead_with_small_batches(site: Site) -> None:
         train(site, ahead(loader, 2), model, optimizer)
 
 
+def fetched_by_a_thread(
+    loader: Iterable[Any], depth: int, change: Callable[[Any], Any] = lambda batch: batch
+) -> Iterator[Any]:
+    """The batches of one epoch, which a thread fetches, changes, and puts into a queue of that depth."""
+    queued: queue.Queue[Any] = queue.Queue(depth)
+
+    def fetch() -> None:
+        for batch in loader:
+            queued.put(change(batch))
+        queued.put(None)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    yield from iter(queued.get, None)
+    thread.join()
+
+
 @exact
 def from_a_thread(site: Site) -> None:
     loader, model, optimizer = start(site)
-
-    def fetch(into: queue.Queue[Any]) -> None:
-        for batch in loader:
-            into.put(batch)
-        into.put(None)
-
     for _ in range(2):
-        fetched: queue.Queue[Any] = queue.Queue(2)
-        thread = threading.Thread(target=fetch, args=(fetched,))
-        thread.start()
-        train(site, iter(fetched.get, None), model, optimizer)
-        thread.join()
+        train(site, fetched_by_a_thread(loader, 2), model, optimizer)
 
 
 @exact
 def from_a_thread_and_copied(site: Site) -> None:
     loader, model, optimizer = start(site, 23, 8)
-
-    def fetch(into: queue.Queue[Any]) -> None:
-        for batch in loader:
-            into.put([tensor * 1.0 for tensor in batch])
-        into.put(None)
-
     for _ in range(2):
-        fetched: queue.Queue[Any] = queue.Queue(3)
-        thread = threading.Thread(target=fetch, args=(fetched,))
-        thread.start()
-        train(site, iter(fetched.get, None), model, optimizer)
-        thread.join()
+        train(site, fetched_by_a_thread(loader, 3, lambda batch: [tensor * 1.0 for tensor in batch]), model, optimizer)
 
 
 @exact

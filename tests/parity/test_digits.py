@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from lockstep import checkpoint
 from lockstep.recipes.digits import add_arguments, main
-from lockstep.testing import run_ranks
+from lockstep.testing import limit_s, run_ranks
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tensorboard")
@@ -74,7 +76,7 @@ def assert_same_answer(records: list[dict[str, Any]], expected: list[dict[str, A
         assert loss == pytest.approx(expected_loss, rel=0, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.core), 3])
 def test_losses_do_not_depend_on_the_number_of_ranks(
     out: Path, one_process: list[dict[str, Any]], world_size: int
 ) -> None:
@@ -92,6 +94,30 @@ def test_resuming_with_another_number_of_ranks_gives_the_same_answer(
     assert_same_answer(records, one_process)
     result = records[-1]
     assert (result["steps"], result["samples"]) == (STEPS_PER_EPOCH, 1438)  # its own, without those before
+
+
+def test_run_goes_on_in_its_folder(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+    """Its log is one story, also where it goes back to an earlier checkpoint."""
+    train(2, tmp_path, "run", "--epochs", "1", "--dtype", "float64", "--quiet")
+    folder = tmp_path / "run"
+    (earlier,) = (folder / "checkpoints").glob("*.pt")
+    for path in (folder, folder / "checkpoints" / earlier.name):
+        arguments = ("--epochs", "2", "--resume", str(path), "--quiet")
+        assert run_ranks(digits, 1, *arguments, init=False) == [0]
+        records = read(folder)
+        assert_same_answer(records, one_process)
+        assert records[0]["resumed_from"] is None
+        assert [record["kind"] for record in records].count("result") == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_usage_error_is_one_line_and_no_failure(half: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", "digits", "--nproc", "2", "--resume", str(half)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(120))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "has done 1 epoch already; give --epochs more than that" in line
 
 
 def test_augmentation_and_accumulation_do_not_depend_on_it_either(out: Path) -> None:

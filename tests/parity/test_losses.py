@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import lockstep
 from lockstep.metrics import Mean, synchronize
 from lockstep.parallel import loss_kinds
-from lockstep.testing import run_ranks
+from lockstep.testing import limit_s, run_ranks
 
 TOLERANCE = 1e-12
 WORLDS = (1, 2, 3, 5)
@@ -205,7 +205,7 @@ def differences() -> dict[str, float]:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_losses_are_those_of_one_process(world_size: int) -> None:
-    for found in run_ranks(differences, world_size, timeout=120):
+    for found in run_ranks(differences, world_size, timeout=limit_s(120)):
         assert {name: what for name, what in found.items() if not what <= TOLERANCE} == {}
 
 

@@ -8,21 +8,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import lockstep
 from failing import wait_until
+from lockstep.torch_private.stores import PrefixStore, TCPStore
 
 WORLD_SIZE = 3
-# A rank that dies before it has shown itself to the others is only missed at the deadline of `init`.
-INIT_DEADLINE_S = 2.0
 
 
-def use_everything(round_number: int) -> None:
+def use_everything(round_number: int, **options: Any) -> None:
     """A world from its beginning to its end: collectives of all kinds, a sub-group, a few steps of a model."""
-    with lockstep.init(timeout=INIT_DEADLINE_S) as world:
+    with lockstep.init(**options) as world:
         world.process_group.set_timeout(torch.distributed.default_pg_timeout)
         for numel in (5, 20_000, 200_000):
             tensor = torch.ones(numel)
@@ -58,15 +58,24 @@ def descriptors() -> list[str]:
     return sorted(str(link.readlink()) for link in links if link.is_symlink())
 
 
-def live_until_killed(folder: str) -> tuple[BaseException | None, float, list[str], list[str]]:
-    """Use worlds one after another until an error comes; it, its time, and the descriptors before and after."""
+def live_until_killed(
+    folder: str, port: int, init_deadline_s: float
+) -> tuple[BaseException | None, float, list[str], list[str]]:
+    """Use worlds one after another until an error comes; it, its time, and the descriptors before and after.
+
+    Args:
+        folder: where each rank leaves its pid.
+        port: of the store in which the ranks meet.
+        init_deadline_s: of `lockstep.init`.
+    """
+    store = TCPStore("127.0.0.1", port, is_master=False)
     before = descriptors()
     Path(folder, f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     wait_until(lambda: len(list(Path(folder).glob("pid-*"))) == WORLD_SIZE, "meeting")
     caught: BaseException | None = None
     try:
         for round_number in range(10_000):
-            use_everything(round_number)
+            use_everything(round_number, store=PrefixStore(str(round_number), store), timeout=init_deadline_s)
     except RuntimeError as error:
         caught = error.with_traceback(None)
         caught.__context__ = caught.__cause__ = None

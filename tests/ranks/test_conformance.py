@@ -8,7 +8,7 @@ from lockstep.testing.conformance import BACKEND_GAPS, CASES, run_conformance
 from lockstep.testing.conformance.gaps import reason_to_skip
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.core) for size in (2, 3)), 5])
 @pytest.mark.parametrize("backend", ["gloo", "lockstep"])
 def test_backend_conforms(backend: str, world_size: int) -> None:
     report = run_conformance(backend, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from ddp_checks import backends, data, error_of, mlp, twins
+from ddp_checks import assert_averaged, backends, clear, data, error_of, mlp, num_collectives, twins
 from lockstep import DistributedDataParallel
 from lockstep.errors import InputError, InputTypeError, ModelError, ModelMismatch, NotInitialized
 from lockstep.testing import run_ranks
@@ -210,9 +212,14 @@ class Sparse(nn.Module):
 
 
 def give_sparse_gradients() -> list[str]:
-    messages = []
+    net = Sparse()
+    wrapping = error_of(DistributedDataParallel, net)
+    assert str(wrapping).startswith("parameter sparse.weight belongs to Embedding(sparse=True)")
+    messages = [str(wrapping)]
     for cap in (None, 0):
-        model = DistributedDataParallel(Sparse(), bucket_cap_mb=cap)
+        net.sparse.sparse = False
+        model = DistributedDataParallel(net, bucket_cap_mb=cap)
+        net.sparse.sparse = True  # as with layers that say nothing of it
         for _ in range(2):
             error = error_of(model(torch.tensor([1, 2])).sum().backward)
             assert isinstance(error, ModelError)
@@ -225,13 +232,14 @@ def give_sparse_gradients() -> list[str]:
 def test_sparse_gradients_are_named(backend: str) -> None:
     for messages in run_ranks(give_sparse_gradients, 2, backend=backend):
         for message in messages:
-            assert message.startswith("parameter sparse.weight has a sparse gradient")
+            assert re.match("parameter sparse.weight (has|belongs to .* whose) (a )?(sparse )?gradient", message)
+            assert "sparse=False; or let torch.nn.parallel.DistributedDataParallel" in message
 
 
 def copy_it() -> list[str]:
     model, _ = twins(mlp())
     model(data(5, 4)).sum().backward()
-    errors = [error_of(function, model) for function in (copy.deepcopy, copy.copy, pickle.dumps)]
+    errors = [error_of(function, model) for function in (copy.copy, pickle.dumps)]
     copied = copy.deepcopy(model.module)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(copied.parameters(), model.parameters(), strict=True))
     assert set(model.state_dict()) == {f"module.{name}" for name in model.module.state_dict()}
@@ -240,4 +248,41 @@ def copy_it() -> list[str]:
 
 def test_copies_are_refused() -> None:
     for messages in run_ranks(copy_it, 2):
-        assert all("copy.deepcopy(model.module)" in message for message in messages)
+        assert all("copy.deepcopy(model) makes a copy" in message for message in messages)
+
+
+def copy_deeply(backend: str) -> None:
+    torch.manual_seed(0)
+    model, plain = twins(mlp(batch_norm=True), bucket_cap_mb=0.0001)
+    before = num_collectives() if backend == "lockstep" else 0
+    average = AveragedModel(model)
+    twin = copy.deepcopy(model)
+    inputs = data(5, 4)
+    assert torch.equal(twin.eval()(inputs), model.eval()(inputs))
+    if backend == "lockstep":
+        assert num_collectives() == before, "a rank may copy alone"
+    for each in (model, plain):
+        each.train()
+        torch.optim.SGD(each.parameters(), lr=0.1).zero_grad()
+        each(inputs).square().mean().backward()
+    assert_averaged(model, plain)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    average.update_parameters(model)
+    average.update_parameters(copy.deepcopy(model))
+    for one, other, started in zip(average.parameters(), model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.data, other.data)
+        torch.testing.assert_close(one.data, started.data + 1)
+    for step in range(3):  # a copy trains by itself, and leaves the original alone
+        inputs = data(5, 4, seed=step)
+        clear(model, plain, twin)
+        for each in (twin.train(), plain):
+            each(inputs).square().mean().backward()
+        assert_averaged(twin, plain)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@backends
+def test_copies_work(backend: str) -> None:
+    run_ranks(copy_deeply, 2, backend, backend=backend)

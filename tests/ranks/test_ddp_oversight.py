@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from ddp_checks import (
+    TOLERANCE,
+    Heads,
     assert_same_on_all_ranks,
     backends,
     data,
     error_of,
+    mean_over_ranks,
     mlp,
     num_collectives,
+    twins,
     warnings_of_lockstep,
 )
 from lockstep import DataLoader, DistributedDataParallel, batch
@@ -166,6 +172,90 @@ def second_pass_through_gradients() -> str:
 
 def test_gradients_behind_the_average_are_an_error() -> None:
     assert all("create_graph=True" in error for error in run_ranks(second_pass_through_gradients, 2))
+
+
+class Offset(nn.Module):
+    """Its first parameter, whose gradient would come last, takes part in nothing but the sum of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.offset = nn.Parameter(torch.zeros(4))
+        self.inner = mlp()
+        self.kept: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.inner(inputs)
+        self.kept = features.square().mean()
+        return features.sum() + self.offset.sum()
+
+
+def penalise_gradients(steps: int, **options: Any) -> float | str:
+    """Backward passes that go by the outputs, by the graph of a gradient: how far from the mean, or the error."""
+    model, plain = twins(Offset(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worst = 0.0
+    for step in range(steps):
+        inputs = data(5, 4, seed=step).requires_grad_()
+        for each in (model, plain):
+            each.zero_grad()
+            if step == steps - 1:
+                (gradient,) = torch.autograd.grad(each(inputs), inputs, create_graph=True)
+                gradient.square().sum().backward()
+            else:
+                each(inputs).backward()
+        for own in plain.parameters():
+            if own.grad is not None:
+                dist.all_reduce(own.grad)
+        if not options:
+            return str(error_of(optimizer.step))
+        for ours, own in zip(model.parameters(), plain.parameters(), strict=True):
+            expected = torch.zeros_like(ours) if own.grad is None else own.grad / dist.get_world_size()
+            found = torch.zeros_like(ours) if ours.grad is None else ours.grad
+            worst = max(worst, (found - expected).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_penalty_on_gradients_alone_is_averaged(steps: int) -> None:
+    assert max(run_ranks(penalise_gradients, 2, steps, find_unused_parameters=True)) <= TOLERANCE
+
+
+def test_a_penalty_on_gradients_alone_is_an_error_where_it_leaves_parameters_out() -> None:
+    for error in run_ranks(penalise_gradients, 2, 1):
+        assert re.search(r"2 parameter\(s\) got no gradient on rank \d before SGD.step\(\) at .*: offset, ", error)
+
+
+def train_on_what_the_model_keeps() -> float:
+    """The loss is an attribute of the model; no gradient comes to an output. How far from the mean."""
+    model, plain = twins(Offset(), find_unused_parameters=True)
+    worst = 0.0
+    for step in range(6):
+        for each, keeper in ((model, model.module), (plain, plain)):
+            each.zero_grad()
+            each(data(5, 4, seed=step))
+            keeper.kept.backward()
+        for ours, own in zip(model.module.inner.parameters(), plain.inner.parameters(), strict=True):
+            worst = max(worst, (ours.grad - mean_over_ranks(own.grad)).abs().max().item())
+    return worst
+
+
+def test_a_loss_that_the_model_keeps_is_averaged() -> None:
+    assert max(run_ranks(train_on_what_the_model_keeps, 2)) <= TOLERANCE
+
+
+def step_between_two_backward_passes() -> str:
+    model = DistributedDataParallel(Heads().double())
+    left, right = model(data(5, 4))
+    left.sum().backward()
+    del right
+    return str(error_of(torch.optim.SGD(model.parameters(), lr=0.1).step))
+
+
+def test_an_optimizer_may_not_step_before_the_average() -> None:
+    for error in run_ranks(step_between_two_backward_passes, 2):
+        assert "right.weight, right.bias" in error
+        assert "before the optimizer steps" in error
 
 
 # ---- wrapped twice ---------------------------------------------------------------------------------------------

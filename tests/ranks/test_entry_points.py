@@ -13,6 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import Backend
 
 import lockstep
+from lockstep.testing import limit_s
 
 PACKAGE = Path(lockstep.__file__).parent
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -63,7 +64,12 @@ def torchrun(environment: dict[str, str], backend: str, folder: Path) -> subproc
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     return subprocess.run(
-        [*command, "--backend", backend], env=environment, cwd=folder, capture_output=True, text=True, timeout=120
+        [*command, "--backend", backend],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=limit_s(120),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.failures.cases import CASES, CULPRIT, WORLD_SIZE, Case, observe
-from lockstep.testing import WorkerDied, run_ranks
+from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 AT_ONCE_S = 1.0
 DEADLINE_S = 0.5
@@ -26,5 +26,5 @@ def test_every_other_rank_names_the_culprit(case: Case, tmp_path: Path, capfd: p
         named = outcome.names(case, culprit_pid)
         missing = [what for what, is_named in named.items() if not is_named]
         assert not missing, f"not named: {missing} in: {outcome.message}"
-        assert outcome.seconds < AT_ONCE_S + (deadline_s or 0.0), outcome
+        assert outcome.seconds < limit_s(AT_ONCE_S) + (deadline_s or 0.0), outcome
         assert outcome.seconds > (deadline_s or 0.0) / 2, outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from failing import Caught, attempt, expect, group_works, line_of, ranks_named
+from lockstep import checkpoint, metrics
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
 from lockstep.world import symmetric_empty
@@ -259,3 +261,33 @@ def mismatch_after_many_calls() -> list[bool]:
 def test_texts_are_right_when_their_rings_wrap() -> None:
     for right in run_ranks(mismatch_after_many_calls, 2):
         assert all(right)
+
+
+def save_alone(folder: str) -> Caught:
+    """A branch of rank 0 around what is for all ranks."""
+    return attempt(lambda: checkpoint.save(folder, {}, step=1) if dist.get_rank() == 0 else dist.barrier())
+
+
+def synchronize_alone() -> Caught:
+    metric = metrics.Mean()
+    metric.update(1.0)
+    return attempt(lambda: metrics.synchronize(metric) if dist.get_rank() == 0 else dist.barrier())
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "advice"),
+    [
+        (save_alone, "checkpoint.save (in its broadcast(int64[2], root=0)) at ", "rank 0 alone writes"),
+        (synchronize_alone, "metrics.synchronize (in its all_reduce(float64[4], SUM)) at ", "each gets the values"),
+    ],
+)
+def test_functions_for_all_ranks_are_called_what_users_call_them(
+    tmp_path: Path, function: Callable[..., Caught], name: str, advice: str
+) -> None:
+    args = (str(tmp_path),) if function is save_alone else ()
+    for outcome in run_ranks(function, 2, *args):
+        assert type(outcome.error) is CollectiveMismatch
+        assert name in str(outcome.error)
+        assert f"{name.partition(' ')[0]} is for all ranks, and {advice}: call it outside of the branch" in str(
+            outcome.error
+        )

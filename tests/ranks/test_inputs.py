@@ -89,7 +89,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "expanded": lambda: torch.ones(1).expand(2),
 }
 ERRORS: dict[str, tuple[type[Exception], str]] = {
-    "meta": (InputError, "moves CPU tensors, got one on meta. Move it with .cpu(), or let lockstep.init() choose"),
+    "meta": (InputError, "moves tensors of the CPU and of CUDA, got one on meta. Move it with .cpu()"),
     "sparse": (InputTypeError, "takes dense tensors, got layout torch.sparse_coo; use .to_dense()"),
     "nested": (InputTypeError, "takes dense tensors, got a nested one; use .to_padded_tensor()"),
     "quantized": (InputTypeError, "takes tensors of plain numbers, got torch.quint8: move .int_repr() and the scales"),

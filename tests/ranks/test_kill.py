@@ -1,4 +1,9 @@
-"""kill -9 at any moment: the other ranks say who died, and nothing is left behind."""
+"""kill -9 at any moment: the other ranks say who died, and nothing is left behind.
+
+The ranks meet in a store of the test's. In the file that they would use otherwise, torch's FileStore, a rank that dies
+in the middle of a write leaves half a record, and torch then reads it for ever, whatever its timeout: no error of ours
+can come of it, only the launcher's verdict.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,16 @@ import pytest
 import torch.distributed as dist
 
 from failing import wait_until
-from killing import INIT_DEADLINE_S, WORLD_SIZE, live_until_killed, map_and_unmap, open_and_close
+from killing import WORLD_SIZE, live_until_killed, map_and_unmap, open_and_close
 from lockstep.errors import CollectiveError, RankLost, RendezvousError
-from lockstep.testing import WorkerDied, run_ranks
+from lockstep.testing import WorkerDied, limit_s, run_ranks
+from lockstep.torch_private.stores import TCPStore
 
 MOMENTS = 20
-# From the kill until the others must know.
+# From the kill until the others must know, on a quiet machine.
 NOTICE_S = 1.0
+# A rank that dies before it has shown itself to the others is only missed at the deadline of `init`.
+INIT_DEADLINE_S = 2.0
 
 
 class Killer(threading.Thread):
@@ -49,7 +57,10 @@ def kill_once(folder: Path, victim: int, delay_s: float) -> None:
     folder.mkdir()
     killer = Killer(folder, victim, delay_s)
     killer.start()
-    outcomes = run_ranks(live_until_killed, WORLD_SIZE, str(folder), init=False, expect_errors=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    init_deadline_s = limit_s(INIT_DEADLINE_S)
+    arguments = (str(folder), store.port, init_deadline_s)
+    outcomes = run_ranks(live_until_killed, WORLD_SIZE, *arguments, init=False, expect_errors=True)
     killer.join()
     assert outcomes.pop(victim) == WorkerDied(victim, signal.SIGKILL, 137)
     for error, when_s, before, after in outcomes:
@@ -57,9 +68,9 @@ def kill_once(folder: Path, victim: int, delay_s: float) -> None:
         assert isinstance(error, RuntimeError), "it did not notice"
         assert f"rank {victim}" in str(error), error
         if isinstance(error, RendezvousError):
-            assert noticed_s < INIT_DEADLINE_S + 2 * NOTICE_S
+            assert noticed_s < init_deadline_s + limit_s(2 * NOTICE_S)
         else:
-            assert noticed_s < NOTICE_S, f"{noticed_s:.2f} s: {error}"
+            assert noticed_s < limit_s(NOTICE_S), f"{noticed_s:.2f} s: {error}"
             assert isinstance(error, RankLost) or "RankLost: rank" in str(error), repr(error)
         if isinstance(error, CollectiveError):
             assert error.culprits == (victim,), error
@@ -72,7 +83,7 @@ def leftovers() -> set[str]:
     return {str(path) for folder in folders for path in folder.glob("lockstep-segment-*")}
 
 
-@pytest.mark.parametrize("victim", range(WORLD_SIZE))
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.core), *range(1, WORLD_SIZE)])
 def test_kill_at_random_moments(victim: int, tmp_path: Path) -> None:
     run_ranks(os.getpid, 1, init=False)  # starts the process that ranks are forked from
     before = leftovers()

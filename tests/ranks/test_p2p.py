@@ -378,3 +378,17 @@ def batches_and_objects() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_batches_and_objects(world_size: int) -> None:
     run_ranks(batches_and_objects, world_size)
+
+
+def pending_when_all_is_over() -> int:
+    group: Any = dist.group.WORLD
+    peer = 1 - dist.get_rank()
+    for numel in (4, 1 << 20):
+        sent = dist.isend(torch.ones(numel), peer)
+        dist.recv(torch.empty(numel), peer)
+        sent.wait()
+    return len(group.engine._p2p._mailbox.pending)
+
+
+def test_nothing_is_looked_out_for_that_is_over() -> None:
+    assert run_ranks(pending_when_all_is_over, 2) == [0, 0]

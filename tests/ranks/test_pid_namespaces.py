@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.testing import limit_s
+
 PROGRAM = """
 import sys, time
 import torch, torch.distributed as dist
@@ -54,7 +56,7 @@ def test_peer_of_another_namespace_is_not_taken_for_dead(tmp_path: Path) -> None
     ]
     try:
         for rank in ranks:
-            out, err = rank.communicate(timeout=120)
+            out, err = rank.communicate(timeout=limit_s(120))
             assert (rank.returncode, out) == (0, "[4.0, 4.0, 4.0]\n"), err
     finally:
         for rank in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lockstep
 from lockstep import checkpoint
 from lockstep.errors import InputError, LockstepError, WorkerFailed
 from lockstep.rank_zero import on_rank_zero
@@ -96,3 +98,35 @@ def test_each_rank_goes_on_with_its_own_random_numbers(world_size: int, tmp_path
     assert known == drawn
     assert new == torch.rand(3, generator=torch.Generator().manual_seed(100)).tolist()
     assert run_ranks(draw_after_loading, 1, tmp_path) == drawn[:1]
+
+
+def log_something() -> list[tuple[str, str, str, int]]:
+    records: list[logging.LogRecord] = []
+    logger = lockstep.get_logger("training")
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.info("loss %.2f", 0.25)
+    logger.log(logging.WARNING, "slow")
+    logger.debug("not asked for")
+    logger.info("all", all_ranks=True)
+    logger.logger.removeHandler(handler)
+    return [(one.levelname, one.getMessage(), one.funcName, one.lineno) for one in records]
+
+
+def test_logger_speaks_once(world_size: int) -> None:
+    line = log_something.__code__.co_firstlineno
+    first, *others = run_ranks(log_something, world_size)
+    assert first == [
+        ("INFO", "loss 0.25", "log_something", line + 7),
+        ("WARNING", "slow", "log_something", line + 8),
+        ("INFO", "all", "log_something", line + 10),
+    ]
+    assert others == [first[2:]] * (world_size - 1)
+
+
+def test_logger_knows_its_rank_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    for rank in range(world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        assert len(log_something()) == (3 if rank == 0 else 1)

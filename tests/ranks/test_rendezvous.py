@@ -20,6 +20,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep import env
 from lockstep.errors import RendezvousError
+from lockstep.launch.rendezvous import find_free_port
 from lockstep.rendezvous import folder, tcp
 from lockstep.testing import run_ranks
 from lockstep.topology import Topology
@@ -68,6 +69,8 @@ def meet_twice(place: Path, name: str) -> list[int]:
             store = folder.open_store(name, *whoami(), LONG)
             assert list(place.iterdir()) == [], "nothing is left on disk once somebody has met"
             seen.append(store.add("who comes", 1))
+            # Who goes on at once would put the next meeting there while another still looks.
+            wait_until(lambda store=store: store.add("who comes", 0) == whoami()[1])  # type: ignore[misc]
         return seen
 
 
@@ -182,12 +185,6 @@ def listening(port: int) -> set[str]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def meet_at(address: str, port: int) -> tuple[int, int, set[str]]:
     rank, world_size = whoami()
     orders = [tcp.open_store(address, port, rank, world_size, LONG).add("who comes", 1) for _ in range(2)]
@@ -198,7 +195,7 @@ def meet_at(address: str, port: int) -> tuple[int, int, set[str]]:
     ("address", "listens_on"), [("127.0.0.1", "0100007F"), ("localhost", "00000000000000000000000000000000")]
 )
 def test_rank_zero_listens_where_it_must(address: str, listens_on: str) -> None:
-    outcomes = run_ranks(meet_at, 3, address, free_port(), init=False)
+    outcomes = run_ranks(meet_at, 3, address, find_free_port(), init=False)
     assert sorted(first for first, _, _ in outcomes) == [1, 2, 3]
     assert sorted(second for _, second, _ in outcomes) == [1, 2, 3]
     assert outcomes[0][2] == {listens_on}
@@ -215,12 +212,12 @@ def test_port_that_is_taken_is_said() -> None:
 
 def test_ranks_that_do_not_come_to_the_port() -> None:
     with pytest.raises(RendezvousError, match=r"rank 0 of 2 did not meet the others at 127.0.0.1, port \d+"):
-        tcp.open_store("127.0.0.1", free_port(), 0, 2, SHORT)
+        tcp.open_store("127.0.0.1", find_free_port(), 0, 2, SHORT)
 
 
 def test_an_address_elsewhere_means_all_addresses_here() -> None:
     """One that is translated on the way: 192.0.2.1 is nobody's (RFC 5737)."""
-    port = free_port()
+    port = find_free_port()
     with tcp.listen("192.0.2.1", port):
         assert listening(port) == {"00000000000000000000000000000000"}
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep import env
 from lockstep.errors import InputError, InputTypeError, WorkerFailed
-from lockstep.testing import WorkerDied, run_ranks
+from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 
 def sum_of_ranks(factor: float, *, shift: float = 0.0) -> float:
@@ -223,12 +223,15 @@ def test_nothing_is_left_when_the_caller_ends(ending: str, tmp_path: Path) -> No
         "print(*run_ranks(process_id, 2, init=False), flush=True)\n"
         + ("os.kill(os.getpid(), signal.SIGKILL)\n" if ending == "kill" else "")
     )
-    environ = env.snapshot() | {"PYTHONPATH": os.path.dirname(__file__), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=150)
+    paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), env.PYTHONPATH.get()]))
+    environ = env.snapshot() | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=limit_s(150)
+    )
     assert done.returncode == (-signal.SIGKILL if ending == "kill" else 0), done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + limit_s(30)
     while left := [pid for pid in pids if alive(pid)] + list(tmp_path.glob("lockstep-testing-*")):
         assert time.monotonic() < deadline, f"left behind: {left}"
         threading.Event().wait(0.02)

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,6 +21,7 @@ from lockstep.testing import run_ranks
 
 GLOBAL_BATCH = 8
 STEPS = 2
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def network() -> nn.Module:
@@ -241,11 +243,8 @@ def test_fabric() -> None:
     run_ranks(train_with_fabric, 2, init=False)
 
 
-def train_compiled() -> None:
-    """With buffers, which torch's DDP broadcasts from C++ while Dynamo watches the compiled model."""
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-    compiled = torch.compile(DistributedDataParallel(copy.deepcopy(plain)), backend="aot_eager")
+def compare_gradients(compiled: Any, plain: nn.Module) -> None:
+    """The compiled engine's gradients are the means over ranks of a plain copy's. Collective."""
     inputs, targets = batch(dist.get_rank())
     for step in range(STEPS):
         loss_of(compiled, inputs, targets).backward()
@@ -258,5 +257,45 @@ def train_compiled() -> None:
         plain.zero_grad()
 
 
+def train_compiled() -> None:
+    """With buffers, which torch's DDP broadcasts from C++ while Dynamo watches the compiled model."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+    compiled = torch.compile(DistributedDataParallel(copy.deepcopy(plain)), backend="aot_eager")
+    compare_gradients(compiled, plain)
+
+
 def test_compiled_ddp() -> None:
     run_ranks(train_compiled, 2)
+
+
+class TwoLayers(nn.Module):
+    """Dynamo compiles what is no part of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).tanh())
+
+
+def train_with_our_engine_compiled() -> int:
+    """The graphs that the compiler was handed."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def compile_nothing(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(3)
+    plain = TwoLayers()
+    compiled = torch.compile(lockstep.DistributedDataParallel(copy.deepcopy(plain)), backend=compile_nothing)
+    compare_gradients(compiled, plain)
+    return len(graphs)
+
+
+@pytest.mark.skipif(TORCH < (2, 11), reason="this torch cannot be told to leave functions out")
+def test_our_engine_is_left_out_of_what_is_compiled() -> None:
+    assert run_ranks(train_with_our_engine_compiled, 2) == [1, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +26,8 @@ from failing import (
 )
 from lockstep import env
 from lockstep.errors import RankLost, RendezvousError, SetupError
-from lockstep.testing import WorkerDied, run_ranks
+from lockstep.launch.rendezvous import find_free_port
+from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 
 def listening_ports() -> list[int]:
@@ -108,14 +108,8 @@ def init_like_torchrun(port: int) -> dict[str, Any]:
         return describe(world)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_under_torchrun() -> None:
-    port = free_port()
+    port = find_free_port()
     outcomes = run_ranks(init_like_torchrun, 2, port, init=False)
     assert outcomes[0].pop("ports") == [port], "torch's own store is there, and nothing else"
     assert outcomes[0] == {k: v for k, v in expected(0, "torchrun").items() if k != "ports"}
@@ -131,7 +125,7 @@ def init_with_arguments(method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_arguments_win_over_the_environment(kind: str, tmp_path: Path) -> None:
-    method = f"file://{tmp_path}/meeting" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    method = f"file://{tmp_path}/meeting" if kind == "file" else f"tcp://127.0.0.1:{find_free_port()}"
     for position, found in enumerate(run_ranks(init_with_arguments, 2, method, init=False)):
         rank = 1 - position
         if kind == "tcp" and rank == 0:
@@ -142,7 +136,7 @@ def test_arguments_win_over_the_environment(kind: str, tmp_path: Path) -> None:
 
 def init_with_a_store(path: str, backend: str) -> dict[str, Any]:
     store = dist.FileStore(path, 2)
-    with lockstep.init(backend, store=store, timeout=30) as world:
+    with lockstep.init(backend, store=store, timeout=limit_s(30)) as world:
         return describe(world)
 
 
@@ -197,7 +191,7 @@ def begin_again(path: str, attempt_number: int) -> dict[str, Any]:
         threading.Timer(0.2, ready.touch).start()
     else:
         wait_until(ready.exists, "rank 1 waiting")
-    with lockstep.init(store=store, timeout=20) as world:
+    with lockstep.init(store=store, timeout=limit_s(20)) as world:
         return describe(world)
 
 
@@ -332,7 +326,7 @@ def test_survivors_found_a_group() -> None:
 
 
 def leave_by(ending: str) -> Caught | None:
-    with lockstep.init(timeout=30) as world:
+    with lockstep.init(timeout=limit_s(30)) as world:
         dist.barrier()
         if world.rank == 1:
             if ending == "return":
@@ -357,7 +351,7 @@ def test_what_others_hear_when_a_world_is_left(ending: str, says: str) -> None:
 
 
 def abort_with_a_sentence() -> Caught | None:
-    world = lockstep.init(timeout=30)
+    world = lockstep.init(timeout=limit_s(30))
     dist.barrier()
     if world.rank == 1:
         world.abort("has run out of disk")
@@ -388,7 +382,7 @@ USE = "dist.init_process_group('lockstep', store=dist.HashStore(), rank=0, world
 
 def test_lockstep_is_imported_before_torch() -> None:
     program = f"import lockstep, sys; assert 'torch' not in sys.modules; import torch.distributed as dist; {USE}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(120))
     assert done.returncode == 0, done.stderr
 
 

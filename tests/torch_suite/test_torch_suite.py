@@ -34,9 +34,13 @@ SUBSET = {
         test_all_to_all_single_equal_split_full_group
     """,
 }
+SHORTEST = run.SECTIONS[1]
 
 
-@pytest.mark.parametrize("section", run.SECTIONS, ids=lambda section: section.title)
+@pytest.mark.parametrize(
+    "section",
+    [pytest.param(one, id=one.title, marks=[pytest.mark.core] if one is SHORTEST else []) for one in run.SECTIONS],
+)
 def test_subset(section: run.Section) -> None:
     wrong = run.check_section(section, SUBSET[section.title].split())
     assert not wrong, "\n".join(f"{one.status}: {one.name}\n{one.detail}" for one in wrong)

@@ -18,6 +18,7 @@ from benchmarks.harness import Budget, Configuration, Contestant, measure
 from benchmarks.plots import draw
 from benchmarks.ranks import RankFailed, run_ranks
 from benchmarks.results import Environment, Result, Series, Skipped
+from lockstep.testing import limit_s
 
 MIB = 1024 * 1024
 ENVIRONMENT = Environment(
@@ -83,7 +84,47 @@ def test_cost_of_the_record_is_held_against_its_limit() -> None:
     assert "| 2 ranks, 4 B | 10.0 µs" in report.render(_record())
 
 
-ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup(), _record()]
+def _contention() -> Result:
+    """Beside two neighbours 4 bytes are slower than gloo's; waiters take less than gloo's in barrier, more in recv."""
+    series = _series({"world_size": 2, "bytes": 4, "neighbours": 0}, gloo=100e-6, lockstep=10e-6)
+    series += _series({"world_size": 2, "bytes": 4, "neighbours": 2}, gloo=100e-6, lockstep=200e-6)
+    series += _series({"world_size": 4, "bytes": MIB, "neighbours": 2}, gloo=9e-3, lockstep=1e-3)
+    for wait, own in (("barrier", 0.001), ("recv", 0.06)):
+        series += _series({"world_size": 8, "wait": wait, "measure": "waiter"}, gloo=0.003, lockstep=own)
+        series += _series({"world_size": 8, "wait": wait, "measure": "work"}, gloo=1.02, lockstep=1.01)
+    return Result("contention", False, ENVIRONMENT, {"work_s": 1.0}, series)
+
+
+def test_contention_is_held_against_gloo() -> None:
+    judged = report.verdicts(_contention())
+    assert [verdict.met for verdict in judged] == [False, True, True, False]
+    assert judged[0].measured.startswith("0.50x at 4 B beside 2")
+    page = report.render(_contention())
+    assert "| 2 ranks, 4 B | 10.0 µs, 10.0x | 200 µs, 0.50x |" in page
+    assert "| 4 ranks, 1 MiB | – | 1.00 ms, 9.00x |" in page
+    assert "| 7 ranks in `recv` | 0.30% | 6.00% | 1.02 s | 1.01 s |" in page
+
+
+def test_contention_end_to_end(tmp_path: Path) -> None:
+    from benchmarks import case_contention
+
+    budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=3, sweeps=1)
+    plan = case_contention.Plan({2: (4,)}, {2: (0, 1)}, budget, 0.05, {2: 1})
+    result = case_contention.run(plan, quick=True)
+    found = {(one.contestant, *one.parameters.values()) for one in result.series}
+    assert {("gloo", 2, 4, 0), ("lockstep", 2, 4, 1), ("lockstep", 2, "recv", "waiter")} <= found
+    assert len(result.series) == 2 * (2 + 2 * 2)
+    work = result.samples("lockstep", world_size=2, wait="barrier", measure="work")
+    waiter = result.samples("lockstep", world_size=2, wait="barrier", measure="waiter")
+    assert work is not None
+    assert waiter is not None
+    assert work[0] > 0.04  # the clocks of wall and CPU differ a little
+    assert 0 < waiter[0] < 1
+    loaded = Result.load(result.save(tmp_path))
+    assert report.verdicts(loaded)[0].target == "2 ranks: never slower than gloo, beside whom ever"
+
+
+ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup(), _record(), _contention()]
 
 
 def test_horovod_step_is_held_against_ddps() -> None:
@@ -343,9 +384,9 @@ def test_iterations_are_chosen_so_that_a_batch_lasts() -> None:
 
 def test_rank_zero_answers_and_failures_are_raised(capfd: pytest.CaptureFixture[str]) -> None:
     # Functions of the standard library stand in for a case: a rank process can import them.
-    assert run_ranks(json.dumps, 2, {"bytes": 4}, threads=1, timeout_s=60) == '{"bytes": 4}'
+    assert run_ranks(json.dumps, 2, {"bytes": 4}, threads=1, timeout_s=limit_s(60)) == '{"bytes": 4}'
     with pytest.raises(RankFailed, match="rank 0 of 1 exited with code 1"):
-        run_ranks(json.loads, 1, {}, threads=1, timeout_s=60)  # type: ignore[arg-type]
+        run_ranks(json.loads, 1, {}, threads=1, timeout_s=limit_s(60))  # type: ignore[arg-type]
     assert "TypeError" in capfd.readouterr().err
     with pytest.raises(RankFailed, match=r"ranks \[0, 1\] did not finish"):
         run_ranks(json.dumps, 2, {}, threads=1, timeout_s=0)

@@ -111,6 +111,16 @@ def test_a_view_has_the_strides_of_its_parameter(like: torch.Tensor) -> None:
     assert sorted(flat.tolist()) == sorted(values.flatten().tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.float8_e5m2], ids=str)
+def test_a_view_has_a_storage_of_its_size(dtype: torch.dtype) -> None:
+    flat = torch.zeros(100, dtype=dtype)
+    like = torch.empty(3, 4, dtype=dtype)
+    view = view_like(flat[64:76], like)
+    assert view.untyped_storage().nbytes() == 12 * dtype.itemsize
+    assert view.data_ptr() == flat.data_ptr() + 64 * dtype.itemsize
+    assert view_like(flat[:0], like[:0]).shape == (0, 4)
+
+
 def test_a_view_like_a_tensor_with_holes_has_none() -> None:
     view = view_like(torch.arange(6.0), torch.empty(3, 4)[:, ::2])
     assert view.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]

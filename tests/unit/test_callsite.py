@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.comm import callsite
+from lockstep.frames import split_site
 
 
 @pytest.fixture
@@ -85,3 +87,17 @@ def test_functions_that_are_gone_are_not_taken_for_new_ones() -> None:
         call = names["call"]
         assert callable(call)
         assert call() == (f"/home/user/script{number}.py", number + 2, "call")
+
+
+def test_function_of_ours_is_named_beside_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it does inside says nothing to who called it."""
+    sites: list[callsite.CallSite] = []
+    names = {"sites": sites, "locate": callsite.make_locator()}
+    on_rank_zero = eval("lambda _: sites.append(locate()) or ''", names)  # of no file, as a user's would be
+    monkeypatch.setattr(lockstep.checkpoint, "on_rank_zero", on_rank_zero)
+    lockstep.checkpoint.save(tmp_path, {}, step=1)
+    (text,) = map(callsite.site_text, sites)
+    own = test_function_of_ours_is_named_beside_the_line.__name__
+    assert text.endswith(f" in {own} (checkpoint.save)")
+    assert split_site(text) == (text.removesuffix(" (checkpoint.save)"), "checkpoint.save")
+    assert split_site("train.py:81 in main") == ("train.py:81 in main", "")

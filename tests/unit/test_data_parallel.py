@@ -20,6 +20,7 @@ from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import _warned
 from lockstep.parallel import data_parallel, gather, parallel_apply, replicate, scatter, scatter_kwargs
 from lockstep.parallel.devices import resolve_device
+from lockstep.testing import limit_s
 
 
 class Pair(NamedTuple):
@@ -276,7 +277,7 @@ def test_modules_that_cannot_be_replicated() -> None:
 
 
 def test_replicas_run_at_the_same_time() -> None:
-    everybody = threading.Barrier(3, timeout=20)
+    everybody = threading.Barrier(3, timeout=limit_s(20))
     module = Recorder(lambda x: (everybody.wait(), x + 1)[1])
     assert lockstep.DataParallel(module, 3)(rows(3)).tolist() == (rows(3) + 1).tolist()
 
@@ -541,6 +542,6 @@ def test_hidden_random_numbers_are_noticed(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_dropout_does_not_slow_down_evaluation() -> None:
-    everybody = threading.Barrier(2, timeout=20)
+    everybody = threading.Barrier(2, timeout=limit_s(20))
     module = nn.Sequential(nn.Dropout(0.5), Recorder(lambda x: (everybody.wait(), x)[1])).eval()
     assert torch.equal(lockstep.DataParallel(module, 2).eval()(rows(2)), rows(2))

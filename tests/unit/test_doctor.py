@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 
+from lockstep.errors import WorkerFailed
 from lockstep.launch import cli
 from lockstep.tools.capabilities import measure, table
 from lockstep.tools.capabilities.measure import Column
 from lockstep.tools.capabilities.verbs import CLASSIC, VERBS
-from lockstep.tools.doctor import Finding, examine
+from lockstep.tools.doctor import Finding, cluster, limits, sharing, versions
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities.md"
 
@@ -19,24 +22,125 @@ PAGE = Path(__file__).parents[2] / "docs" / "capabilities.md"
 def test_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if not line.startswith(" ")][:2] == ["torch", "cores"]
-    assert any(line.startswith("ok       shared memory  works") for line in lines)
+    subjects = [line[9:24].strip() for line in lines if not line.startswith(" ")]
+    assert subjects[:3] == ["Python", "torch", "cores"]
+    assert any(line.startswith("ok       shared memory   works") for line in lines)
+    assert any(line.startswith("ok       two ranks       started, met and added") for line in lines)
 
 
-def test_too_many_threads_come_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ranks are started, which takes seconds."""
+    monkeypatch.setattr(sharing, "_two_ranks", lambda: Finding("two ranks", "not tried"))
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_report_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["shared memory"]["status"] == "ok"
+    assert set(found["torch"]) == {"status", "subject", "text", "remedy", "command"}
+
+
+def test_too_many_threads_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
-    found = {finding.subject: finding for finding in examine()}
+    found = {finding.subject: finding for finding in limits.look()}
     assert "OMP_NUM_THREADS=4096" in found["cores"].text
-    assert "divided by the number of ranks" in found["cores"].remedy
+    assert found["cores"].command == "unset OMP_NUM_THREADS"
 
 
 def test_what_is_needed_and_missing_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = Finding("shared memory", "no space", "make some", is_needed=True)
+    missing = Finding("shared memory", "no space", "make some", "rm big", is_needed=True)
     monkeypatch.setattr("lockstep.tools.doctor.examine", lambda: iter([missing]))
     assert cli.main(["doctor"]) == 1
-    assert "MISSING  shared memory" in capsys.readouterr().out
+    assert "MISSING  shared memory   no space\n" + 25 * " " + "-> make some\n" + 25 * " " + "-> $ rm big\n" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.fixture
+def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Control groups of a container: files that tests write, in the folder that is returned."""
+    monkeypatch.setattr(limits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "_OF_PROCESS", tmp_path / "self")
+    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(limits, "visible_cores", lambda: 8)
+    (tmp_path / "meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\n")
+    return tmp_path
+
+
+def test_container_of_version_2(container: Path) -> None:
+    (container / "self").write_text("0::/pod/mine\n")
+    (container / "pod/mine").mkdir(parents=True)
+    (container / "pod/mine/cpu.max").write_text("max 100000\n")
+    (container / "pod/cpu.max").write_text("250000 100000\n")  # the group above decides
+    (container / "pod/mine/memory.max").write_text(f"{3 << 30}\n")
+    (container / "pod/mine/memory.current").write_text(f"{1 << 30}\n")
+    (container / "pod/mine/pids.max").write_text("100\n")
+    assert limits.allowed_cores() == 2.5
+    assert limits.available_mib() == 2048
+    found = {finding.subject: finding for finding in limits.look()}
+    assert found["cores"].command == "lockstep run --nproc 2 train.py"
+    assert found["memory"].command == "lockstep run --nproc 2 train.py"
+    assert found["processes"].text == "at most 100"
+
+
+def test_container_of_version_1(container: Path) -> None:
+    (container / "self").write_text("5:cpu,cpuacct:/mine\n4:memory:/mine\n")
+    (container / "cpu,cpuacct/mine").mkdir(parents=True)
+    (container / "cpu,cpuacct/mine/cpu.cfs_quota_us").write_text("50000\n")
+    (container / "cpu,cpuacct/mine/cpu.cfs_period_us").write_text("100000\n")
+    (container / "cpu,cpuacct/cpu.cfs_quota_us").write_text("-1\n")
+    (container / "cpu,cpuacct/cpu.cfs_period_us").write_text("100000\n")
+    (container / "memory/mine").mkdir(parents=True)
+    (container / "memory/mine/memory.limit_in_bytes").write_text(f"{100 << 20}\n")
+    (container / "memory/mine/memory.usage_in_bytes").write_text(f"{90 << 20}\n")
+    assert limits.allowed_cores() == 0.5
+    found = {finding.subject: finding for finding in limits.look()}
+    assert found["cores"].command == "lockstep run --nproc 1 train.py"
+    assert "already be killed" in found["memory"].remedy
+
+
+def test_no_container(container: Path) -> None:
+    assert limits.allowed_cores() is None
+    assert limits.available_mib() == 31250
+    assert {finding.status for finding in limits.look() if finding.subject in ("cores", "memory")} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("2.5.1", "missing"), ("2.13.0+cpu", "ok"), ("99.0.0", "look")], ids=str
+)
+def test_versions_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert {finding.subject: finding for finding in versions.look()}["torch"].status == status
+
+
+def test_little_room_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_free_mib", lambda folder: 63)
+    found = sharing._loader_workers()
+    assert found.status == "look"
+    assert found.command == "mount -o remount,size=8G /dev/shm"
+
+
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise WorkerFailed("rank 1 was killed\nby signal 9", 1, 137)
+
+    monkeypatch.setattr("lockstep.launch.spawn.spawn", refuse)
+    found = sharing._two_ranks()
+    assert (found.status, found.command) == ("missing", "lockstep doctor --capabilities")
+    assert found.text == "two ranks did not meet: WorkerFailed: rank 1 was killed"
+
+
+def test_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise OSError("unknown")
+
+    monkeypatch.setattr(socket, "gethostbyname", fail)
+    found = {finding.subject: finding for finding in cluster.look()}["host name"]
+    assert found.command.startswith("echo '127.0.1.1 ")
 
 
 def test_verbs_that_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep import env
 from lockstep.errors import SetupError
+from lockstep.launch.config import LaunchConfig
+from lockstep.launch.supervisor import Supervisor
 
 
 def test_get_parses_and_treats_empty_as_unset() -> None:
@@ -38,6 +42,49 @@ def test_flag(text: str, value: bool) -> None:
 def test_flag_refuses_other_text() -> None:
     with pytest.raises(SetupError, match="LOCKSTEP_DEBUG='maybe': expected 0 or 1"):
         env.LOCKSTEP_DEBUG.get({"LOCKSTEP_DEBUG": "maybe"})
+
+
+BROKEN = {
+    "LOCKSTEP_DEBUG": "maybe",
+    "LOCKSTEP_LOG_LEVEL": "banana",
+    "LOCKSTEP_PARENT_PID": "me",
+    "LOCKSTEP_WIRE": "fp7",
+    "MASTER_PORT": "99999",
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [*BROKEN.items(), ("MASTER_PORT", "-5")])
+def test_broken_settings_are_named_at_once(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match=rf"{name}='{text}': "):
+        env.check({name: text})
+    monkeypatch.setenv(name, text)
+    with pytest.raises(SetupError, match=rf"{name}='{text}': "):
+        lockstep.init(device="cpu")
+
+
+def test_broken_settings_stop_the_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    for name, text in BROKEN.items():
+        with pytest.raises(SetupError, match=rf"{name}='{text}': "):
+            Supervisor(LaunchConfig(target=str(script), nproc=1, environment={name: text}))
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_rendezvous_that_is_no_folder(is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    if is_file:
+        path.touch()
+    for name, text in {"LOCKSTEP_RENDEZVOUS": str(path), "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(SetupError, match=r"LOCKSTEP_RENDEZVOUS=.*there is no such folder"):
+        lockstep.init(device="cpu")
+
+
+def test_settings_that_make_sense() -> None:
+    env.check({"LOCKSTEP_DEBUG": "1", "LOCKSTEP_WIRE": " BF16", "LOCKSTEP_LOG_LEVEL": "info", "MASTER_PORT": "0"})
+    assert env.LOCKSTEP_WIRE.get({"LOCKSTEP_WIRE": " BF16"}) == "bf16"
+    assert env.LOCKSTEP_LOG_LEVEL.get({"LOCKSTEP_LOG_LEVEL": "info"}) == "INFO"
 
 
 def test_set_and_unset_in_a_mapping_and_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

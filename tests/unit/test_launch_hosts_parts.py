@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from lockstep.launch.hosts.roll import Host, Roll, Terms
 from lockstep.launch.process import RankExit
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.report import ErrorReport
+from lockstep.testing import limit_s
 
 # ---- options ---------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ def test_rounds_of_two_launchers() -> None:
     masters = set()
     for number in range(3):
         pending = in_thread(one.next_rendezvous)
-        mine, other = zero.next_rendezvous(), pending.result(20)
+        mine, other = zero.next_rendezvous(), pending.result(limit_s(20))
         assert [(info.rank, info.world_size) for info in (mine, other)] == [(0, 2), (1, 2)]
         assert zero.number == one.number == number
         assert mine.bootstrap_store_info == other.bootstrap_store_info
@@ -240,7 +242,7 @@ def test_rounds_of_two_launchers() -> None:
         assert zero.num_nodes_waiting() == 1
     assert len(masters) == 3
     one.shutdown()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + limit_s(10)
     while not zero.missing() and time.monotonic() < deadline:
         zero.look()
         time.sleep(0.02)
@@ -248,7 +250,7 @@ def test_rounds_of_two_launchers() -> None:
     pending = in_thread(zero.next_rendezvous)
     zero.close("that is enough", 3)
     with pytest.raises(JobClosed, match="that is enough") as caught:
-        pending.result(20)
+        pending.result(limit_s(20))
     assert caught.value.roll.exit_code == 3
     zero.shutdown()
 
@@ -257,7 +259,7 @@ def test_launchers_that_were_told_different_things() -> None:
     port = find_free_port()
     zero = rendezvous_of(quick(port, node_rank=0, join_s=3.0))
     pending = in_thread(zero.next_rendezvous)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + limit_s(10)
     while not zero.roll.hosts and time.monotonic() < deadline:
         time.sleep(0.01)
     for config, max_restarts, words in (
@@ -277,7 +279,7 @@ def test_launchers_that_were_told_different_things() -> None:
     with pytest.raises(
         LaunchError, match=r"1 of 2 came .*; they did not come within 3 s. Start `lockstep run` on every"
     ):
-        pending.result(20)
+        pending.result(limit_s(20))
     zero.shutdown()
 
 
@@ -302,6 +304,7 @@ def test_places_that_cannot_be_had() -> None:
 def test_what_listens_is_no_launcher(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs up, and one that takes connections and never says anything."""
     monkeypatch.setattr(place_module, "_CONNECT_TIMEOUT_S", 1.0 if answers else 0.5)
+    monkeypatch.setattr(place_module, "_STORE_TIMEOUT", timedelta(seconds=1))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -311,6 +314,11 @@ def test_what_listens_is_no_launcher(answers: bool, monkeypatch: pytest.MonkeyPa
         config = quick(other.getsockname()[1], is_holder=False)
         with pytest.raises(LaunchError, match=r"is no launcher of a job on several hosts \(.*\); choose another port"):
             Place.open(config, time.sleep)
+    # A thread in torch's code must not come back from there while this process ends.
+    for thread in threading.enumerate():
+        if thread.name == "lockstep-connect":
+            thread.join(limit_s(60))
+            assert not thread.is_alive()
 
 
 def test_waiting_ends_when_the_launcher_is_told_to_end() -> None:

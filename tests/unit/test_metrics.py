@@ -15,6 +15,13 @@ from lockstep.data import DataLoader
 from lockstep.errors import InputError, InputTypeError
 from lockstep.metrics import Accuracy, Mean, Metric, Sum, synchronize
 
+
+@pytest.fixture(autouse=True)
+def no_iteration_is_left_open():
+    yield
+    batch.reset()
+
+
 FILLER = BatchShare(local_samples=0, global_samples=3, world_size=4)
 
 
@@ -323,3 +330,24 @@ def test_evaluation_counts_every_sample_once():
             parts.append(loss.compute())
     expected = torch.nn.functional.cross_entropy(scores.double(), targets).item()
     assert parts == pytest.approx([expected] * len(parts), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("contributions", "shapes"),
+    [((torch.ones(2, 2),), r"\[2, 2\]"), ((1.0,), r"\[\]"), ((1, 2, 3, torch.ones(1)), r"\[\], \[\], \[\], \[1\]")],
+)
+def test_sums_of_a_matrix_are_handed_over_one_by_one(contributions, shapes):
+    class Confusion(Metric):
+        num_sums = 4
+
+        def update(self, *values):
+            self.accumulate(*values)
+
+        def from_sums(self, sums):
+            return sums[3]
+
+    metric = Confusion()
+    with pytest.raises(InputError, match=rf"expected 4 single numbers, .* shapes {shapes}; .*accumulate\(\*tensor"):
+        metric.update(*contributions)
+    metric.update(*torch.eye(2).flatten())
+    assert metric.compute() == 1.0

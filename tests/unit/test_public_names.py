@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import lockstep
+from lockstep.testing import limit_s
 from package_sources import Module, modules
 
 each_module = pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)
@@ -73,5 +74,5 @@ def test_public_things_have_docstrings(module: Module) -> None:
 
 def test_launcher_does_not_import_torch() -> None:
     program = "import sys, lockstep, lockstep.launch.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], timeout=limit_s(60))
     assert done.returncode == 0, "the launcher imports torch or numpy, which delays every start by seconds"

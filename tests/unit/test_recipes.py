@@ -15,20 +15,21 @@ import torch
 from rich.console import Console
 
 from lockstep.errors import InputError, SetupError
-from lockstep.recipes import digits
+from lockstep.recipes import options
 from lockstep.recipes.curves import draw_curves
 from lockstep.recipes.digits import DigitsConfig, add_arguments, resolve_config
 from lockstep.recipes.digits_task import DigitsNet, ShiftedDigits, load_digits, stratified_split
 from lockstep.recipes.display import Display
 from lockstep.recipes.runlog import RunLog, create_run_folder, read_metrics
 from lockstep.recipes.summary import RankTime, Summary
+from lockstep.testing import limit_s
 from lockstep.train import EpochReport, StepReport
 
 
-def parse(*options: str) -> argparse.Namespace:
+def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
-    return parser.parse_args(options)
+    return parser.parse_args(words)
 
 
 def step(number: int, epoch: int, loss: float = 0.5) -> StepReport:
@@ -59,7 +60,7 @@ class TestOptions:
             "import argparse, sys; from lockstep.recipes.digits import add_arguments; "
             "add_arguments(argparse.ArgumentParser()); assert 'torch' not in sys.modules"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=limit_s(60))
 
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -102,7 +103,7 @@ class TestOptions:
                 resolve_config(parse(*contradiction), saved)
 
     def test_missing_extras_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(digits, "find_spec", lambda name: None if name in ("sklearn", "rich") else object())
+        monkeypatch.setattr(options, "find_spec", lambda name: None if name in ("sklearn", "rich") else object())
         with pytest.raises(SetupError, match=r"scikit-learn and rich.*pip install 'torch-lockstep\[train\]'"):
             parse()
 

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.errors import RendezvousError
 from lockstep.rendezvous.slurm import master_address, master_port, meeting_name
+from lockstep.testing import limit_s
 from lockstep.topology.slurm import SlurmStep
 
 UNKNOWN = "no-such-host.invalid"
@@ -106,4 +107,4 @@ def test_rank_zero_elsewhere() -> None:
 
 def test_launchers_may_ask_without_torch() -> None:
     program = "import sys, lockstep.rendezvous.slurm; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=limit_s(60)).returncode == 0

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lockstep.errors import SharedMemoryError
-from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
+from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment, leave
 
 pytestmark = pytest.mark.usefixtures("no_directory")
 
@@ -56,6 +56,41 @@ def in_child(function: Callable[[], None]) -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_whoever_looks_at_a_piece_that_was_left_keeps_its_content(folder: bool, tmp_path: Path) -> None:
+    mine = Segment.create(4 * PAGE_BYTES, str(tmp_path) if folder else None)
+    peer = Segment.attach(mine.handle, str(tmp_path))
+    mine.release()
+    pieces = [segment.tensor(PAGE_BYTES, 2 * PAGE_BYTES - 7) for segment in (mine, peer)]
+    around = mine.tensor(0, PAGE_BYTES), mine.tensor(3 * PAGE_BYTES, PAGE_BYTES)
+    piece, array = pieces[0].fill_(1), pieces[0].numpy()
+    for number in range(2, 5):
+        new = leave(piece)
+        pieces[1].fill_(number)
+        assert new.shape == piece.shape
+        assert new.unique().tolist() == [number], "the same memory as the peer's"
+        assert piece.unique().tolist() == [number - 1]
+        assert set(array.tolist()) == {1}
+        new[0] = 77
+        assert pieces[1][0].item() == 77
+        new[0] = number
+        piece = new
+    assert not around[1].any()
+    assert not around[0][64:].any()
+
+
+def test_pieces_that_were_left_are_unmapped_with_what_looks_at_them() -> None:
+    before = mappings()
+    segment = Segment.create(4 * PAGE_BYTES)
+    segment.release()
+    new = leave(leave(segment.tensor(PAGE_BYTES, PAGE_BYTES)))
+    assert len(mappings()) > len(before)
+    del segment
+    assert new.unique().tolist() == [0]
+    del new
+    assert mappings() == before
 
 
 def altered(segment: Segment, **changes: object) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lockstep.errors import SetupError
+from lockstep.testing import limit_s
 from lockstep.torch_private import lookup, page, patching, tensors
 from lockstep.torch_private.table import Record, Use, make_table, record_of, table
 from package_sources import SRC, Module, modules
@@ -40,6 +41,7 @@ NOT_TORCHS = {
 SETS_ATTRIBUTES = {
     ("lockstep.parallel.replication", "copy"): "replicas of the user's module",
     ("lockstep.comm.inference", "group"): "a class of ours, by its decorator",
+    ("lockstep.comm.mixed_group", "group"): "the same",
     ("lockstep.compat.apex.amp.properties", "properties"): "amp's options",
     ("lockstep.commands.horovodrun", "chosen"): "options of the command line",
     ("lockstep.compat.horovod.torch.elastic.state", "self"): "the user's state",
@@ -311,7 +313,7 @@ def changed_by_importing_lockstep(**variables: str) -> set[str]:
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit_s(120),
         env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from lockstep import log
 from lockstep.comm import old_shutdown, recorder_hook, torch_version
 from lockstep.errors import SetupError
+from lockstep.torch_private import patching
 
 
 def test_a_torch_that_is_too_old_is_an_error() -> None:
@@ -47,24 +48,28 @@ def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., 
     return put
 
 
-def test_only_our_groups_are_spared_torchs_recorder(torchs_own: Callable[..., None]) -> None:
+def test_only_our_groups_are_spared_torchs_recorder(
+    torchs_own: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     attached: list[Any] = []
     torchs_own("_maybe_attach_flight_recorder", lambda group, *_: attached.append(group))
     for _ in range(2):
-        recorder_hook.register(distributed_c10d)
+        recorder_hook.register()
     ours, torchs = SimpleNamespace(engine=None), SimpleNamespace()
     for group in (ours, torchs):
         distributed_c10d._maybe_attach_flight_recorder(group, "config", [0])
     assert attached == [torchs]
-    recorder_hook.register(older := SimpleNamespace())  # type: ignore[arg-type]
-    assert not vars(older)
+    monkeypatch.delattr(distributed_c10d, "_maybe_attach_flight_recorder")  # as before torch 2.15
+    monkeypatch.setattr(patching, "warn_missing", pytest.fail)
+    recorder_hook.register()
+    assert not hasattr(distributed_c10d, "_maybe_attach_flight_recorder")
 
 
 def test_old_torch_shuts_our_groups_down(torchs_own: Callable[..., None]) -> None:
     seen: list[Any] = []
     torchs_own("_shutdown_backend", lambda group: seen.append(group))
     for _ in range(2):
-        old_shutdown.register(distributed_c10d)
+        old_shutdown.register()
     torchs = SimpleNamespace()
     distributed_c10d._shutdown_backend(SimpleNamespace(engine=None, shutdown=lambda: seen.append("ours")))
     distributed_c10d._shutdown_backend(torchs)

@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import checkpoint, train
+from lockstep.batch import BatchShare
 from lockstep.errors import CheckpointError, InputError, InputTypeError
-from lockstep.train import EpochReport, Report, StepReport, Trainer
+from lockstep.train import EpochReport, Report, StepReport, Trainer, Update
 
 NUM_SAMPLES, NUM_FEATURES = 10, 3
 
@@ -191,10 +192,48 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, saved_after: int, a
     state = checkpoint.load(tmp_path)
     assert state["metrics"] == {"loss": whole.losses[saved_after - 1]}
     second.load_state_dict(state)
-    second.fit(3)
+    assert second.fit(3)
+    assert [one.loss for one in rest.epochs] == pytest.approx([one.loss for one in whole.epochs[-len(rest.epochs) :]])
+    assert sum(one.samples for one in rest.epochs) == sum(one.samples for one in rest.steps)
     assert [one.step for one in rest.steps] == [one.step for one in whole.steps[saved_after:]]
     assert rest.losses == whole.losses[saved_after:]
     assert [one.lr for one in rest.steps] == [one.lr for one in whole.steps[saved_after:]]
+
+
+class Interruption(Exception):
+    """A user's own."""
+
+
+def interrupted(after_batches: int) -> tuple[Trainer, Collector]:
+    """A trainer (five batches of 2 an epoch, two of them a step) whose first epoch ended behind so many batches."""
+    collector = Collector()
+    trainer = make_trainer(batch_size=2, accumulate=2, log_every=1, callbacks=[collector])
+    num_batches = 0
+
+    def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal num_batches
+        if num_batches == after_batches:
+            raise Interruption
+        num_batches += 1
+        return mean_loss(model, batch)
+
+    trainer.loss_fn = loss_fn
+    with pytest.raises(Interruption):
+        trainer.fit(1)
+    trainer.loss_fn = mean_loss
+    collector.steps.clear()
+    return trainer, collector
+
+
+def test_fit_again_after_an_error_begins_its_windows_anew() -> None:
+    """In the middle of a window as between two: nothing of the epoch that was left is in a later step."""
+    between, seen_between = interrupted(after_batches=2)
+    inside, seen_inside = interrupted(after_batches=3)
+    for trainer, seen in ((between, seen_between), (inside, seen_inside)):
+        trainer.fit(1)
+        assert [one.samples for one in seen.steps] == [4, 4, 2]
+    assert seen_inside.losses == seen_between.losses
+    assert torch.equal(inside.model.module.weight, between.model.module.weight)
 
 
 def test_a_checkpoint_per_epoch_with_its_evaluation(tmp_path: Path) -> None:
@@ -203,6 +242,73 @@ def test_a_checkpoint_per_epoch_with_its_evaluation(tmp_path: Path) -> None:
     assert [path.name[:13] for path in checkpoint.available(tmp_path)] == ["step-00000009", "step-00000006"]
     state = checkpoint.load(tmp_path)
     assert (state["epoch"], state["metrics"], state["extra"]) == (3, {"score": 0.5}, {"note": "mine"})
+
+
+def test_checkpoints_within_an_epoch(tmp_path: Path) -> None:
+    """Five steps an epoch: after step 2, 4 and 8, and 5 and 10 where the epochs end. The losses so far are in them."""
+    collector = Collector()
+    trainer = make_trainer(2, checkpoints=tmp_path, save_every=2, keep=9, callbacks=[collector])
+    assert trainer.fit(2)
+    found = {int(path.name.split("-")[1]): checkpoint.load(path) for path in checkpoint.available(tmp_path)}
+    assert list(found) == [10, 8, 6, 5, 4, 2]
+    assert (found[4]["epoch"], found[4]["so_far"]["samples"]) == (0, 8)
+    assert found[4]["so_far"]["loss_sum"] == pytest.approx(2 * sum(collector.losses[:4]))
+    assert (found[5]["epoch"], found[5]["so_far"]["samples"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "evaluations"), [(2, 0, 0), (3, 1, 1), (4, 1, 1), (6, 2, 2), (9, 2, 2)]
+)
+def test_ending_after_some_steps(tmp_path: Path, max_steps: int, epochs: int, evaluations: int) -> None:
+    """Three steps an epoch, two epochs. An epoch that ends there, too, is evaluated; the next one is not begun."""
+    collector = Collector()
+    trainer = make_trainer(4, checkpoints=tmp_path, callbacks=[collector], evaluate=lambda _: {"score": 1.0})
+    assert trainer.fit(2, max_steps) == (max_steps >= 6)
+    assert [one.evaluation for one in collector.epochs] == [{"score": 1.0}] * evaluations
+    state = checkpoint.load(tmp_path)
+    assert (state["step"], state["epoch"]) == (min(max_steps, 6), epochs)
+    rest = make_trainer(4, callbacks=[collector])
+    rest.load_state_dict(state)
+    assert rest.fit(2)
+    assert collector.losses == train_collecting(2).losses
+
+
+class Noting(Update):
+    """Writes down what the loop asks for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.calls: list[str] = []
+
+    def backward(self, loss: Tensor, share: BatchShare, closes_step: bool) -> None:
+        self.calls.append(f"backward of {share.global_samples}" + (", the last" if closes_step else ""))
+        super().backward(loss, share, closes_step)
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    def step(self) -> None:
+        self.calls.append("step")
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": list(self.calls)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_comes_between_loss_and_optimizer(tmp_path: Path) -> None:
+    trainer = make_trainer(4, accumulate=2, checkpoints=tmp_path)
+    trainer.update = update = Noting(trainer.optimizer)
+    trainer.fit(1)
+    assert update.calls == [
+        "backward of 4", "backward of 4, the last", "finish", "step", "backward of 2, the last", "finish", "step",
+    ]  # fmt: skip
+    other = make_trainer(4, accumulate=2)
+    other.update = Noting(other.optimizer)
+    other.load_state_dict(checkpoint.load(tmp_path))
+    assert other.update.state_dict() == update.state_dict()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -222,6 +328,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     [
         ({"accumulate": 0}, "accumulate is 0"),
         ({"log_every": 0}, "log_every is 0"),
+        ({"save_every": 0}, "save_every is 0"),
         ({"clip_norm": 0.0}, r"clip_norm is 0\.0"),
     ],
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import env
+from lockstep.comm import backend
 from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.mpi import group
 from lockstep.errors import (
     AlreadyInitialized,
     BackendUnavailable,
@@ -179,6 +182,13 @@ def test_rank_and_world_size_go_together() -> None:
         lockstep.init(world_size=2)
     with pytest.raises(SetupError, match=r"rank is 2, but world_size is 2: expected 0 … 1"):
         lockstep.init(rank=2, world_size=2)
+
+
+@pytest.mark.parametrize("create", [backend.create, group.create], ids=["lockstep", "mpi4py"])
+def test_torch_asks_for_a_rank_that_no_group_of_that_size_has(create: Callable[..., object]) -> None:
+    asked = SimpleNamespace(group_rank=2, group_size=2, store=dist.HashStore(), timeout=timedelta(seconds=1))
+    with pytest.raises(SetupError, match=r"rank is 2, but world_size is 2: expected 0 … 1"):
+        create(asked, None)
 
 
 def test_two_ways_to_meet() -> None:

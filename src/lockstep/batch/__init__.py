@@ -13,8 +13,15 @@ tag. Then its size says which batch it is, as long as the batches that the loade
 on this rank; where they do not, the ranks add up what they hold, and the sum says it.
 """
 
-from lockstep.batch import hand, plans, tags
-from lockstep.batch.graph import find_marks, find_marks_behind, is_marked, mark, names_behind
+from lockstep.batch import graph, hand, plans, tags
+from lockstep.batch.graph import (
+    find_marks,
+    find_marks_behind,
+    is_marked,
+    mark,
+    marks_tell_shares,
+    names_behind,
+)
 from lockstep.batch.hand import (
     Iteration,
     active,
@@ -52,6 +59,7 @@ __all__ = [
     "is_marked",
     "latest_iteration",
     "mark",
+    "marks_tell_shares",
     "names_behind",
     "note_forward",
     "purge",
@@ -64,5 +72,5 @@ __all__ = [
 
 def reset() -> None:
     """Forget every batch, loader and iteration. Local; for processes that are used again for something else."""
-    for module in (hand, plans, tags):
+    for module in (graph, hand, plans, tags):
         module.reset()

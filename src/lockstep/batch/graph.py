@@ -11,21 +11,43 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import Node
 
-__all__ = ["find_marks", "find_marks_behind", "is_marked", "mark", "names_behind"]
+__all__ = ["find_marks", "find_marks_behind", "is_marked", "mark", "marks_tell_shares", "names_behind", "reset"]
 
 _KEY = "lockstep.forward"
 # A graph that is walked further than that without an end is not walked on: a mark would have been found.
 _MAX_NODES = 100_000
 
 
+_tells_shares = False  # whether a forward pass was marked that knows its share, or will
+
+
 def _metadata(node: Node) -> dict[Any, Any]:
     return cast("dict[Any, Any]", node.metadata)  # typed as a method in torch's stubs, but a property
 
 
-def mark(output: torch.Tensor, forward: object) -> None:
-    """Mark an output of a forward pass, which requires a gradient. Local."""
+def mark(output: torch.Tensor, forward: object, tells_share: bool) -> None:
+    """Mark an output of a forward pass. Local.
+
+    Args:
+        output: requires a gradient.
+        forward: what `find_marks` finds.
+        tells_share: it knows what this rank holds of its batch, or will before the backward pass.
+    """
+    global _tells_shares
+    _tells_shares = _tells_shares or tells_share
     assert output.grad_fn is not None
     _metadata(output.grad_fn)[_KEY] = forward
+
+
+def marks_tell_shares() -> bool:
+    """Whether any mark of this process may tell the share of a batch; if not, no graph need be walked for one."""
+    return _tells_shares
+
+
+def reset() -> None:
+    """Forget that there were marks. Local."""
+    global _tells_shares
+    _tells_shares = False
 
 
 def is_marked(node: Node) -> bool:

@@ -59,12 +59,18 @@ class Source:
 # Of each loader in use: its divisions, and the rank it was iterated as.
 _registered: weakref.WeakKeyDictionary[Source, set[tuple[int, Division]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_num_registrations = 0
+# By rank and world size: what `divisions` found, and for which loaders. Loaders come by a registration, and go by
+# leaving fewer behind, so the numbers of both say whether it still holds.
+_found: dict[tuple[int, int], tuple[tuple[int, int], tuple[Division, ...]]] = {}
 
 
 def register(source: Source, rank: int, batches: set[Division]) -> None:
     """An iteration of a loader begins, whose batches are of these divisions. Local."""
+    global _num_registrations
     purge()  # else loaders that are gone would make sizes ambiguous
     with _lock:
+        _num_registrations += 1
         _registered.setdefault(source, set()).update((rank, division) for division in batches)
 
 
@@ -75,20 +81,28 @@ def divisions(rank: int, world_size: int) -> tuple[Division, ...]:
     """
     if not _registered:
         return ()
+    state = _num_registrations, len(_registered)
+    known = _found.get((rank, world_size))
+    if known is not None and known[0] == state:
+        return known[1]
     with _lock:
+        state = _num_registrations, len(_registered)
         found = {
             division
             for of_source in list(_registered.values())
             for its_rank, division in of_source
             if its_rank == rank and division.world_size == world_size
         }
-    return tuple(sorted(found, key=lambda each: (each.num_samples, each.batch_size)))
+    in_order = tuple(sorted(found, key=lambda each: (each.num_samples, each.batch_size)))
+    _found[rank, world_size] = state, in_order
+    return in_order
 
 
 def reset() -> None:
     """Forget all loaders. Local."""
     with _lock:
         _registered.clear()
+        _found.clear()
 
 
 @lru_cache(maxsize=64)

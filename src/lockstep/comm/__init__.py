@@ -1,0 +1,24 @@
+"""Process groups for torch.distributed: what a rank calls, who runs it, and what every rank knows of the others.
+
+General layout, from the bottom up:
+
+* `tensors`, `staging`, `inference`, `sparse`: which tensors a group takes, and how it gets at their memory.
+* `wire`: what float sums travel as between hosts.
+* `callsite`, `wording`, `clock`: the user's line, names in messages, seconds spent communicating.
+* `flight`: the flight record, which tells every rank what the others are doing.
+* `standstill`, `swaps`: what the record alone does not show: ranks that wait in a circle, calls in another order.
+* `work`, `transfers`: handles of collectives and of messages, and the thread that runs asynchronous calls.
+* `engine`: the collectives of one group on one rank: checks, record, and who runs them.
+* `p2p`: send, recv and their kin, the same way.
+* `message_team`, `message_engine`: what groups share whose ranks talk in messages: `hosts` and `mpi`.
+* `hosts`: the `lockstep` group over several hosts; `mpi`: the group "mpi4py". Packages with maps of their own.
+* `backend`: the `lockstep` process group that torch sees, and what it shares with that of `mpi`.
+* `mixed`, `mixed_group`: a `lockstep` group with torch's groups for other devices behind it.
+* `founding`, `exits`, `old_shutdown`: how a group comes to be, and how a rank tells its peers that it leaves.
+* `monitored`, `ephemeral`: `monitored_barrier`, and torch's deadlines for one call.
+* `registration`: makes torch know the names "lockstep" and "mpi4py".
+* `torch_record`, `native_calls`: the flight record of torch's own groups, for the launcher.
+* `recorder_hook`, `gloo`, `torch_version`: what torch's flight recorder, gloo's threads and releases of torch need.
+
+What moves bytes on one host is `lockstep.shm`, which knows nothing of this package.
+"""

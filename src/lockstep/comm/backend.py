@@ -11,50 +11,39 @@ torch give backends written in Python another base class, this file is what chan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lockstep import env
 from lockstep.comm import ephemeral, exits
 from lockstep.comm.engine import Engine, Work
-from lockstep.comm.flight import Flight, describe_group
+from lockstep.comm.flight import Flight
 from lockstep.comm.founding import Lookout, MeetingStore
 from lockstep.comm.inference import leaves_inference_mode
+from lockstep.comm.mixed import kinds_beside
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.registration import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
-from lockstep.errors import InputError, SetupError
+from lockstep.comm.wording import describe_group
+from lockstep.errors import BackendUnavailable, InputError, SetupError
 from lockstep.shm.board import Board
 from lockstep.shm.meeting import Meeting, SeveralHosts
+from lockstep.shm.support import lack
 from lockstep.shm.team import Team
 from lockstep.torch_private.stores import Store
 
 if TYPE_CHECKING:
     from lockstep.comm.hosts.team import HostsTeam
 
-__all__ = ["EngineProcessGroup", "LockstepProcessGroup", "create", "interface_of"]
+__all__ = ["VERBS", "EngineProcessGroup", "LockstepProcessGroup", "create", "interface_of", "make_group"]
 
-_Tensors = Sequence[torch.Tensor]
-_Check = Callable[[object, str], torch.Tensor]
-
-
-def _timeout_s(options: Any) -> float | None:
-    """Seconds that the caller of one collective asked for, or None for the group's own."""
-    timeout = getattr(options, "timeout", None)
-    seconds = timeout.total_seconds() if timeout is not None else 0.0
-    return seconds if seconds > 0 else None
-
-
-def _is_async(options: Any) -> bool:
-    # torch's C++ callers (DDP's reducer) always want a handle; releases before 2.8 do not say.
-    return bool(getattr(options, "asyncOp", True))
-
-
-@leaves_inference_mode(
+VERBS = (
     "allreduce",
     "allreduce_coalesced",
     "reduce",
@@ -77,6 +66,25 @@ def _is_async(options: Any) -> bool:
     "recv",
     "recv_anysource",
 )
+"""torch's names of the methods that move tensors."""
+
+_Tensors = Sequence[torch.Tensor]
+_Check = Callable[[object, str], torch.Tensor]
+
+
+def _timeout_s(options: Any) -> float | None:
+    """Seconds that the caller of one collective asked for, or None for the group's own."""
+    timeout = getattr(options, "timeout", None)
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
+    return seconds if seconds > 0 else None
+
+
+def _is_async(options: Any) -> bool:
+    # torch's C++ callers (DDP's reducer) always want a handle; releases before 2.8 do not say.
+    return bool(getattr(options, "asyncOp", True))
+
+
+@leaves_inference_mode(*VERBS)
 class EngineProcessGroup(ProcessGroup):
     """torch's verbs, handed to an engine.
 
@@ -351,6 +359,31 @@ class EngineProcessGroup(ProcessGroup):
         return f"{type(self).__name__}(rank={self.rank()}, world_size={self.size()}, name={self._name!r})"
 
 
+_Group = TypeVar("_Group", bound=EngineProcessGroup)
+
+
+def make_group(kind: Callable[[Store, int, int, timedelta, str, Sequence[int]], _Group], options: Any) -> _Group:
+    """A group of that kind, from torch's `_DistributedBackendOptions`. Collective.
+
+    Raises:
+        SetupError: there is no such rank in a group of that size, or an environment variable makes no sense.
+    """
+    env.check()
+    if not 0 <= options.group_rank < options.group_size:
+        raise SetupError(
+            f"rank is {options.group_rank}, but world_size is {options.group_size}: expected 0 … "
+            f"{options.group_size - 1}. A global rank is node_rank * ranks per node + local rank"
+        )
+    return kind(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        options.global_ranks_in_group,
+    )
+
+
 def _board_of_default_group() -> Board | None:
     """What all ranks write down and read, if the default group is one of shared memory."""
     group = dist.group.WORLD
@@ -428,6 +461,10 @@ class LockstepProcessGroup(EngineProcessGroup):
             engine.watch_others(board)
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 
+    def behind(self, device: torch.device) -> dist.ProcessGroup | None:
+        """The group that moves tensors of that device in the place of this one; None for this one."""
+        return None
+
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor in symmetric memory: `all_reduce` works on it without copies. Collective."""
         return self.engine.symmetric_empty(shape, dtype)
@@ -443,18 +480,15 @@ def create(options: Any, _backend_options: Any) -> LockstepProcessGroup:
     """What torch calls to make a group; `options` is its `_DistributedBackendOptions`.
 
     Raises:
+        BackendUnavailable: processes of this system cannot share memory; says why.
         SetupError: there is no such rank in a group of that size.
     """
-    if not 0 <= options.group_rank < options.group_size:
-        raise SetupError(
-            f"rank is {options.group_rank}, but world_size is {options.group_size}: expected 0 … "
-            f"{options.group_size - 1}. A global rank is node_rank * ranks per node + local rank"
-        )
-    return LockstepProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.group_id,
-        options.global_ranks_in_group,
-    )
+    missing = lack()
+    if missing is not None:
+        raise BackendUnavailable(f"the lockstep backend cannot be used here: {missing}. Use gloo, or lockstep.init()")
+    beside = kinds_beside(BACKEND_NAME)
+    if not beside:
+        return make_group(LockstepProcessGroup, options)
+    from lockstep.comm.mixed_group import MixedProcessGroup  # a subclass of the one above
+
+    return make_group(functools.partial(MixedProcessGroup, beside), options)

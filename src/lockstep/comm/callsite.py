@@ -15,12 +15,13 @@ import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
 
-from lockstep.frames import is_internal_file
+from lockstep.frames import is_internal_file, public_call
 
 __all__ = ["CallSite", "call_site", "describe_exception", "is_users", "make_locator", "site_text"]
 
 CallSite = tuple[str, int, str]
-"""File, line and name of the function. No code object: hashing one reads all of its bytecode."""
+"""File, line and name of the function; where that called one of ours that communicates, as `checkpoint.save` does, the
+name is `main (checkpoint.save)`. No code object: hashing one reads all of its bytecode."""
 
 _UNKNOWN: CallSite = ("", 0, "")
 _SITE_BYTES = 250
@@ -76,15 +77,18 @@ call_site = make_locator()
 def _search() -> tuple[CallSite, FrameType | None, int]:
     """The site, its frame, and how far that is from the caller of this function."""
     depth = 1
+    called = None
     frame: FrameType | None = _getframe(2)
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
         if file not in _internal_files:
             if file in _users_files:
-                return (file, frame.f_lineno, code.co_name), frame, depth
+                name = code.co_name if called is None else f"{code.co_name} ({called})"
+                return (file, frame.f_lineno, name), frame, depth
             (_internal_files if is_internal_file(file) else _users_files).add(file)
             continue
+        called = public_call(code) or called
         frame = frame.f_back
         depth += 1
     return _UNKNOWN, None, depth

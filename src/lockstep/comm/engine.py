@@ -18,17 +18,17 @@ from typing import Any
 import torch
 
 from lockstep.blackbox import FINISHED
-from lockstep.comm import clock
+from lockstep.comm import clock, staging
 from lockstep.comm.callsite import CallSite, make_locator
-from lockstep.comm.flight import Flight, describe_tensor, fingerprint
+from lockstep.comm.flight import Flight, fingerprint
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
 from lockstep.comm.standstill import MAIN_THREAD, Standstill, note_other_caller
-from lockstep.comm.tensors import FlatTensor, check_output, check_pairs, check_row, check_tensor
+from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_tensor
+from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
     CollectiveError,
-    CollectiveMismatch,
     InputError,
     NotInitialized,
     SharedMemoryError,
@@ -102,6 +102,7 @@ class Engine:
         result: list[torch.Tensor],
         is_async: bool,
         timeout_s: float | None,
+        touched: Sequence[torch.Tensor] = (),
     ) -> Work:
         """Run or queue one collective.
 
@@ -112,6 +113,7 @@ class Engine:
             result: the tensors it writes.
             is_async: whether to queue it.
             timeout_s: instead of the group's own, if given.
+            touched: the tensors that it reads or writes, if not those of `result`.
         """
         if self._closed:
             raise NotInitialized(f"{describe()} on {self.flight.group_name}: {self._closed}")
@@ -122,10 +124,11 @@ class Engine:
         if not is_async and not self._runner.unfinished:
             self._run(key, describe, body, site, limit_s)
             return DoneWork(result)
-        work = PendingWork(lambda: self._run(key, describe, body, site, limit_s), result, describe)
+        call = staging.behind_caller(touched or result, lambda: self._run(key, describe, body, site, limit_s))
+        work = PendingWork(call, result, describe)
         if self._runner.is_current_thread:
-            # A callback of a finished call makes this one, and may wait for it in this very thread. Run at
-            # once, it also has the same place in the order of calls on all ranks.
+            # A callback of a finished call makes this one, and may wait for it in this very thread. Run at once, it
+            # also has the same place in the order of calls on all ranks, if the callback was added before another call.
             work.run()
         else:
             self._runner.submit(work)
@@ -246,9 +249,10 @@ class Engine:
 
         def body(limit_s: float) -> None:
             for tensor in tensors:
-                item = FlatTensor(tensor)
+                item = FlatTensor(tensor, is_read=self.team.rank == root)
                 self._algorithms.broadcast(self.team, item.flat, root, limit_s)
-                item.write_back()
+                if self.team.rank != root:
+                    item.write_back()
 
         return self._submit(
             ("broadcast", root, *((tensor.dtype, tensor.shape) for tensor in tensors)),
@@ -283,7 +287,7 @@ class Engine:
 
         def body(limit_s: float) -> None:
             for row, tensor in zip(outputs, inputs, strict=True):
-                items = [FlatTensor(output) for output in row]
+                items = [FlatTensor(output, is_read=False) for output in row]
                 self._algorithms.all_gather(self.team, [item.flat for item in items], FlatTensor(tensor).flat, limit_s)
                 for item in items:
                     item.write_back()
@@ -297,6 +301,7 @@ class Engine:
             [output for row in outputs for output in row],
             is_async,
             timeout_s,
+            [*inputs, *(output for row in outputs for output in row)],
         )
 
     def gather(
@@ -313,7 +318,7 @@ class Engine:
             check_row("gather", outputs, tensor, self.team.world_size, check=check_output, same_numel=True)
 
         def body(limit_s: float) -> None:
-            items = None if outputs is None else [FlatTensor(output) for output in outputs]
+            items = None if outputs is None else [FlatTensor(output, is_read=False) for output in outputs]
             flats = None if items is None else [item.flat for item in items]
             self._algorithms.gather(self.team, flats, FlatTensor(tensor).flat, root, limit_s)
             for item in items or ():
@@ -326,6 +331,7 @@ class Engine:
             list(outputs or ()),
             is_async,
             timeout_s,
+            [tensor, *(outputs or ())],
         )
 
     def scatter(
@@ -343,7 +349,7 @@ class Engine:
 
         def body(limit_s: float) -> None:
             flats = None if inputs is None else [FlatTensor(source).flat for source in inputs]
-            item = FlatTensor(tensor)
+            item = FlatTensor(tensor, is_read=False)
             self._algorithms.scatter(self.team, item.flat, flats, root, limit_s)
             item.write_back()
 
@@ -354,6 +360,7 @@ class Engine:
             [tensor],
             is_async,
             timeout_s,
+            [tensor, *(inputs or ())],
         )
 
     def reduce_scatter(
@@ -379,7 +386,7 @@ class Engine:
 
         def body(limit_s: float) -> None:
             for tensor, row, kernel in zip(outputs, inputs, kernels, strict=True):
-                item = FlatTensor(tensor)
+                item = FlatTensor(tensor, is_read=False)
                 flats = [FlatTensor(source).flat for source in row]
                 self._algorithms.reduce_scatter(self.team, item.flat, flats, kernel, limit_s)
                 item.write_back()
@@ -393,6 +400,7 @@ class Engine:
             list(outputs),
             is_async,
             timeout_s,
+            [*outputs, *(source for row in inputs for source in row)],
         )
 
     def all_to_all(
@@ -417,8 +425,8 @@ class Engine:
             table = [torch.empty(len(own), dtype=torch.int64) for _ in inputs]
             self._algorithms.all_gather(self.team, table, torch.tensor(own, dtype=torch.int64), limit_s)
             sent, expected = torch.stack(table).chunk(2, dim=1)
-            self._check_pairs(sent, expected.T)
-            items = [FlatTensor(output) for output in outputs]
+            check_exchange(self.flight, sent, expected.T)
+            items = [FlatTensor(output, is_read=False) for output in outputs]
             flats = [FlatTensor(source).flat for source in inputs]
             self._algorithms.all_to_all(self.team, [item.flat for item in items], flats, int(sent.max()), limit_s)
             for item in items:
@@ -431,17 +439,8 @@ class Engine:
             list(outputs),
             is_async,
             timeout_s,
+            [*inputs, *outputs],
         )
-
-    def _check_pairs(self, sent: torch.Tensor, expected: torch.Tensor) -> None:
-        """Both tables are (sender, receiver), the same on all ranks, so all raise or none."""
-        for sender, receiver in (sent != expected).nonzero().tolist():
-            raise CollectiveMismatch(
-                f"all_to_all: {self.flight.name(sender)} sends {int(sent[sender, receiver])} elements to "
-                f"{self.flight.name(receiver)}, which has room for {int(expected[sender, receiver])}. The input split "
-                "of a sender must equal the output split of the receiver",
-                (self.flight.global_rank(sender), self.flight.global_rank(receiver)),
-            )
 
     # ---- point to point --------------------------------------------------------------------------
 
@@ -576,7 +575,7 @@ class Engine:
         self._runner.close()
         if self._p2p is not None:
             self._p2p.close()
-        # A call in another thread notices within milliseconds. If it does not, it is computing, not
+        # A call in another thread notices within a fifth of a second. If it does not, it is computing, not
         # waiting: the memory it works on stays mapped.
         had_turn = self._turn.acquire(timeout=_CLOSE_PATIENCE_S)
         try:

@@ -7,9 +7,7 @@ nothing of it: while an extension lasts, the engine has another `_submit`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.comm.engine import Engine, Work
@@ -39,16 +37,10 @@ def extend(engine: Engine, extra_s: float) -> None:
             else:
                 engine._submit = before  # type: ignore[method-assign]
 
-    def submit(
-        key: object,
-        describe: Callable[[], str],
-        body: Callable[[float], None],
-        result: list[torch.Tensor],
-        is_async: bool,
-        timeout_s: float | None,
-    ) -> Work:
+    def submit(key: object, describe: Callable[[], str], body: Callable[[float], None], *rest: Any) -> Work:
+        _result, _is_async, timeout_s, *_ = rest
         if is_over or timeout_s is not None:
-            return plain(key, describe, body, result, is_async, timeout_s)
+            return plain(key, describe, body, *rest)
 
         def run(limit_s: float) -> None:
             try:
@@ -56,6 +48,6 @@ def extend(engine: Engine, extra_s: float) -> None:
             finally:
                 restore()
 
-        return plain(key, describe, run, result, is_async, None)
+        return plain(key, describe, run, *rest)
 
-    engine._submit = submit  # type: ignore[method-assign]
+    engine._submit = submit  # type: ignore[method-assign, assignment]

@@ -15,8 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
-
 from lockstep import blackbox
 from lockstep.blackbox import CALL, NUMBER, SITE, START
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
@@ -29,6 +27,7 @@ from lockstep.errors import (
     CollectiveTimeout,
     RankLost,
 )
+from lockstep.frames import split_site
 from lockstep.log import get_logger, warn_once
 from lockstep.shm.board import RING, Board, Failure, Record
 from lockstep.shm.sync import PeerTrouble, TroubleKind
@@ -36,7 +35,7 @@ from lockstep.shm.team import Team
 
 _logger = get_logger(__name__)
 
-__all__ = ["Flight", "describe_group", "describe_tensor", "fingerprint"]
+__all__ = ["Flight", "fingerprint"]
 
 
 # What a rank may have given up with that is no failure of its own: those who waited for it raise the same.
@@ -44,21 +43,13 @@ _GIVEN_UP: dict[str, type[CollectiveError]] = {
     error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch)
 }
 
-
-def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> str:
-    """How errors call a group.
-
-    Args:
-        group_name: torch's name for it.
-        ranks: global rank of each of its ranks.
-        is_default: whether it is the default group.
-    """
-    return "the default group" if is_default else f"group {group_name} of ranks {list(ranks)}"
-
-
-def describe_tensor(tensor: torch.Tensor) -> str:
-    """`float32[2, 3]`: the form in which errors name a tensor."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+_FOR_ALL_RANKS = {
+    "checkpoint.save": "checkpoint.save is for all ranks, and rank 0 alone writes: call it outside of the branch",
+    "checkpoint.load": "checkpoint.load is for all ranks, and each gets the state: call it outside of the branch",
+    "metrics.synchronize": (
+        "metrics.synchronize is for all ranks, and each gets the values: call it outside of the branch"
+    ),
+}
 
 
 def fingerprint(text: str) -> int:
@@ -257,14 +248,14 @@ class Flight:
         for rank, record in enumerate(records):
             groups.setdefault(record.fingerprint & ~_LINE_MASK, []).append(rank)
         lines = [
-            f"  {self.names(ranks)}: {records[ranks[0]].call} at {_sites_of(records, ranks)}"
+            f"  {self.names(ranks)}: {_call_at(records[ranks[0]].call, _sites_of(records, ranks))}"
             for ranks in groups.values()
         ]
         return CollectiveMismatch(
             f"the ranks of {self.group_name} came for different things in collective #{self.number}:\n"
             + "\n".join(lines)
             + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
-            "and root. Look for a branch that only some ranks take.",
+            "and root. Look for a branch that only some ranks take." + _advice(record.site for record in records),
             self._globals(_minority(groups.values())),
         )
 
@@ -310,7 +301,7 @@ class Flight:
         return CollectiveTimeout(
             f"{self.name(self._rank)} waited {trouble.waited_s:.1f} s in {activity}. Missing: {'; '.join(places)}. "
             f"{hint}It may be stopped, stuck or far behind: look at its stack (py-spy dump --pid …), or give a longer "
-            "timeout if it had work to do",
+            f"timeout if it had work to do{self._advice_against(late)}",
             self._globals(late),
         )
 
@@ -343,7 +334,16 @@ class Flight:
         else:
             culprits = self._globals(told)
         stories = [self._story(rank, trouble.kinds[rank], failures.get(rank)) for rank in told]
-        return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}", culprits)
+        advice = self._advice_against(told)
+        return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}{advice}", culprits)
+
+    def _advice_against(self, missing: Sequence[int]) -> str:
+        """What to write where this rank called a function of ours that is for all, and the missing ones did not."""
+        if not self.number:
+            return ""
+        latest = (self._board.latest_record(rank) for rank in missing)
+        text = _advice([self._board.record(self._rank, self.number).site, *(one.site if one else "" for one in latest)])
+        return f".{text}".rstrip(".") if text else ""
 
     def _story(self, rank: int, kind: TroubleKind, failure: Failure | None) -> str:
         if failure is not None and failure.kind in ("", CollectiveAborted.__name__):
@@ -359,7 +359,7 @@ class Flight:
         if record is None:
             seen = "had not entered a collective yet"
         else:
-            seen = f"was last seen in collective #{record.number}, {record.call} at {record.site}"
+            seen = f"was last seen in collective #{record.number}, {_call_at(record.call, record.site)}"
         waiting = self.waiting_in(rank)
         return f"{seen}, then in {waiting}" if waiting else seen
 
@@ -408,7 +408,7 @@ class Flight:
 
     def _own_call(self) -> str:
         record = self._board.record(self._rank, self.number)
-        return f"{record.call} at {record.site}"
+        return _call_at(record.call, record.site)
 
     def _globals(self, ranks: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._global_ranks[rank] for rank in ranks)
@@ -430,6 +430,20 @@ class Flight:
     def names(self, ranks: Sequence[int]) -> str:
         """Several ranks, by name."""
         return ", ".join(self.name(rank) for rank in ranks)
+
+
+def _call_at(call: str, site: str) -> str:
+    """`barrier() at train.py:81 in main`; where a function of ours was called there, that one comes first."""
+    place, called = split_site(site)
+    return f"{called} (in its {call}) at {place}" if called else f"{call} at {place}"
+
+
+def _advice(sites: Iterable[str]) -> str:
+    """What to write where only some ranks called a function of ours that is for all."""
+    called = {call for _, call in map(split_site, sites)}
+    if len(called) < 2:  # all of them, or none
+        return ""
+    return "".join(f" {text}." for call, text in _FOR_ALL_RANKS.items() if call in called)
 
 
 def _minority(parties: Iterable[list[int]]) -> list[int]:

@@ -46,7 +46,7 @@ def _wrap(method: Callable[..., Any]) -> Callable[..., Any]:
                 self, *[_plain(each) for each in args], **{name: _plain(each) for name, each in kwargs.items()}
             )
 
-    return untraced(call)  # See [Note: Dynamo].
+    return untraced(call)
 
 
 def _plain(value: Any) -> Any:

@@ -6,21 +6,18 @@ asks our groups, and hands everything else to torch's own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import CollectiveError, CollectiveTimeout, RankLost
-from lockstep.torch_private.patching import patch
+from lockstep.torch_private.patching import wrap_once
 
 if TYPE_CHECKING:
     from lockstep.comm.engine import Engine
 
 __all__ = ["monitored_barrier", "register"]
-
-_NAME = "monitored_barrier"
 
 
 def monitored_barrier(engine: Engine, timeout: timedelta | None, wait_all_ranks: bool) -> None:
@@ -61,21 +58,19 @@ def register(module: ModuleType) -> None:
     Args:
         module: `torch.distributed.distributed_c10d`. What `torch.distributed` took from it before is replaced too.
     """
-    torchs_own: Callable[..., None] = getattr(module, _NAME)
-    if getattr(torchs_own, "knows_lockstep", False):
-        return
 
-    @functools.wraps(torchs_own)
-    def function(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        asked = module.GroupMember.WORLD if group is None else group
-        if not _is_ours(asked):
-            torchs_own(group, timeout, wait_all_ranks)
-            return
-        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-        asked.monitored_barrier(limit, wait_all_ranks)
+    def knowing_ours(torchs_own: Callable[..., None]) -> Callable[..., None]:
+        def function(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+            asked = module.GroupMember.WORLD if group is None else group
+            if not _is_ours(asked):
+                torchs_own(group, timeout, wait_all_ranks)
+                return
+            limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+            asked.monitored_barrier(limit, wait_all_ranks)
 
-    function.knows_lockstep = True  # type: ignore[attr-defined]
-    patch(f"{module.__name__}.{_NAME}", function, alias="torch.distributed")
+        return function
+
+    wrap_once("torch.distributed.distributed_c10d.monitored_barrier", knowing_ours, alias="torch.distributed")
 
 
 def _is_ours(group: Any) -> bool:

@@ -7,14 +7,11 @@ left the group learn it only when their time is up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from lockstep.torch_private.patching import wrap
+from lockstep.torch_private.patching import wrap_once
 
 __all__ = ["register"]
-
-_NAME = "_shutdown_backend"
 
 
 def _knowing_ours(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,16 +24,9 @@ def _knowing_ours(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
         else:
             torchs_own(pg)
 
-    shut_down.knows_lockstep = True  # type: ignore[attr-defined]
     return shut_down
 
 
-def register(module: ModuleType) -> None:
-    """Shut our groups down when they are destroyed. Local; may be called again. Newer torch has nothing to replace.
-
-    Args:
-        module: `torch.distributed.distributed_c10d`.
-    """
-    torchs_own = getattr(module, _NAME, None)
-    if torchs_own is not None and not hasattr(torchs_own, "knows_lockstep"):
-        wrap(f"torch.distributed.distributed_c10d.{_NAME}", _knowing_ours)
+def register() -> None:
+    """Shut our groups down when they are destroyed. Local; may be called again. Newer torch has nothing to replace."""
+    wrap_once("torch.distributed.distributed_c10d._shutdown_backend", _knowing_ours)

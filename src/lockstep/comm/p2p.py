@@ -2,8 +2,9 @@
 
 `shm/mailbox.py` knows how messages move, and has to be called for them to do so. Whoever waits for a
 message calls it (`PointToPoint.drive`), so that a message that is there costs no change of threads. While
-nobody waits, a thread calls it every half a millisecond: it exists from the first operation on that could not be
-finished at once. So operations go on while this rank computes or is in a collective.
+nobody waits, a thread calls it: it exists from the first operation on that could not be
+finished at once. So operations go on while this rank computes or is in a collective. Both sleep when nothing has moved
+for a while, until a peer rings (`shm/doorbell.py`), and look at the peers as rarely as a collective does.
 
 [Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment
 somebody waits for it. An operation that nobody waits for ends with its peer, or with the group.
@@ -15,10 +16,9 @@ does in a collective: peers that wait for this rank learn of it at once.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -28,20 +28,23 @@ from lockstep.comm.flight import Flight
 from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
 from lockstep.comm.transfers import DoneTransfer, Transfer, source_of
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
+from lockstep.shm.base_mailbox import BaseMailbox
+from lockstep.shm.cores import own_cores
 from lockstep.shm.mailbox import Mailbox
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
-from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind, nap
+from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind, next_look
 from lockstep.shm.team import Team
 
 __all__ = ["PointToPoint"]
 
-_LOOK_EVERY_S = 0.002
 _YIELD_FOR_S = 0.001
 _NAP_S = 0.0005
-# A yield that takes this long has gone to another process. Whoever wakes up from a nap comes before it.
-_SHARED_CORE_S = 0.00002
 _SHORTEST_NAP_S = 0.000001
-_THREAD_RESTS_AFTER_S = 0.05
+# A yield that takes this long has gone to another process. Whoever wakes up from sleep comes before it.
+_SHARED_CORE_S = 0.00002
+_THREAD_NAPS_FOR_S = 0.002
+_IDLE_NAP_S = 0.002
+_THREAD_RESTS_AFTER_S = 0.02
 _CLOSE_PATIENCE_S = 1.0
 _LABEL_CACHE_ENTRIES = 1024
 _NUM_HINTS = 3
@@ -56,10 +59,10 @@ class PointToPoint:
         mailbox: what moves messages; default through the memory of the team.
     """
 
-    def __init__(self, team: Team, flight: Flight, mailbox: Mailbox | None = None) -> None:
+    def __init__(self, team: Team, flight: Flight, mailbox: BaseMailbox | None = None) -> None:
         self._team = team
         self._flight = flight
-        self._mailbox = mailbox or Mailbox(team.mail_area, team.rank, team.world_size)
+        self._mailbox: BaseMailbox = mailbox or Mailbox(team.mail_area, team.rank, team.world_size)
         self._lock = threading.Lock()  # guards the mailbox and _transfers
         self._transfers: dict[Send | Receive, Transfer] = {}
         self._labels: dict[tuple[torch.dtype, torch.Size, CallSite], Label] = {}
@@ -82,7 +85,7 @@ class PointToPoint:
 
         Raises:
             RankLost: the peer is gone.
-            InputError, InputTypeError: not a dense CPU tensor; no such rank or tag.
+            InputError, InputTypeError: not a dense tensor; no such rank or tag.
         """
         check_tensor(tensor, "send")
         self._check_address("send", peer, tag)
@@ -107,12 +110,12 @@ class PointToPoint:
             timeout_s: seconds from the first wait to the deadline.
 
         Raises:
-            InputError, InputTypeError: not a dense CPU tensor; no such rank or tag.
+            InputError, InputTypeError: not a dense tensor; no such rank or tag.
         """
         check_output(tensor, "recv")
         source = ANY_SOURCE if peer is None else peer
         self._check_address("recv", source, tag)
-        item = FlatTensor(tensor)
+        item = FlatTensor(tensor, is_read=False)
         label = self._label(tensor, call_site())
         with self._lock:
             receive = self._mailbox.receive(source, tag, label, item.flat.view(torch.uint8))
@@ -183,20 +186,28 @@ class PointToPoint:
             self._drive_slowly(transfer, limit_s)
         finally:
             self._drivers.discard(thread)
+            if self._transfers and not self._has_work.is_set():
+                self._has_work.set()
             clock.add(time.perf_counter() - started)
 
     def _drive_slowly(self, transfer: Transfer, limit_s: float | None) -> None:
         area, rank = self._team.mail_area, self._team.rank
         began = moved_at = now = time.monotonic()
-        look_at = began + _LOOK_EVERY_S
+        since_s = began if transfer.awaited_since_s is None else transfer.awaited_since_s
+        left_s = since_s + transfer.timeout_s - began
+        if limit_s is not None:
+            left_s = min(left_s, limit_s)
+        look_at = next_look(began, began, left_s)
+        may_yield = own_cores.may_yield(began)
         is_said = False
         try:
             while not transfer.is_completed():
                 if self._closed:  # In a fork of the rank: a rank that shuts down ends its transfers.
                     raise CollectiveAborted(f"{self.name_of(transfer.operation)}: not in this process")
-                if self._advance():
-                    moved_at = now
+                has_moved = self._advance()
                 now = time.monotonic()
+                if has_moved:
+                    moved_at, may_yield = now, own_cores.may_yield(now)
                 if now >= look_at:
                     if not is_said:
                         text = _call_at(transfer.operation, self._flight)
@@ -204,40 +215,56 @@ class PointToPoint:
                         self._flight.say_waiting(text)
                         is_said = True
                     self._look()
-                    look_at = now + _LOOK_EVERY_S
+                    look_at = next_look(began, now, left_s)
                 if limit_s is not None and now - began >= limit_s:
                     return
-                if now - moved_at > _YIELD_FOR_S:
-                    nap(min(_NAP_S, (now - moved_at) / 20))
-                else:
-                    os.sched_yield()
-                    if time.monotonic() - now > _SHARED_CORE_S:
-                        nap(_SHORTEST_NAP_S)
+                if may_yield and now - moved_at <= _YIELD_FOR_S:
+                    before = now
+                    now = own_cores.give_up(before)
+                    may_yield = now - before <= _SHARED_CORE_S
+                elif self._sleep(transfer.is_completed, look_at - now, now - moved_at):
+                    moved_at = time.monotonic()
         finally:
             if is_said:
                 area.say_waiting(rank, "")
                 self._flight.say_waiting("")
 
+    def _sleep(self, is_over: Callable[[], bool], limit_s: float, waited_s: float) -> bool:
+        """Sleep until a peer rings or `limit_s` is over, unless something moves now: then True, at once."""
+        seen = self._mailbox.arm()
+        if self._advance():
+            return True
+        if not is_over():
+            self._mailbox.sleep(seen, limit_s, max(_SHORTEST_NAP_S, min(_NAP_S, waited_s / 20)))
+        return False
+
+    def _is_needed(self) -> bool:
+        """Whether there is something to move along, and no other thread that does so."""
+        return bool(self._transfers) and not self._drivers
+
     def _loop(self) -> None:
         """The thread: moves messages along while nobody waits for one."""
-        busy_at = look_at = time.monotonic()
+        needed_at = moved_at = look_at = time.monotonic()
         while not self._closed:
             now = time.monotonic()
-            if self._transfers:
-                busy_at = now
-            elif now - busy_at > _THREAD_RESTS_AFTER_S:
-                self._has_work.clear()
-                if not self._transfers and not self._closed:
-                    self._has_work.wait()
-                continue
-            moved = False
-            if self._transfers and not self._drivers:
-                moved = self._advance()
+            if self._is_needed():
+                needed_at = now
+                if self._advance():
+                    moved_at = now
                 if now >= look_at:
                     self._look()
-                    look_at = now + _LOOK_EVERY_S
-            if not moved:
-                time.sleep(_NAP_S)
+                    look_at = next_look(moved_at, now, threading.TIMEOUT_MAX)
+                if now - moved_at > _THREAD_NAPS_FOR_S:
+                    if self._sleep(lambda: not self._is_needed(), look_at - now, now - moved_at):
+                        moved_at = time.monotonic()
+                    continue
+            elif now - needed_at > _THREAD_RESTS_AFTER_S:
+                self._has_work.clear()
+                if not self._is_needed() and not self._closed:
+                    self._has_work.wait()
+                needed_at = moved_at = look_at = time.monotonic()
+                continue
+            time.sleep(_NAP_S if self._is_needed() else _IDLE_NAP_S)
 
     def _advance(self) -> bool:
         """Do what can be done now, unless another thread is at it. Whether something moved."""
@@ -279,7 +306,13 @@ class PointToPoint:
         """Not under the lock."""
         for transfer in transfers:
             conflict = transfer.operation.conflict
-            transfer.finish(None if conflict is None else self._mismatch(transfer.operation, conflict))
+            self._end(transfer, None if conflict is None else self._mismatch(transfer.operation, conflict))
+
+    def _end(self, transfer: Transfer, error: CollectiveError | None) -> None:
+        """Hand over the outcome, and wake the thread that waits for it if that is another one."""
+        transfer.finish(error)
+        if len(self._drivers) > (threading.get_ident() in self._drivers):
+            self._mailbox.wake_here()
 
     # ---- trouble -------------------------------------------------------------------------------------
 
@@ -305,7 +338,7 @@ class PointToPoint:
             self._lock.release()
         self._finish(finished)
         for transfer, trouble in failed:
-            transfer.finish(self._flight.repeat() if trouble is None else self._explain(transfer, trouble))
+            self._end(transfer, self._flight.repeat() if trouble is None else self._explain(transfer, trouble))
 
     def _gone(self, peers: Iterable[int]) -> dict[int, TroubleKind]:
         """Those of `peers` that will not send or receive any more."""
@@ -375,9 +408,10 @@ class PointToPoint:
         if has_lock:
             self._lock.release()
         self._has_work.set()
+        self._mailbox.wake_here()
         for transfer in transfers:
             name = self.name_of(transfer.operation)
-            transfer.finish(CollectiveAborted(f"{name}: the group was shut down before this had finished"))
+            self._end(transfer, CollectiveAborted(f"{name}: the group was shut down before this had finished"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_PATIENCE_S)
 

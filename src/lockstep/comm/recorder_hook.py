@@ -12,14 +12,11 @@ its hook for "cpu:lockstep,cuda:nccl" all the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from lockstep.torch_private.patching import wrap
+from lockstep.torch_private.patching import wrap_once
 
 __all__ = ["register"]
-
-_NAME = "_maybe_attach_flight_recorder"
 
 
 def _sparing(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,16 +27,9 @@ def _sparing(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
         if not hasattr(pg, "engine"):
             torchs_own(pg, *values, **options)
 
-    attach.knows_lockstep = True  # type: ignore[attr-defined]
     return attach
 
 
-def register(module: ModuleType) -> None:
-    """Spare our groups torch's flight recorder. Local; may be called again. Before torch 2.15 there is nothing to do.
-
-    Args:
-        module: `torch.distributed.distributed_c10d`.
-    """
-    torchs_own = getattr(module, _NAME, None)
-    if torchs_own is not None and not hasattr(torchs_own, "knows_lockstep"):
-        wrap(f"torch.distributed.distributed_c10d.{_NAME}", _sparing)
+def register() -> None:
+    """Spare our groups torch's flight recorder, which torch has from 2.15 on. Local; may be called again."""
+    wrap_once("torch.distributed.distributed_c10d._maybe_attach_flight_recorder", _sparing)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from lockstep.comm import gloo, monitored, old_shutdown, recorder_hook, torch_record, torch_version
+from lockstep.comm import gloo, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
 from lockstep.comm.mpi import name as mpi_name
 
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
@@ -58,10 +58,11 @@ def _register(module: ModuleType) -> None:
         if name not in backend.backend_list:
             backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     monitored.register(module)
+    mixed.register(module)
     mpi_name.register(module, MPI_BACKEND_NAME)
     torch_record.register(module)
-    recorder_hook.register(module)
-    old_shutdown.register(module)
+    recorder_hook.register()
+    old_shutdown.register()
     gloo.await_rest_at_exit()
     for registrar in _registrars:
         registrar(module)

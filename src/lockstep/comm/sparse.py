@@ -26,15 +26,15 @@ def check_sparse(tensor: torch.Tensor, op: Any) -> None:
     """Raise unless a sparse tensor can be reduced.
 
     Raises:
-        InputError: it is not on the CPU.
+        InputError: it is neither on the CPU nor on a GPU.
         InputTypeError: the operation is not SUM or AVG, or makes no sense for the dtype; or the tensor is complex.
     """
     base = base_of(tensor)
     if base is not None and base.is_complex():
         # torch.distributed hands over a real view of it, and entries added to the view do not reach the tensor.
         raise InputTypeError("all_reduce of complex sparse tensors is not possible in place; use .to_dense()")
-    if not tensor.is_cpu:
-        raise InputError(f"all_reduce: the lockstep group moves CPU tensors, got one on {tensor.device}")
+    if not tensor.is_cpu and not tensor.is_cuda:
+        raise InputError(f"all_reduce: the lockstep group moves tensors of the CPU and of CUDA, got {tensor.device}")
     if op_name(op) not in _OPS:
         raise InputTypeError(f"all_reduce of sparse tensors is {' or '.join(_OPS)}, got {op_name(op)}; use .to_dense()")
     find_kernel(op, tensor.dtype)
@@ -56,7 +56,7 @@ def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, 
         op: SUM or AVG.
         timeout_s: seconds until a rank that does not come is an error.
     """
-    own = tensor.detach().coalesce()
+    own = tensor.detach().cpu().coalesce()  # see [Note: staging]
     counts = torch.empty(team.world_size, dtype=torch.int64)
     places = [counts[rank : rank + 1] for rank in range(team.world_size)]
     algorithms.all_gather(team, places, torch.tensor([num_specified(own)]), timeout_s)
@@ -73,7 +73,7 @@ def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, 
         total.indices(), values.to(tensor.dtype), tensor.shape, check_invariants=True, is_coalesced=True
     )
     with torch.no_grad():
-        tensor.copy_(result)
+        tensor.copy_(result.to(tensor.device))
 
 
 def _gather(

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different groups: an error within half a second instead of at the deadline.
+"""Ranks that wait for each other in different groups: an error within a second instead of at the deadline.
 
 Fingerprints find ranks that come for different things in one group. If one rank calls group A and then B, and another B
 and then A, each waits in a group of its own, and nobody ever comes for the wrong thing. What shows is a circle: rank 0
@@ -60,7 +60,7 @@ class _Wait:
 
 
 class Standstill:
-    """Watches the waits of one group on one rank; called by its waiter every few milliseconds of a wait.
+    """Watches the waits of one group on one rank; called by its waiter in every look of a wait.
 
     Args:
         board: of the default group, which all ranks read; indexed by global rank.

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lockstep.comm.flight import describe_tensor
-from lockstep.errors import InputError, InputTypeError
+from lockstep.comm import staging
+from lockstep.comm.flight import Flight
+from lockstep.comm.wording import describe_tensor
+from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.torch_private.tensors import may_overlap
 
-__all__ = ["FlatTensor", "check_output", "check_pairs", "check_row", "check_tensor"]
+__all__ = ["FlatTensor", "check_exchange", "check_output", "check_pairs", "check_row", "check_tensor"]
 
 _STRIDED = torch.strided
 
@@ -24,18 +26,18 @@ _BYTES_ONLY = frozenset(
 
 
 def check_tensor(tensor: object, operation: str) -> torch.Tensor:
-    """A dense CPU tensor, or an error that says what is wrong with it.
+    """A dense tensor on the CPU or a GPU, or an error that says what is wrong with it.
 
     Raises:
         InputTypeError: not a tensor, or not a dense one of plain numbers.
-        InputError: not on the CPU.
+        InputError: on another device.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InputTypeError(f"{operation} takes tensors, got {type(tensor).__name__}: {tensor!r:.80}")
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and not tensor.is_cuda:
         raise InputError(
-            f"{operation}: the lockstep group moves CPU tensors, got one on {tensor.device}. Move it with .cpu(), or "
-            "let lockstep.init() choose the backend (nccl where there are GPUs)"
+            f"{operation}: the lockstep group moves tensors of the CPU and of CUDA, got one on {tensor.device}. "
+            "Move it with .cpu()"
         )
     if tensor.layout is not _STRIDED:
         raise InputTypeError(f"{operation} takes dense tensors, got layout {tensor.layout}; use .to_dense()")
@@ -102,23 +104,48 @@ def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[obje
         raise InputError(f"{operation}: got {len(outputs)} outputs for {len(inputs)} inputs; one for each")
 
 
+def check_exchange(flight: Flight, sent: torch.Tensor, expected: torch.Tensor) -> None:
+    """Numbers of elements between each pair of ranks, (sender, receiver), the same on all ranks: so all raise or none.
+
+    Raises:
+        CollectiveMismatch: a sender and a receiver disagree.
+    """
+    for sender, receiver in (sent != expected).nonzero().tolist():
+        raise CollectiveMismatch(
+            f"all_to_all: {flight.name(sender)} sends {int(sent[sender, receiver])} elements to "
+            f"{flight.name(receiver)}, which has room for {int(expected[sender, receiver])}. The input split "
+            "of a sender must equal the output split of the receiver",
+            (flight.global_rank(sender), flight.global_rank(receiver)),
+        )
+
+
 class FlatTensor:
-    """A tensor as flat contiguous memory: itself if it is that, else a copy to be written back.
+    """A tensor as flat contiguous memory of the host: itself if it is that, else a copy to be written back.
+
+    Args:
+        tensor: on the CPU or a GPU; see [Note: staging].
+        is_read: whether its values matter. False for what is overwritten as a whole, which then need not be copied
+            from a GPU.
 
     Attributes:
         tensor: the tensor, detached from autograd.
         flat: shape (numel,), of the tensor's dtype, or uint8 where torch cannot copy that.
     """
 
-    __slots__ = ("flat", "tensor")
+    __slots__ = ("_event", "flat", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, is_read: bool = True) -> None:
         # Detached, so that nothing below is recorded by autograd.
         self.tensor = plain = tensor.detach() if tensor.requires_grad else tensor
         if plain.is_complex() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
         if plain.dtype in _BYTES_ONLY:
             plain = plain.view(torch.uint8)
+        self._event = None
+        if not plain.is_cpu:  # not by is_cuda, which a stand-in of a rehearsal says of memory of the host
+            # Who writes back may be another thread, whose stream knows nothing of what is queued here.
+            self._event = staging.mark_now(plain.device)
+            plain = staging.host_memory(plain, is_read)
         plain = plain.contiguous()
         if plain.dim() == 1 and plain.stride(0) == 1:
             self.flat = plain
@@ -131,6 +158,8 @@ class FlatTensor:
     def write_back(self) -> None:
         """Copy the flat memory into the tensor if it is not the tensor's own."""
         if self.flat is not self.tensor and self.flat.data_ptr() != self.tensor.data_ptr():
+            if self._event is not None:
+                torch.cuda.current_stream(self.tensor.device).wait_event(self._event)
             if self.tensor.dtype in _BYTES_ONLY:
                 self.tensor.view(torch.uint8).copy_(self.flat.view(self.tensor.shape))
             else:

@@ -32,6 +32,7 @@ from lockstep import blackbox, env
 from lockstep.blackbox import CALL, FINISHED, NUMBER, RING, SITE, START
 from lockstep.comm import native_calls
 from lockstep.comm.callsite import CallSite, call_site, site_text
+from lockstep.comm.wording import describe_group, describe_tensor
 from lockstep.torch_private.patching import patch, wrap
 
 __all__ = ["register"]
@@ -160,7 +161,8 @@ def _record_of(group: Any) -> _Record:
         assert _module is not None
         ranks = sorted(_ranks_of(group))
         is_default = group is _module.GroupMember.WORLD
-        name = "the default group" if is_default else f"group {group.group_name} of ranks {ranks}"
+        # Only other groups are asked for torch's name.
+        name = describe_group("" if is_default else group.group_name, ranks, is_default)
         record = _records[group] = _Record(name)
     return record
 
@@ -181,7 +183,7 @@ def _describe(name: str, values: tuple[Any, ...]) -> str:
         first = first[0]
     if not hasattr(first, "dtype"):
         return f"{name}()"
-    return f"{name}({str(first.dtype).removeprefix('torch.')}{list(first.shape)})"
+    return f"{name}({describe_tensor(first)})"
 
 
 def _recorded(original: Callable[..., Any], name: str) -> Callable[..., Any]:

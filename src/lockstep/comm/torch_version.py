@@ -10,7 +10,7 @@ import re
 from lockstep.errors import SetupError
 from lockstep.log import get_logger, warn_once
 
-__all__ = ["NEWEST_TESTED", "OLDEST", "check_oldest", "drops_python_work", "warn_if_untested"]
+__all__ = ["NEWEST_TESTED", "OLDEST", "check_oldest", "drops_python_work", "release_of", "warn_if_untested"]
 
 OLDEST = (2, 6)
 NEWEST_TESTED = (2, 15)
@@ -26,7 +26,7 @@ def check_oldest(version: str) -> None:
     Raises:
         SetupError: older than `OLDEST`.
     """
-    if _release(version) < OLDEST:
+    if release_of(version) < OLDEST:
         raise SetupError(
             f"this is torch {version}; lockstep needs {_text(OLDEST)} or newer: pip install 'torch>={_text(OLDEST)}'"
         )
@@ -39,7 +39,7 @@ def warn_if_untested(version: str, rank: int) -> None:
         version: such as "2.16.0".
         rank: global; rank 0 warns.
     """
-    if rank == 0 and _release(version) > NEWEST_TESTED:
+    if rank == 0 and release_of(version) > NEWEST_TESTED:
         warn_once(
             get_logger(__name__),
             f"torch {version} is newer than {_text(NEWEST_TESTED)}, the newest that this lockstep was tested with. "
@@ -55,11 +55,11 @@ def drops_python_work(version: str) -> bool:
     Args:
         version: such as "2.6.0".
     """
-    return _release(version) < (2, 11)
+    return release_of(version) < (2, 11)
 
 
-def _release(version: str) -> tuple[int, int]:
-    """Major and minor number; a version that has none counts as tested."""
+def release_of(version: str) -> tuple[int, int]:
+    """Major and minor number of a version such as "2.13.0+cpu"; one that has none counts as tested. Local."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else NEWEST_TESTED
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 from torch.futures import Future
 
+from lockstep.comm import staging
 from lockstep.comm.torch_version import drops_python_work
 from lockstep.errors import CollectiveAborted, CollectiveTimeout
 from lockstep.torch_private.stores import Work as _TorchWork
@@ -19,6 +20,11 @@ from lockstep.torch_private.stores import Work as _TorchWork
 __all__ = ["DoneWork", "PendingWork", "Runner"]
 
 Result = list[torch.Tensor]
+
+
+def _devices(result: Result) -> list[int | str | torch.device] | None:
+    """What torch wants to be told of a future: the GPUs of its tensors."""
+    return [*staging.cuda_devices(result)] or None
 
 
 class DoneWork(_TorchWork):
@@ -54,7 +60,7 @@ class DoneWork(_TorchWork):
 
     def get_future(self) -> Future[Result]:
         """A finished future with the tensors."""
-        future: Future[Result] = Future()
+        future: Future[Result] = Future(devices=_devices(self._result))
         future.set_result(self._result)
         return future
 
@@ -169,7 +175,7 @@ class PendingWork(_TorchWork):
         with self._lock:
             if self._future is not None:
                 return self._future
-            trigger: Future[None] = Future()
+            trigger: Future[None] = Future(devices=_devices(self._result))
             self._future = trigger.then(self._outcome)
             already_finished = self._finished.is_set()
             if not already_finished:

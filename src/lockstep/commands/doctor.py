@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
@@ -11,8 +12,9 @@ from lockstep.commands.parsing import Parser
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Look at this machine: what is there for training, what is missing, and what to do about it. With --capabilities run
-every verb of torch.distributed on every backend and device there is, on two ranks, and print which work: half a minute.
+Look at this machine: what is there for training, what is missing, and the command that brings it. Two ranks meet for
+a moment. With --capabilities run every verb of torch.distributed on every backend and device there is, on two ranks,
+and print which work: half a minute.
 """
 
 
@@ -33,21 +35,26 @@ def main(arguments: Sequence[str]) -> int:
         "--classic", action="store_true", help="with --capabilities: only the rows of PyTorch's own table"
     )
     parser.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="of --capabilities")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args(arguments)
-    return _show_capabilities(options.format, options.classic) if options.capabilities else _show_findings()
+    if options.capabilities:
+        return _show_capabilities("json" if options.json else options.format, options.classic)
+    return _show_findings(options.json)
 
 
-def _show_findings() -> int:
+def _show_findings(as_json: bool) -> int:
     from lockstep.tools.doctor import examine
 
-    is_well = True
+    findings = []
     for finding in examine():
-        mark = "ok" if not finding.remedy else ("MISSING" if finding.is_needed else "look")
-        print(f"{mark:8} {finding.subject:14} {finding.text}")
-        if finding.remedy:
-            print(f"{'':8} {'':14} -> {finding.remedy}")
-        is_well = is_well and not (finding.remedy and finding.is_needed)
-    return 0 if is_well else 1
+        findings.append(finding)
+        if not as_json:
+            print(f"{finding.status.replace('missing', 'MISSING'):8} {finding.subject:15} {finding.text}", flush=True)
+            for line in filter(None, (finding.remedy, finding.command and f"$ {finding.command}")):
+                print(f"{'':8} {'':15} -> {line}")
+    if as_json:
+        print(json.dumps([finding.as_dict() for finding in findings], indent=2))
+    return 1 if any(finding.status == "missing" for finding in findings) else 0
 
 
 def _show_capabilities(form: str, is_classic: bool) -> int:

@@ -42,7 +42,7 @@ from lockstep.compat.horovod.runner import is_this_host, parse_hosts
 from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.errors import InputError, LaunchError
 from lockstep.launch.config import LaunchConfig
-from lockstep.launch.output import say
+from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main", "plan"]

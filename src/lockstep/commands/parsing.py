@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
 
-__all__ = ["Parser", "add_grace", "add_nproc", "split_at_script", "suggest"]
+__all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "split_at_script", "suggest"]
+
+NPROC_OPTIONS = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 class Parser(argparse.ArgumentParser):
     """Errors in one line, through the same door as all others."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ", 1)[0].split("=", 1)[0]
+        if unknown.startswith("-"):
+            message += suggest(unknown, re.findall(r"(?<!\S)--?[a-z][a-z_-]*", self.format_help()))
         raise LaunchError(f"{message}; see `{self.prog} --help`")
 
 
 def add_nproc(parser: argparse._ActionsContainer) -> None:
-    """`--nproc`, in every spelling that launchers have."""
+    """`--nproc`, in every spelling that launchers have; None where it is not given."""
     parser.add_argument(
-        "--nproc",
-        "--nproc-per-node",
-        "--nproc_per_node",
+        *NPROC_OPTIONS,
         dest="nproc",
         metavar="N",
-        default="auto",
         help="number of processes; auto (default): one per GPU, or one per core where there is no GPU",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lockstep.commands.parsing import Parser, add_grace, split_at_script
+from lockstep.commands.parsing import NPROC_OPTIONS, Parser, add_grace, split_at_script
 from lockstep.errors import LaunchError
 from lockstep.tools.rehearse.rehearsal import Rehearsal, rehearse
 
@@ -40,7 +40,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        *("--nproc", "--nproc-per-node", "--nproc_per_node"),
+        *NPROC_OPTIONS,
         dest="nproc",
         type=int,
         metavar="N",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 
 from lockstep import env
-from lockstep.commands.parsing import Parser, add_grace, add_nproc, split_at_script
+from lockstep.commands.parsing import NPROC_OPTIONS, Parser, add_grace, add_nproc, split_at_script
 from lockstep.compat.legacy import choice
 from lockstep.launch import slurm
-from lockstep.launch.config import LaunchConfig
-from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from
+from lockstep.launch.config import LaunchConfig, resolve_nproc
+from lockstep.launch.environment import visible_gpus
+from lockstep.launch.hosts.options import add_arguments, hosts_from
+from lockstep.launch.hosts.start import start_on_hosts
 from lockstep.launch.mpi import is_rank_of_mpirun, run_as_rank
+from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main"]
@@ -22,6 +26,7 @@ _FLAGS = frozenset(
         "-m",
         "--module",
         "--no-prefix",
+        "--all-bars",
         "-h",
         "--help",
         "--slurm",
@@ -84,6 +89,11 @@ def _make_run_parser() -> Parser:
         action="store_false",
         help="let the ranks write to the terminal themselves, without `[rank]` before each line",
     )
+    parser.add_argument(
+        "--all-bars",
+        action="store_true",
+        help="on a terminal, show the progress bars of all ranks while they move, and not only rank 0's",
+    )
     output.add_argument("--log-dir", metavar="DIR", help="write the output to DIR/rank<r>.log, one file per rank")
     parser.add_argument(
         "--max-restarts",
@@ -142,9 +152,32 @@ def main(arguments: Sequence[str]) -> int:
     given["environment"] = variables = env.snapshot()
     choice.tell_ranks(variables, given.pop("compat", None), script, chosen.is_module, script_arguments)
     if hosts is not None:
-        return _run_on_hosts(LaunchConfig(target=script, args=script_arguments, **given), hosts)
+        return start_on_hosts(LaunchConfig(target=script, args=script_arguments, **given), hosts)
     slurm.warn_of_other_tasks()
-    return launch_job(LaunchConfig(target=script, args=script_arguments, **given))
+    config = LaunchConfig(target=script, args=script_arguments, **given)
+    config.check()
+    if not str(config.nproc).isdigit():
+        _announce_number(config)
+    return launch_job(config)
+
+
+def _announce_number(config: LaunchConfig) -> None:
+    """Say how many ranks there will be where nobody has named a number, and what was perhaps meant to name it."""
+    variables = config.environment or {}
+    number = resolve_nproc(config.nproc, variables)
+    each = "GPU" if config.nproc != "cpu" and visible_gpus(variables) > 0 else "core"
+    say(f"lockstep: {number} {'rank' if number == 1 else 'ranks'}, one per {each}; --nproc N for another number\n")
+    for place, word in enumerate(config.args):
+        name, equals, _ = word.partition("=")
+        if name in NPROC_OPTIONS:
+            words = config.args[place : place + 1 if equals else place + 2]
+            rest = config.args[:place] + config.args[place + len(words) :]
+            target = (*(["-m"] if config.is_module else []), config.target)
+            say(
+                f"lockstep: `{shlex.join(words)}` stands behind the script and is the script's own; did you mean "
+                f"`lockstep run {shlex.join((*words, *target, *rest))}`?\n"
+            )
+            return
 
 
 def _run_as_rank_of_mpirun(
@@ -155,19 +188,6 @@ def _run_as_rank_of_mpirun(
     if chosen.compat is not None:
         env.LOCKSTEP_COMPAT.set(chosen.compat)
     return run_as_rank(script, script_arguments, is_module=chosen.is_module, given=given)
-
-
-def _run_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
-    # Not before: it imports torch, for which the ranks of one host need not wait. torch reads this variable now and
-    # never again; without it a lost connection is a C++ stack on the terminal, on top of what is said here.
-    is_set = env.TORCH_CPP_LOG_LEVEL.get() is not None
-    if not is_set:
-        env.TORCH_CPP_LOG_LEVEL.set("ERROR")
-    from lockstep.launch.hosts.job import launch_on_hosts
-
-    if not is_set:
-        env.TORCH_CPP_LOG_LEVEL.unset()  # The ranks have torch's own default.
-    return launch_on_hosts(config, hosts)
 
 
 def _run_on_slurm(options: Sequence[str], script: str | None, script_arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from lockstep.commands.parsing import Parser, add_grace, add_nproc, suggest
-from lockstep.errors import LaunchError
+from lockstep.errors import InputError, LaunchError
 from lockstep.launch import slurm
 from lockstep.launch.command import USAGE_CODE
 from lockstep.launch.config import LaunchConfig
@@ -14,7 +14,7 @@ from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main"]
 
-_RECIPES = {"digits": "lockstep.recipes.digits"}
+_RECIPES = {"digits": "lockstep.recipes.digits", "imagenet": "lockstep.recipes.imagenet"}
 
 _OVERVIEW = """\
 usage: lockstep train <recipe> [options]
@@ -45,17 +45,28 @@ def main(arguments: Sequence[str]) -> int:
     add_nproc(group)
     add_grace(group)
     whole = Parser(prog=f"lockstep train {name}", parents=[launcher], allow_abbrev=False)
-    importlib.import_module(_RECIPES[name]).add_arguments(whole)
-    whole.parse_args(options)  # Says now, and once, what every rank would say; and shows the help.
+    recipe = importlib.import_module(_RECIPES[name])
+    recipe.add_arguments(whole)
+    given = whole.parse_args(options)  # Says now, and once, what every rank would say; and shows the help.
     chosen, recipe_options = launcher.parse_known_args(options)
+    nproc: int | str | None = chosen.nproc or "auto"
+    if hasattr(recipe, "start"):  # it has other ways to start than this launcher
+        try:
+            start = recipe.start(given, nproc)
+        except InputError as mistake:
+            raise LaunchError(str(mistake)) from mistake
+        nproc, recipe_options = start.nproc, [*start.extra, *recipe_options]
+    if nproc is None:
+        return int(recipe.main(given))
     slurm.warn_of_other_tasks()
     return launch_job(
         LaunchConfig(
             target=_RECIPES[name],
             args=tuple(recipe_options),
-            nproc=chosen.nproc,
+            nproc=nproc,
             grace_s=chosen.grace_s,
             is_module=True,
             prefix=False,
+            explained_code=USAGE_CODE,
         )
     )

@@ -20,6 +20,7 @@ from lockstep.data.checks import (
     check_workers,
 )
 from lockstep.data.device import DeviceIterator, check_device
+from lockstep.data.handover import CollateAndPack
 from lockstep.data.iteration import EpochIterator, Progress, RankBatchSampler
 from lockstep.data.order import Order, Plan, Schedule, draw_order, shuffled_order
 from lockstep.data.place import check_place, find_place
@@ -300,6 +301,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         view.worker_init_fn = WorkerInit(self.worker_init_fn)
         if isinstance(source, TensorSource):
             view.collate_fn = identity
+        if self.num_workers > 0:
+            view.collate_fn = CollateAndPack(view.collate_fn)
         return iterator_of(view)
 
     def _source(self) -> Source | TensorSource:

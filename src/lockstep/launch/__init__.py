@@ -2,19 +2,22 @@
 
 General layout, from the bottom up:
 
+* `support`: whether processes can be started and watched here.
 * `guardian`: finds and kills every process of a job; also the program that does so when
   the launcher itself was killed.
 * `rendezvous`: the private folder and the port of one attempt.
 * `environment`: the variables that each rank gets.
-* `report`, `verdict`: how a failing rank says why, and which failure was the first.
-* `output`: many ranks, one terminal.
+* `report`, `verdict`, `headline`: how a failing rank says why, which failure was the first, and its one line.
+* `positions`, `stacks`: where every rank is, from its black box, and from py-spy.
+* `streams`, `terminal`, `screen`, `output`: the lines of each rank, and many ranks on one terminal.
 * `signals`, `process`, `attempt`: one start of all ranks, from the first fork to the last process gone.
 * `logs`, `crew`: the ranks of one attempt on this host, with what they say and how they end.
 * `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.
-* `worker`: what runs inside a rank before the user's script does.
+* `worker`: what runs inside a rank before the user's script does; `program`: a rank that is no Python script.
 * `payload`, `spawn`: the same for a Python function.
-* `slurm`: the same script as a job of a cluster.
-* `cli`: the `lockstep` command.
+* `hosts`: a job on several hosts. A package with a map of its own; parts of it import torch, when they are called.
+* `slurm`: the same script as a job of a cluster; `mpi`: ranks that mpirun has started.
+* `command`, `cli`: how every command line ends, and the `lockstep` command.
 
 Names resolve lazily, because a rank imports this package on its way to the user's script.
 """

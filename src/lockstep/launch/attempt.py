@@ -111,6 +111,11 @@ class Attempt:
         """Ranks that exited with another code than 0, or announced that an exception went through."""
         return self._announced | {rank for rank, ended in self.exits.items() if ended.code != 0}
 
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether no rank has failed, and nobody was told to stop."""
+        return self._phase is Phase.RUNNING and not self.failed_ranks
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Watch the ranks until all have exited, ending them where need be.
 

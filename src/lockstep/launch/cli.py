@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import lockstep
 from lockstep.commands.parsing import suggest
 from lockstep.errors import LaunchError
+from lockstep.launch import support
 from lockstep.launch.command import USAGE_CODE, exit_code_of
 
 __all__ = ["main"]
@@ -20,11 +21,12 @@ __all__ = ["main"]
 
 @dataclass(frozen=True)
 class _Command:
-    """A command: the module whose `main` it is, and how the overview presents it."""
+    """A command: the module whose `main` it is, how the overview presents it, and whether it starts processes."""
 
     module: str
     summary: str
     example: str
+    starts: bool = True
 
 
 _COMMANDS = {
@@ -49,8 +51,14 @@ _COMMANDS = {
     "train": _Command(
         "lockstep.commands.train", "train a recipe that comes with it", "lockstep train digits --nproc 2"
     ),
+    "data": _Command(
+        "lockstep.commands.data", "draw images to try a recipe with", "lockstep data make-imagenet shapes", starts=False
+    ),
     "doctor": _Command(
-        "lockstep.commands.doctor", "look at this machine, or at every verb", "lockstep doctor --capabilities"
+        "lockstep.commands.doctor",
+        "look at this machine, or at every verb",
+        "lockstep doctor --capabilities",
+        starts=False,
     ),
 }
 
@@ -90,6 +98,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
         is_script = name.endswith(".py")
         hint = f", did you mean `lockstep run {name}`?" if is_script else suggest(name, _COMMANDS)
         raise LaunchError(f"there is no command {name!r}{hint}; there are: {', '.join(_COMMANDS)}")
+    if _COMMANDS[name].starts:
+        support.check()  # first, because some of its modules cannot even be imported elsewhere
     exit_code: int = importlib.import_module(_COMMANDS[name].module).main(rest)
     return exit_code
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.errors import SetupError
-from lockstep.launch.output import say
+from lockstep.launch.screen import say
 
 __all__ = ["USAGE_CODE", "exit_code_of"]
 

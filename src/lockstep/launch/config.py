@@ -28,6 +28,7 @@ class LaunchConfig:
         nproc: number of ranks, "auto" (GPUs if there are any, else cores), "gpu" or "cpu".
         is_module: `target` is a module, run as `python -m` does.
         prefix: put `[rank] ` before every line. False: ranks write to the launcher's own stdout and stderr.
+        all_bars: on a terminal, show the moving progress bars of all ranks, and not only of the first.
         log_dir: folder for one file per rank, rank<r>.log, which then gets stdout and stderr. Made if missing.
         max_restarts: how often to start all ranks again after a failure.
         grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL.
@@ -39,6 +40,7 @@ class LaunchConfig:
         local_rank_option: spelling of an option, such as `--local_rank`; each rank gets it with its local rank before
             `args`. None for no such option.
         on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
+        explained_code: exit code by which ranks say that they have told the user what is wrong: no verdict follows.
         tells_unjoined: say at a good end that several ranks imported torch and none of them joined a process group.
     """
 
@@ -47,6 +49,7 @@ class LaunchConfig:
     nproc: int | str = "auto"
     is_module: bool = False
     prefix: bool = True
+    all_bars: bool = False
     log_dir: str | None = None
     max_restarts: int = 0
     grace_s: float = 5.0
@@ -57,6 +60,7 @@ class LaunchConfig:
     environment: Mapping[str, str] | None = None
     local_rank_option: str | None = None
     on_end: Callable[[Path], None] | None = None
+    explained_code: int | None = None
     tells_unjoined: bool = True
 
     @property

@@ -23,11 +23,12 @@ from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.guardian import Guardian
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.output import Relay, say
-from lockstep.launch.positions import Place, format_table, look
+from lockstep.launch.output import Relay
+from lockstep.launch.positions import Place, describe_places, format_table, look
 from lockstep.launch.process import RankCommand, worker_command_line
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.report import ErrorReport, read_reports
+from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
 from lockstep.launch.verdict import Failure, find_first_failure
@@ -35,7 +36,7 @@ from lockstep.launch.verdict import Failure, find_first_failure
 __all__ = ["Crew", "Outcome", "end_without_reader"]
 
 # What a program exits with whose reader went away.
-_BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
+_BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 _DRAIN_TIMEOUT_S = 5.0
 
 
@@ -82,7 +83,7 @@ class Crew:
             stack.callback(rendezvous.remove)
             guardian.watch_folder(str(rendezvous.folder))
             self.folder: Path = rendezvous.folder
-            self._relay = Relay() if config.prefix and logs is None else None
+            self._relay = Relay(all_bars=config.all_bars) if config.prefix and logs is None else None
             if self._relay is not None:
                 stack.callback(self._relay.close)
             self.attempt = Attempt(rendezvous, guardian, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
@@ -159,12 +160,24 @@ class Crew:
                 say(format_table(look(self.folder, self.attempt.pids)))
                 continue
             if number != signal.SIGTSTP:
+                if self.attempt.is_undisturbed:
+                    self._tell_of_interrupt(number)
                 self.attempt.interrupt(number)
                 continue
             # The ranks are not in the terminal's session, so Ctrl-Z reaches only us.
             self.attempt.pause()
             os.kill(os.getpid(), signal.SIGSTOP)
             self.attempt.resume()
+
+    def _tell_of_interrupt(self, number: int) -> None:
+        """One sentence: what came, how to be quicker, and where the ranks were."""
+        is_key = number == signal.SIGINT
+        places = describe_places(look(self.folder, self.attempt.pids))
+        say(
+            ("\n" if is_key and os.isatty(2) else "")  # behind the terminal's ^C
+            + f"lockstep: {'Ctrl-C' if is_key else signal.Signals(number).name}: the ranks were told to stop, and have "
+            f"{self._config.grace_s:g} s (again to end at once){f'; {places}' if places else ''}\n"
+        )
 
     def _on_failure(self) -> None:
         self.places = look(self.folder, self.attempt.pids)

@@ -10,6 +10,7 @@ On top of the launcher's own environment, every rank has
   `TORCHELASTIC_USE_AGENT_STORE=False`, `TORCHELASTIC_ERROR_FILE`: as torchrun sets them;
 * `OMP_NUM_THREADS`: cores divided by ranks of this host, at least 1; only if it is not set already;
 * `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt on this host;
+* `LOCKSTEP_SHOWS_ERRORS=True`: the launcher shows what a rank raises, so that it need not; only if that is so;
 * `LOCKSTEP_PARENT_PID`: the launcher; a rank that finds another parent exits;
 * `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of;
 * `HOROVOD_RANK`, `HOROVOD_SIZE` and the others that horovodrun sets, if the launcher's environment has HOROVOD_SIZE.
@@ -35,8 +36,10 @@ def new_job_id() -> str:
 
 
 def visible_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may run on; all of the machine's where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
@@ -89,6 +92,7 @@ class AttemptEnvironment:
         local_world_size: number of ranks of this host; None: all ranks are here.
         node_rank: number of this host.
         num_nodes: number of hosts.
+        shows_errors: the launcher shows what ranks raise.
         run_id: TORCHELASTIC_RUN_ID, the same on all hosts; None for the job's id.
     """
 
@@ -104,6 +108,7 @@ class AttemptEnvironment:
     local_world_size: int | None = None
     node_rank: int = 0
     num_nodes: int = 1
+    shows_errors: bool = False
     run_id: str | None = None
 
     @property
@@ -133,6 +138,9 @@ class AttemptEnvironment:
         env.TORCHELASTIC_USE_AGENT_STORE.set("False", variables)
         env.TORCHELASTIC_ERROR_FILE.set(str(self.folder / f"torchelastic-rank{rank}.json"), variables)
         env.LOCKSTEP_RENDEZVOUS.set(str(self.folder), variables)
+        env.LOCKSTEP_SHOWS_ERRORS.unset(variables)
+        if self.shows_errors:
+            env.LOCKSTEP_SHOWS_ERRORS.set(True, variables)
         env.LOCKSTEP_PARENT_PID.set(os.getpid(), variables)
         outer = env.LOCKSTEP_JOB.get(variables)
         env.LOCKSTEP_JOB.set(f"{outer}:{self.job}" if outer else self.job, variables)

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterable
 
 from lockstep.errors import LaunchError
-from lockstep.launch.output import say, write_all
+from lockstep.launch.screen import say, write_all
 
 __all__ = ["LogFolder"]
 
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class LogFolder:

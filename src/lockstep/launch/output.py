@@ -1,7 +1,8 @@
 """Many ranks, one terminal: every line whole and with its rank in front.
 
-Each rank writes into two pipes. One thread reads them all and writes to the launcher's own
-stdout and stderr. It is a thread so that a slow reader at the other end (a pager, a stopped
+Each rank writes into two pipes, or, where the launcher's output is a terminal, into a pseudo terminal
+(`terminal.py`), so that it finds one, too, and prints in colour. One thread reads them all and writes to the
+launcher's own stdout and stderr. It is a thread so that a slow reader at the other end (a pager, a stopped
 terminal) holds back the ranks' output, as it would hold back a single process, and never
 the launcher's watch over them.
 
@@ -10,151 +11,36 @@ Rules for a stream of bytes, of whatever encoding:
 * A line is passed on when its newline has arrived, in one write. What is left at the end gets a newline.
 * A carriage return makes the text before it provisional, as in a progress bar. A terminal shows
   it and lets the next text overwrite it; a file or pipe gets the final state, and what the
-  bar shows every few seconds.
+  bar shows every few seconds. On a terminal only the first rank's bars move, unless all are asked for:
+  there is one line for them, in which they would take turns.
 * A line of more than a megabyte is passed on in pieces, so memory stays bounded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import select
 import selectors
 import threading
 import time
+from typing import TextIO
 
-__all__ = ["Relay", "say", "write_all"]
+from lockstep.launch.screen import FileSink, Screen, Sink
+from lockstep.launch.streams import PARTIAL_S, Stream, TerminalStream
+from lockstep.launch.terminal import fit, open_terminal
 
-_CHUNK_BYTES = 64 * 1024
-_MAX_LINE_BYTES = 1024 * 1024
-_PROGRESS_INTERVAL_S = 5.0
-_ERASE_REST = b"\x1b[K"
+__all__ = ["Relay"]
 
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write everything, waiting as long as the reader needs, also where `fd` is non-blocking.
-
-    Raises:
-        OSError: the other end is gone or the disk is full.
-    """
-    view = memoryview(data)
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    while view:
-        with contextlib.suppress(BlockingIOError):
-            view = view[os.write(fd, view) :]
-            continue
-        poll.poll()
+_FIT_INTERVAL_S = 1.0
 
 
-def say(text: str) -> None:
-    """Write to stderr past Python's buffers; without a reader there is nobody to tell."""
-    with contextlib.suppress(OSError):
-        write_all(2, text.encode("utf-8", "backslashreplace"))
+def _prefix_columns(rank: int) -> int:
+    """Of the prefix, and one more: a line that ends at the edge of a terminal is not erased cleanly."""
+    return len(f"[{rank}] ") + 1
 
 
-class _Screen:
-    """Whether the cursor stands at the start of a provisional line. Shared by stdout and stderr on one terminal."""
-
-    def __init__(self) -> None:
-        self.is_dirty = False
-
-
-class _Sink:
-    """Where lines go: the launcher's stdout or stderr."""
-
-    def __init__(self, fd: int, screen: _Screen) -> None:
-        self.fd = fd
-        self.screen = screen
-        self.error: OSError | None = None
-        try:
-            self.is_terminal = os.isatty(fd)
-        except OSError:
-            self.is_terminal = False
-
-    def write(self, data: bytes) -> None:
-        """Write, or drop it if this sink is broken."""
-        if self.error is None and data:
-            try:
-                write_all(self.fd, data)
-            except OSError as error:
-                self.error = error
-
-    def write_lines(self, prefix: bytes, lines: list[bytes]) -> None:
-        """Write complete lines, each given without its newline."""
-        if not lines:
-            return
-        first_end = _ERASE_REST + b"\n" if self.screen.is_dirty else b"\n"
-        self.screen.is_dirty = False
-        self.write(prefix + lines[0] + first_end + b"".join(prefix + line + b"\n" for line in lines[1:]))
-
-    def write_provisional(self, prefix: bytes, text: bytes) -> None:
-        """Show text on a terminal that the next write overwrites."""
-        self.screen.is_dirty = True
-        self.write(prefix + text + _ERASE_REST + b"\r")
-
-
-class _Stream:
-    """One pipe from one rank: bytes in, lines out."""
-
-    def __init__(self, rank: int, fd: int, sink: _Sink) -> None:
-        self.fd = fd
-        self.sink = sink
-        self._prefix = f"[{rank}] ".encode()
-        self._pending = b""
-        self._shown_at = time.monotonic()
-
-    def read(self) -> bool:
-        """Take what is there; False once the rank has closed it."""
-        try:
-            chunk = os.read(self.fd, _CHUNK_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            chunk = b""
-        if chunk:
-            self._feed(chunk)
-        return bool(chunk)
-
-    def drain(self) -> None:
-        """Take everything that is there now, and end the last line."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.fd, _CHUNK_BYTES):
-                self._feed(chunk)
-        rest = _final_state(self._pending)
-        self._pending = b""
-        if rest.strip():  # A finished progress bar may have wiped itself with spaces.
-            self.sink.write_lines(self._prefix, [rest])
-
-    def _feed(self, chunk: bytes) -> None:
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
-        self.sink.write_lines(self._prefix, [_final_state(line) for line in lines])
-        if b"\r" in self._pending:
-            self._show_progress()
-        if len(self._pending) > _MAX_LINE_BYTES:
-            self.sink.write_lines(self._prefix, [_final_state(self._pending)])
-            self._pending = b""
-
-    def _show_progress(self) -> None:
-        text = _final_state(self._pending)
-        # Only the last state matters from here on; whatever it overwrote is forgotten.
-        self._pending = text + b"\r" if self._pending.endswith(b"\r") else b"\r" + text
-        if not text:
-            return
-        now = time.monotonic()
-        if self.sink.is_terminal:
-            self.sink.write_provisional(self._prefix, text)
-        elif now - self._shown_at >= _PROGRESS_INTERVAL_S:
-            self.sink.write_lines(self._prefix, [text])
-            self._shown_at = now
-
-
-def _final_state(line: bytes) -> bytes:
-    """What a line with carriage returns shows in the end."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+def _open_sink(target: int | TextIO) -> Sink:
+    return Sink(target, Screen()) if isinstance(target, int) else FileSink(target)
 
 
 def _same_terminal(first: int, second: int) -> bool:
@@ -171,20 +57,24 @@ class Relay:
     and, when `done_fd` is readable, `close`.
 
     Args:
-        stdout: file descriptor that the ranks' stdout goes to.
-        stderr: file descriptor that the ranks' stderr goes to.
+        stdout: what the ranks' stdout goes to: a file descriptor, or a text stream that has none.
+        stderr: what the ranks' stderr goes to.
+        all_bars: where lines can be overwritten, show the bars of all ranks, and not only of the first attached.
 
     Attributes:
         broken_fd: readable once stdout or stderr cannot be written any more.
         done_fd: readable once everything has been passed on after `finish`.
     """
 
-    def __init__(self, stdout: int = 1, stderr: int = 2) -> None:
-        screen = _Screen()
-        self._stdout = _Sink(stdout, screen)
-        self._stderr = _Sink(stderr, screen if _same_terminal(stdout, stderr) else _Screen())
+    def __init__(self, stdout: int | TextIO = 1, stderr: int | TextIO = 2, *, all_bars: bool = False) -> None:
+        self._all_bars = all_bars
+        self._stdout = _open_sink(stdout)
+        self._stderr = _open_sink(stderr)
+        if isinstance(stdout, int) and isinstance(stderr, int) and _same_terminal(stdout, stderr):
+            self._stderr.screen = self._stdout.screen
         self._writers: list[int] = []
-        self._streams: list[_Stream] = []
+        self._streams: list[Stream] = []
+        self._first_rank = -1
         self._finish_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self.broken_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self.done_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -197,13 +87,24 @@ class Relay:
         return self._stdout.error or self._stderr.error
 
     def attach(self, rank: int) -> tuple[int, int]:
-        """New pipes for a rank: the file descriptors for its stdout and its stderr."""
-        for sink in (self._stdout, self._stderr):
-            read_fd, write_fd = os.pipe()
-            os.set_blocking(read_fd, False)
-            self._streams.append(_Stream(rank, read_fd, sink))
-            self._writers.append(write_fd)
-        return self._writers[-2], self._writers[-1]
+        """Where a rank writes to: the file descriptors for its stdout and its stderr."""
+        has_bars = self._all_bars or not self._streams or self._first_rank == rank
+        if has_bars and not self._all_bars:
+            self._first_rank = rank
+        stdout = self._open(rank, self._stdout, has_bars)
+        if self._stdout.screen is self._stderr.screen and isinstance(self._streams[-1], TerminalStream):
+            self._writers.append(os.dup(stdout))  # what it writes stays in its order
+            return stdout, self._writers[-1]
+        return stdout, self._open(rank, self._stderr, has_bars)
+
+    def _open(self, rank: int, sink: Sink, has_bars: bool) -> int:
+        ends = open_terminal(sink.fd, _prefix_columns(rank)) if sink.is_terminal else None
+        kind = Stream if ends is None else TerminalStream
+        read_fd, write_fd = ends or os.pipe()
+        os.set_blocking(read_fd, False)
+        self._streams.append(kind(rank, read_fd, sink, has_bars=has_bars))
+        self._writers.append(write_fd)
+        return write_fd
 
     def close_writers(self) -> None:
         """All ranks are started: from now on only they hold the write ends. Starts the thread."""
@@ -211,6 +112,15 @@ class Relay:
             os.close(fd)
         self._writers.clear()
         self._thread.start()
+
+    def end(self, timeout_s: float) -> None:
+        """All ranks are gone: pass on the rest, for so long at most, and release everything."""
+        if self._thread.ident is not None:
+            self.finish()
+            poll = select.poll()
+            poll.register(self.done_fd, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+        self.close()
 
     def finish(self) -> None:
         """All ranks are gone: pass on what is still in the pipes, then make `done_fd` readable."""
@@ -244,14 +154,29 @@ class Relay:
 
     def _pass_on(self, selector: selectors.BaseSelector) -> None:
         """Until `finish` is called; a wait without a deadline, as the supervisor always calls it."""
+        fitted_at = time.monotonic()
         while True:
-            for key, _ in selector.select():
-                stream: _Stream | None = key.data
+            has_partial = any(stream.has_partial for stream in self._streams)
+            ready = selector.select(PARTIAL_S if has_partial else None)
+            for key, _ in ready:
+                stream: Stream | None = key.data
                 if stream is None:
                     return
                 if not stream.read():
                     selector.unregister(stream.fd)
                 self._announce_breakage()
+            if not ready:
+                for stream in self._streams:
+                    stream.show_partial()
+            if time.monotonic() - fitted_at >= _FIT_INTERVAL_S:
+                fitted_at = time.monotonic()
+                self._fit()
+
+    def _fit(self) -> None:
+        """Tell the ranks' terminals how wide ours is by now."""
+        for stream in self._streams:
+            if isinstance(stream, TerminalStream):
+                fit(stream.fd, stream.sink.fd, _prefix_columns(stream.rank))
 
     def _announce_breakage(self) -> None:
         if self.error is not None and not self._is_broken:

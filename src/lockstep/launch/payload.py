@@ -12,9 +12,12 @@ back as pickles in the attempt's private folder (mode 0700): written by our own 
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
+import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from multiprocessing import context, process, resource_tracker, spawn
 from multiprocessing.reduction import ForkingPickler
@@ -24,6 +27,9 @@ from lockstep import env
 from lockstep.errors import InputTypeError, LaunchError
 
 __all__ = ["PackedCall", "check_main_is_ready", "load_exception", "load_result", "run_call"]
+
+# Of files that IPython runs, which Python does not.
+_CELL_SUFFIXES = (".ipy", ".ipynb")
 
 
 class _DupFd:
@@ -66,14 +72,41 @@ def _name_of(fn: Callable[..., object]) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-def _check_importable(fn: Callable[..., object]) -> None:
+def _is_interactive() -> bool:
+    """Whether nobody can import the main module: a notebook, a session, `python -c`, a file of cells."""
     main = sys.modules["__main__"]
-    is_interactive = getattr(main, "__file__", None) is None and getattr(main, "__spec__", None) is None
-    if is_interactive and getattr(fn, "__module__", None) == "__main__":
+    file = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is None and (file is None or file.endswith(_CELL_SUFFIXES))
+
+
+def _pickler_by_value(fn: Callable[..., object]) -> Callable[[object], bytes] | None:
+    """What pickles things of the main module by value; None if nothing needs that, or nobody can.
+
+    Raises:
+        InputTypeError: `fn` needs it, and cloudpickle is not installed.
+    """
+    if not _is_interactive():
+        return None
+    try:
+        import cloudpickle
+    except ImportError:
+        if getattr(fn, "__module__", None) != "__main__":
+            return None
         raise InputTypeError(
             f"{_name_of(fn)} was defined interactively, so the ranks, which are new interpreters, cannot import it; "
-            f"put it into a .py file and import it from there"
-        )
+            f"pip install 'torch-lockstep[notebook]' (cloudpickle) to send it by value, or put it into a .py file and "
+            f"import it from there"
+        ) from None
+
+    def dumps(value: object) -> bytes:
+        buffer = io.BytesIO()
+        pickler = cloudpickle.Pickler(buffer)
+        # Queues, locks and tensors go as they go to a spawned Process.
+        pickler.dispatch_table = ChainMap(ForkingPickler(buffer).dispatch_table, pickler.dispatch_table)
+        pickler.dump(value)
+        return buffer.getvalue()
+
+    return dumps
 
 
 class PackedCall:
@@ -93,19 +126,26 @@ class PackedCall:
     def __init__(self, fn: Callable[..., object], args: Sequence[object]) -> None:
         if not callable(fn):
             raise InputTypeError(f"fn must be a function, got {type(fn).__name__}")
-        _check_importable(fn)
+        if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+            raise InputTypeError(
+                f"args is a {type(args).__name__}; expected a sequence of arguments, such as ({args!r},)"
+            )
+        by_value = _pickler_by_value(fn)
         # Before anything is pickled: a semaphore among the arguments is registered with it.
         self.tracker_fd = resource_tracker.getfd()
         assert self.tracker_fd is not None
         spawning = _Spawning()
         context.set_spawning_popen(spawning)  # type: ignore[arg-type]  # all that the reducers use of it
         try:
-            content = ForkingPickler.dumps(spawn.get_preparation_data("LockstepRank"))
-            self.call_fd = os.memfd_create("lockstep-call", os.MFD_CLOEXEC)
+            preparation = spawn.get_preparation_data("LockstepRank")
+            if _is_interactive():
+                preparation.pop("init_main_from_path", None)
+            content = ForkingPickler.dumps(preparation)
+            self.call_fd = _open_unnamed()
             try:
                 with os.fdopen(os.dup(self.call_fd), "wb") as file:
                     file.write(content)
-                    file.write(_dump_call(fn, tuple(args)))
+                    file.write(_dump_call(fn, tuple(args), by_value or ForkingPickler.dumps))
             except BaseException:
                 self.close()
                 raise
@@ -118,12 +158,23 @@ class PackedCall:
         os.close(self.call_fd)
 
 
-def _dump_call(fn: Callable[..., object], args: tuple[object, ...]) -> memoryview:
+def _open_unnamed() -> int:
+    """A new file without a name: in memory, or on disk where a filter refuses memfds."""
     try:
-        return ForkingPickler.dumps((fn, args))
+        return os.memfd_create("lockstep-call", os.MFD_CLOEXEC)
+    except OSError:
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+
+def _dump_call(
+    fn: Callable[..., object], args: tuple[object, ...], dumps: Callable[[object], bytes | memoryview]
+) -> bytes | memoryview:
+    try:
+        return dumps((fn, args))
     except Exception as error:
         try:
-            ForkingPickler.dumps(fn)
+            dumps(fn)
         except Exception:
             raise InputTypeError(
                 f"{_name_of(fn)} cannot be sent to the ranks, which are new interpreters ({error}); move it to the top "
@@ -179,7 +230,7 @@ def _unpack(call_fd: int) -> tuple[Callable[..., object], tuple[object, ...]]:
 
 def _dump_result(value: object, fn: Callable[..., object], rank: int) -> bytes:
     try:
-        return pickle.dumps(value)
+        return _dump_back(value)
     except Exception as error:
         raise InputTypeError(
             f"rank {rank}: {_name_of(fn)} returned a {type(value).__name__} that cannot be sent back ({error}); return "
@@ -187,10 +238,22 @@ def _dump_result(value: object, fn: Callable[..., object], rank: int) -> bytes:
         ) from error
 
 
+def _dump_back(value: object) -> bytes:
+    """What came by value goes back by value, where it is known again for what it was."""
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        cloudpickle = sys.modules.get("cloudpickle")
+        if cloudpickle is None:
+            raise
+        content: bytes = cloudpickle.dumps(value)
+        return content
+
+
 def _dump_exception(error: BaseException) -> bytes | None:
     """None if it would not come out again as what it was, as with a constructor of several arguments."""
     try:
-        content = pickle.dumps(error)
+        content = _dump_back(error)
         return content if type(pickle.loads(content)) is type(error) else None
     except Exception:
         return None

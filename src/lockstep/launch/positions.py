@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.blackbox import Position, read_positions
+from lockstep.frames import split_site
 
 __all__ = [
     "Place",
@@ -72,9 +73,11 @@ def describe_position(position: Position) -> str:
     group = "" if position.group == _DEFAULT_GROUP else f" of {position.group}"
     if position.waiting:
         call, _, site = position.waiting.rpartition(" at ")
-        return f"in {call}{group} at {_short_site(site)}"
+        return f"in {call}{group} at {_short_site(split_site(site)[0])}"
     word = "in" if position.inside else "after"
-    return f"{word} {position.operation} #{position.number}{group} at {_short_site(position.site)}"
+    site, called = split_site(position.site)
+    what = f"{called} (collective #{position.number})" if called else f"{position.operation} #{position.number}"
+    return f"{word} {what}{group} at {_short_site(site)}"
 
 
 def _short_site(site: str) -> str:

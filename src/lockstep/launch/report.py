@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,13 +17,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.frames import is_torch_file
+from lockstep.frames import is_library_file, is_torch_file, library_folders
 from lockstep.launch.headline import places_in
 
 __all__ = ["ErrorReport", "capture", "is_echo", "is_expected", "is_own", "read_reports", "without_leading_frames"]
 
-# The user's own site, and that of the system under a virtual environment, are named so, too.
-_SITE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # A report goes to a terminal in the end. Keeps head and tail of what is longer.
 _MAX_TEXT_CHARS = 64 * 1024
 
@@ -173,32 +170,6 @@ def _is_timeout(error: BaseException) -> bool:
     return any(map(is_torch_file, files)) and any(phrase in text for phrase in _TIMEOUT_PHRASES)
 
 
-def _library_folders() -> tuple[str, ...]:
-    """Folders whose code is not the user's: this environment's, those that pip installed into elsewhere, torch's."""
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = {sysconfig.get_paths()[name] for name in names}
-    folders.add(str(Path(__file__).resolve().parents[1]))
-    # The first entry is the script's own folder, whatever else lies there.
-    folders.update(entry for entry in sys.path[1:] if _has_installed_packages(entry))
-    # Not imported to find out: without it there are no frames of it.
-    torch_file = getattr(sys.modules.get("torch"), "__file__", None)
-    if torch_file is not None:
-        folders.add(str(Path(torch_file).parent))
-    return tuple(folder.rstrip(os.sep) + os.sep for folder in folders)
-
-
-def _has_installed_packages(folder: str) -> bool:
-    """Whether pip installed something there, as into a folder on PYTHONPATH or of a .pth file."""
-    try:
-        return any(name.endswith(".dist-info") for name in os.listdir(folder or os.curdir))
-    except OSError:  # an archive, or not there
-        return False
-
-
-def _is_library_file(name: str, folders: tuple[str, ...]) -> bool:
-    return name.startswith((*folders, "<frozen ")) or any(site in name for site in _SITE_FOLDERS)
-
-
 def _place_of(error: BaseException, trace: TracebackType | None) -> tuple[str, int]:
     """File and line to point at: the innermost frame of the user's own code, else the innermost frame."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -206,8 +177,8 @@ def _place_of(error: BaseException, trace: TracebackType | None) -> tuple[str, i
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
     # The frames of a worker or a replica are only in the text, and further in.
     places += places_in(_text_of(error))
-    libraries = _library_folders()
-    own = [place for place in places if not _is_library_file(place[0], libraries)]
+    libraries = library_folders()
+    own = [place for place in places if not is_library_file(place[0], libraries)]
     return (own or places or [("", 0)])[-1]
 
 

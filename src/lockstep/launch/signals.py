@@ -10,8 +10,6 @@ from types import FrameType, TracebackType
 
 __all__ = ["SignalWatch"]
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """The number also went through the wakeup pipe; nothing is done inside a handler."""
@@ -35,7 +33,7 @@ class SignalWatch:
             return self
         self._is_installed = True
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in (*_ENDING, signal.SIGTSTP, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1):
             # None: a handler that Python did not install and could not put back.
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._previous[number] = signal.signal(number, _ignore)

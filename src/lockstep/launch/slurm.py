@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from lockstep import env
 from lockstep.errors import LaunchError, SetupError
 from lockstep.launch.config import check_target
-from lockstep.launch.output import say
+from lockstep.launch.screen import say
 from lockstep.topology.slurm import read_step
 
 __all__ = ["BatchJob", "Submission", "add_arguments", "job_from", "submit", "warn_of_other_tasks"]

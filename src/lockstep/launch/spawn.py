@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, TextIO, TypeVar, cast
 
 from lockstep.env import snapshot
 from lockstep.errors import InputError, WorkerFailed
+from lockstep.launch import support
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.config import resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
+from lockstep.launch.output import Relay
 from lockstep.launch.payload import PackedCall, check_main_is_ready, load_exception, load_result
 from lockstep.launch.process import RankCommand, start_guardian, worker_command_line
 from lockstep.launch.rendezvous import Rendezvous, find_free_port
@@ -26,6 +29,7 @@ T = TypeVar("T")
 
 _GRACE_S = 5.0
 _SETTLE_S = 1.0
+_DRAIN_TIMEOUT_S = 5.0
 # What `timeout` of coreutils exits with.
 _TIMEOUT_CODE = 124
 
@@ -48,27 +52,33 @@ def spawn(
     *,
     timeout: float | timedelta | None = None,
     env: Mapping[str, str] | None = None,
+    prefix: bool = True,
 ) -> list[T]:
     """Run `fn(*args)` on `nproc` new processes and return what each returned. Local.
 
     Inside, `lockstep.init()` and torch's `env://` find the same environment as under `lockstep run`. Each
     process imports the caller's main module again, as multiprocessing's "spawn" does, so a script calls
-    this under `if __name__ == "__main__":`. When a rank fails the others are stopped; none outlives this call,
-    nor the calling process, even when that is killed.
+    this under `if __name__ == "__main__":`. From a notebook or an interactive session, functions and classes
+    defined there are sent by value, which needs cloudpickle (`pip install 'torch-lockstep[notebook]'`).
+    When a rank fails the others are stopped; none outlives this call, nor the calling process, even when that is
+    killed.
 
     Args:
-        fn: a function of a module's top level. Its result must be picklable; tensors come back by value.
+        fn: a function of a module's top level, or of an interactive session. Its result must be picklable; tensors come
+            back by value.
         args: arguments, the same for every rank; anything a spawned `multiprocessing.Process` takes.
         nproc: number of ranks; "auto" for one per GPU, else one per core.
         timeout: stop everything after this time (seconds, or a timedelta); None for no limit.
         env: further environment variables for the ranks.
+        prefix: pass on the ranks' output line by line with `[rank] ` before each, to `sys.stdout` and `sys.stderr`
+            (in a notebook to the cell). False: ranks write to this process's own descriptors.
 
     Returns:
         The results, by rank.
 
     Raises:
         InputTypeError: `fn` or `args` cannot be sent, or a result cannot be sent back.
-        LaunchError: nproc makes no sense, or a process cannot be started.
+        LaunchError: nproc makes no sense, a process cannot be started, or this system is not Linux.
         WorkerFailed: a rank was killed, left with an exit code, raised something that cannot be carried
             over, or was not done within `timeout`.
         Exception: what the first failing rank raised, of its own type; its `__cause__` holds the traceback.
@@ -76,6 +86,7 @@ def spawn(
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if limit_s is not None and not limit_s > 0:
         raise InputError(f"timeout is {limit_s} s; expected more than 0, or None for no limit")
+    support.check()
     check_main_is_ready()
     variables = {**snapshot(), **(env or {})}
     num_ranks = resolve_nproc(nproc, variables)
@@ -88,11 +99,14 @@ def spawn(
         guardian = start_guardian(job, variables)
         stack.callback(guardian.dismiss)
         guardian.watch_folder(str(rendezvous.folder))
+        relay = Relay(_target_of(sys.stdout, 1), _target_of(sys.stderr, 2)) if prefix else None
+        if relay is not None:
+            stack.callback(relay.end, _DRAIN_TIMEOUT_S)
         shared = AttemptEnvironment(variables, job, rendezvous.folder, num_ranks, "127.0.0.1", find_free_port())
         with contextlib.ExitStack() as processes:
             attempt = Attempt(rendezvous, guardian, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
             processes.callback(attempt.close)
-            _run(attempt, _commands(call, shared), limit_s)
+            _run(attempt, _commands(call, shared, relay), relay, limit_s)
         reports = read_reports(rendezvous.folder, attempt.pids)
         failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks)
         if failures:
@@ -100,12 +114,27 @@ def spawn(
         return [cast(T, _load(rendezvous.folder, rank, attempt.pids[rank])) for rank in range(num_ranks)]
 
 
-def _commands(call: PackedCall, shared: AttemptEnvironment) -> list[RankCommand]:
+def _target_of(stream: TextIO | None, fd: int) -> int | TextIO:
+    """The descriptor where Python's stream writes to it, else the stream: a notebook's cell, say."""
+    if stream is None:
+        return fd
+    stream.flush()  # what has been printed so far comes first
+    try:
+        return fd if stream.fileno() == fd else stream
+    except (OSError, AttributeError):
+        return stream
+
+
+def _commands(call: PackedCall, shared: AttemptEnvironment, relay: Relay | None) -> list[RankCommand]:
     argv = (*worker_command_line(), "--call", str(call.call_fd), str(call.tracker_fd))
-    return [RankCommand(rank, argv, shared.of_rank(rank), pass_fds=call.fds) for rank in range(shared.world_size)]
+    commands = []
+    for rank in shared.ranks:
+        stdout, stderr = (None, None) if relay is None else relay.attach(rank)
+        commands.append(RankCommand(rank, argv, shared.of_rank(rank), stdout=stdout, stderr=stderr, pass_fds=call.fds))
+    return commands
 
 
-def _run(attempt: Attempt, commands: list[RankCommand], limit_s: float | None) -> None:
+def _run(attempt: Attempt, commands: list[RankCommand], relay: Relay | None, limit_s: float | None) -> None:
     """Start the ranks and wait for their end.
 
     Raises:
@@ -113,6 +142,8 @@ def _run(attempt: Attempt, commands: list[RankCommand], limit_s: float | None) -
     """
     try:
         attempt.start(commands)
+        if relay is not None:
+            relay.close_writers()
         is_over = attempt.wait(limit_s)
     except KeyboardInterrupt:
         # The ranks are not in the terminal's session: this is the only Ctrl-C they get. A second one

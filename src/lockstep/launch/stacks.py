@@ -12,14 +12,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["dump_stacks"]
+__all__ = ["dump_stacks", "find_py_spy"]
 
 _DEADLINE_S = 10.0
 _MISSING = "lockstep: no stacks: py-spy is not installed (pip install py-spy)\n"
 
 
-def _find_py_spy() -> str | None:
-    """Beside the interpreter first: a virtual environment need not be on the path."""
+def find_py_spy() -> str | None:
+    """The program, or None where it is not installed: beside the interpreter first, which need not be on the path."""
     own = Path(sys.executable).with_name("py-spy")
     return str(own) if own.exists() else shutil.which("py-spy")
 
@@ -33,7 +33,7 @@ def dump_stacks(pids: Mapping[int, int]) -> str:
     Returns:
         Text to print: a block for each rank, or one line that says what is missing.
     """
-    program = _find_py_spy()
+    program = find_py_spy()
     if program is None:
         return _MISSING
     # Nonblocking: a rank that somebody has stopped cannot be stopped once more.

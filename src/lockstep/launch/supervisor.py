@@ -16,9 +16,9 @@ from lockstep.launch.crew import Crew, Outcome, end_without_reader
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.guardian import Guardian
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.output import say
 from lockstep.launch.process import start_guardian
 from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.verdict import Failure, format_verdict
 
@@ -48,12 +48,14 @@ class Supervisor:
 
     Raises:
         LaunchError: an option makes no sense, or there is nothing to run.
+        SetupError: an environment variable makes no sense.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
         config.check()
         self._config = config
         self._variables = dict(config.environment) if config.environment is not None else env.snapshot()
+        env.check(self._variables)
         self._num_ranks = resolve_nproc(config.nproc, self._variables)
         self._job = new_job_id()
         self._logs = LogFolder(config.log_dir) if config.log_dir is not None else None
@@ -77,7 +79,10 @@ class Supervisor:
                 if restart_count == self._config.max_restarts or outcome.interrupted_by is not None:
                     break
                 self._announce_restart(outcome.failures[0], restart_count + 1)
-            say(format_verdict(outcome.failures, self._num_ranks, self._config.log_dir, self._config.rehearsable))
+            config = self._config
+            if _is_explained(outcome.failures, config.explained_code):
+                return outcome.failures[0].exit_code
+            say(format_verdict(outcome.failures, self._num_ranks, config.log_dir, config.rehearsable))
             return outcome.failures[0].exit_code
 
     def _run_attempt(self, restart_count: int, signals: SignalWatch, guardian: Guardian) -> Outcome:
@@ -92,6 +97,7 @@ class Supervisor:
                 master_port=config.master_port if config.master_port is not None else find_free_port(),
                 restart_count=restart_count,
                 max_restarts=config.max_restarts,
+                shows_errors=self._logs is None,  # a log is read by itself, and has the rank's own
             )
             crew.start(environment)
             crew.attempt.wait()
@@ -116,6 +122,15 @@ class Supervisor:
             f"lockstep: {failure.describe()}; starting all ranks again "
             f"(restart {restart} of {self._config.max_restarts})\n"
         )
-        say(text)
         if self._logs is not None:
             self._logs.write(text)
+        elif failure.report is not None:
+            text += failure.report.traceback
+        say(text)
+
+
+def _is_explained(failures: list[Failure], code: int | None) -> bool:
+    """Whether all who failed of themselves left with the code that stands for words of their own."""
+    return code is not None and all(
+        one.report is None and (one.ended.code == code or one.ended.stopped) for one in failures
+    )

@@ -40,10 +40,10 @@ _OWN_ERRORS = "lockstep.errors."
 _MISMATCH = "lockstep.errors.CollectiveMismatch"
 _MAX_OTHERS = 4
 _SIGNAL_HINTS = {
-    signal.SIGKILL: "out of memory?",
-    signal.SIGBUS: "is /dev/shm full?",
-    signal.SIGSEGV: "a crash in native code",
-    signal.SIGABRT: "native code gave up; see its output above",
+    "SIGKILL": "out of memory?",
+    "SIGBUS": "is /dev/shm full?",
+    "SIGSEGV": "a crash in native code",
+    "SIGABRT": "native code gave up; see its output above",
 }
 
 
@@ -109,6 +109,8 @@ class Failure:
     def is_like(self, other: Failure) -> bool:
         """Whether both say the same; an error of ours may do so in the words of each rank."""
         mine, yours = self.report, other.report
+        if self.is_blamed and other.is_blamed:
+            return True
         if mine is None or yours is None or mine.type != yours.type:
             return False
         if mine.message == yours.message or (mine.is_timeout and yours.is_timeout):
@@ -118,11 +120,11 @@ class Failure:
 
 def _short_message(report: ErrorReport) -> str:
     """Of a message of ours all lines, which belong together; of others the one that says the reason."""
-    if report.type.startswith(_OWN_ERRORS):
-        line, limit = _as_paragraph(report.message), _MAX_OWN_MESSAGE_CHARS
-    else:
-        line = origin_of(report.type, report.message) or first_reason(report.message)
-        limit = _MAX_MESSAGE_CHARS
+    is_own = report.type.startswith(_OWN_ERRORS)
+    limit = _MAX_OWN_MESSAGE_CHARS if is_own else _MAX_MESSAGE_CHARS
+    line = origin_of(report.type, report.message)
+    if line is None:
+        line = _as_paragraph(report.message) if is_own else first_reason(report.message)
     return line if len(line) <= limit else line[:limit] + "…"
 
 
@@ -137,7 +139,7 @@ def _describe_signal(number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return str(number)
-    hint = _SIGNAL_HINTS.get(signal.Signals(number))
+    hint = _SIGNAL_HINTS.get(name)
     return f"{number} ({name}; {hint})" if hint else f"{number} ({name})"
 
 
@@ -205,7 +207,7 @@ def _accuse_different(first: Failure) -> str:
     assert first.report is not None
     culprits = [rank for rank in first.report.culprits if rank in first.places]
     names = ", ".join(f"rank {rank} (pid {first.places[rank].pid})" for rank in culprits)
-    return (f"{names} came for something else: " if names else "") + _short_message(first.report)
+    return (f"{names} came for something else: " if names else "") + first.report.message.strip()
 
 
 def _opening(failures: list[Failure], num_ranks: int) -> str:
@@ -218,23 +220,54 @@ def _opening(failures: list[Failure], num_ranks: int) -> str:
     return first.describe() + _fate_of_others(failures, num_ranks)
 
 
+def _causes_among(failures: list[Failure]) -> list[Failure]:
+    """Those that neither were stopped nor only echo another's."""
+    return [one for one in failures if not one.ended.stopped and not (one.report is not None and one.report.secondary)]
+
+
 def _after(failures: list[Failure]) -> list[str]:
     """What else failed, of itself and not for the same reason."""
     first = failures[0]
-    own = [
-        other
-        for other in failures[1:]
-        if not other.ended.stopped and not (other.report is not None and other.report.secondary)
-    ]
+    own = _causes_among(failures[1:])
     alike = [other for other in own if other.is_like(first)]
     own = [other for other in own if not other.is_like(first)]
     lines = []
     if alike:
-        lines.append(f"lockstep: the same error on {name_ranks(sorted(other.rank for other in alike))}")
+        what = "end" if first.is_blamed else "error"
+        lines.append(f"lockstep: the same {what} on {name_ranks(sorted(other.rank for other in alike))}")
     lines += [f"lockstep: after it, {other.describe()}" for other in own[:_MAX_OTHERS]]
     if len(own) > _MAX_OTHERS:
         lines.append(f"lockstep: and {len(own) - _MAX_OTHERS} more ranks")
     return lines
+
+
+def _tracebacks(failures: list[Failure]) -> list[str]:
+    """The traceback of the first failure, then those of others that failed of themselves in another way."""
+    first, *others = failures
+    shown = [] if first.report is None else ["", _without_what_was_said(first)]
+    told = [one for one in others if one.report is not None]
+    if first.is_blamed and told:  # it has nothing to say, and another says what it was needed for
+        shown += _traceback_of(told[0])
+    for other in _causes_among(others)[:_MAX_OTHERS]:
+        if other.report is not None and not other.is_like(first):
+            shown += _traceback_of(other)
+    return shown
+
+
+def _traceback_of(failure: Failure) -> list[str]:
+    assert failure.report is not None
+    return ["", f"rank {failure.rank}:", failure.report.traceback.rstrip("\n")]
+
+
+def _without_what_was_said(failure: Failure) -> str:
+    """The traceback; an error of ours, whose text may be long, is not said twice."""
+    report = failure.report
+    assert report is not None
+    trace, said = report.traceback.rstrip("\n"), f"{report.type}: {report.message}".rstrip()
+    is_said = report.type.startswith(_OWN_ERRORS) and not failure.missing
+    if not is_said or len(report.message) > _MAX_OWN_MESSAGE_CHARS or not trace.endswith(said):
+        return trace
+    return f"{trace.removesuffix(said)}{report.type}: see above"
 
 
 def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
@@ -252,7 +285,7 @@ def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
 def format_verdict(
     failures: list[Failure], num_ranks: int, log_dir: str | None = None, script: str | None = None
 ) -> str:
-    """The block that a failed job ends with: the verdict, then the first failure's traceback.
+    """The block that a failed job ends with: the verdict, then the tracebacks of those who failed of themselves.
 
     Args:
         failures: from `find_first_failure`; not empty.
@@ -265,6 +298,4 @@ def format_verdict(
     lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures), *_advise(first, num_ranks, script)]
     if log_dir is not None:
         lines.append(f"lockstep: its output is in {os.path.join(log_dir, f'rank{first.rank}.log')}")
-    if first.report is not None:
-        lines += ["", first.report.traceback.rstrip("\n")]
-    return "\n".join([*lines, rule, ""])
+    return "\n".join([*lines, *_tracebacks(failures), rule, ""])

@@ -11,8 +11,8 @@ bootstrap has imported what it needs. It
    pickling of classes defined there, and multiprocessing's spawn children that import it again;
 5. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
    `python` does, and exits with 1. Frames of this file are left out, and those through which an error of Lockstep's own
-   came to the user's line (LOCKSTEP_DEBUG=1 keeps both). An error in setting up, which all ranks tend to have at
-   once, is left to the launcher to print.
+   came to the user's line. What the launcher shows (LOCKSTEP_SHOWS_ERRORS) is not printed, nor is an error in setting
+   up, which all ranks tend to have at once. LOCKSTEP_DEBUG=1 keeps all frames, and prints.
 
 It sets no environment variables; those a rank finds are listed in environment.py.
 """
@@ -39,14 +39,15 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 try:
-    from lockstep import env
+    from lockstep import env, libc
 except ModuleNotFoundError:
     # Not installed: the launcher was found another way, and so must the script be able to.
     sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from lockstep import env
+    from lockstep import env, libc
 
 from lockstep.frames import up_to_user, without_relays
 from lockstep.launch.rendezvous import announce_failure
@@ -58,6 +59,8 @@ __all__ = ["run_module", "run_rank", "run_script", "run_target"]
 _DOORS = "lockstep.compat.install"
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED_CODE = 128 + signal.SIGINT
+# Modules whose hooks for uncaught exceptions hand on to the one before.
+_KNOWN_HOOKS = ("torch.distributed.distributed_c10d", "lockstep.comm.exits")
 # Frames that stand between the interpreter and the user's code, and say nothing.
 _LIBRARY = Path(os.__file__).parent
 _OWN_FILES = frozenset(
@@ -68,8 +71,7 @@ _OWN_FILES = frozenset(
 
 def _die_with_launcher() -> None:
     """Ask for SIGKILL when the launcher dies. If it is dead already, exit."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    if libc.call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != env.LOCKSTEP_PARENT_PID.get():
         os._exit(128 + signal.SIGKILL)
@@ -160,14 +162,38 @@ def _run_spec(spec: importlib.machinery.ModuleSpec) -> None:
     exec(code, main.__dict__)
 
 
+def _has_plain_hook() -> bool:
+    """Whether nobody but torch and ourselves has put a hook for uncaught exceptions around Python's own."""
+    hook: object = sys.excepthook
+    while getattr(hook, "__module__", None) in _KNOWN_HOOKS:
+        inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        hook = next((one for one in inside if callable(one)), None)
+    return hook is sys.__excepthook__
+
+
+def _call_hook(error: BaseException, trace: TracebackType | None, *, is_plain: bool, is_quiet: bool) -> None:
+    """Print an exception by the hook that is there, as rich and IPython install theirs; ours tells the peers."""
+    # torch's hook would put the rank before every line once more.
+    own_words = contextlib.redirect_stderr(io.StringIO()) if is_plain or is_quiet else contextlib.nullcontext()
+    try:
+        with own_words:
+            sys.excepthook(type(error), error, trace)
+    except Exception:
+        is_plain = True
+    if is_plain and not is_quiet:
+        traceback.print_exception(type(error), error, trace)
+
+
 def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn:
     """Report, print unless quiet, and exit as an uncaught exception does."""
     keep_all = env.LOCKSTEP_DEBUG.get() is True
     trace = error.__traceback__ if keep_all else without_leading_frames(error.__traceback__, _OWN_FILES)
     if not keep_all:
         trace = up_to_user(trace) if is_own(error) else without_relays(trace)
+    is_plain = _has_plain_hook()
     # A hook that somebody has put there may do more than print.
-    is_quiet = is_quiet or (is_expected(error) and sys.excepthook is sys.__excepthook__)
+    if is_plain and not keep_all:
+        is_quiet = is_quiet or is_expected(error) or (may_report and env.LOCKSTEP_SHOWS_ERRORS.get() is True)
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
     if may_report and rank is not None and folder is not None:
         try:
@@ -177,12 +203,7 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
             print(f"lockstep: rank {rank} cannot write its error report: {problem}", file=sys.stderr)
         announce_failure(Path(folder), rank)
     error = error.with_traceback(trace)
-    if not is_quiet:
-        try:
-            # The script may have installed its own, as rich and IPython do.
-            sys.excepthook(type(error), error, trace)
-        except Exception:
-            traceback.print_exception(type(error), error, trace)
+    _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
     doors = sys.modules.get(_DOORS)
     if doors is not None:
         doors.explain(error)

@@ -56,8 +56,9 @@ class Metric(ABC):
             *contributions: `num_sums` 0-dim tensors or Python numbers.
 
         Raises:
-            InputError: this may be a filler batch, or not.
+            InputError: not one number for each sum; or this may be a filler batch, or not.
         """
+        self._check_contributions(contributions)
         if self._is_filler():
             return
         device = next((one.device for one in contributions if isinstance(one, Tensor)), torch.device("cpu"))
@@ -70,6 +71,16 @@ class Metric(ABC):
             if isinstance(contribution, Tensor):
                 contribution = contribution.detach().to(place.device).to(torch.float64)
             place.add_(contribution)
+
+    def _check_contributions(self, contributions: Sequence[Tensor | float]) -> None:
+        shapes = [list(one.shape) if isinstance(one, Tensor) else [] for one in contributions]
+        if len(shapes) == self.num_sums and not any(shapes):
+            return
+        raise InputError(
+            f"{type(self).__name__}.accumulate: expected {self.num_sums} single numbers, one for each sum, got values "
+            f"of shapes {', '.join(map(str, shapes)) or 'none'}; hand the numbers of a tensor over one by one: "
+            "self.accumulate(*tensor.flatten())"
+        )
 
     def share_in_hand(self) -> BatchShare | None:
         """What this rank holds of the batch that `update` was called for; None outside of a loader. Local.
@@ -180,7 +191,7 @@ class _Asked:
         self.rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
         tags = [tag for tag in map(batch.find_tag, tensors) if tag is not None]
         self._shares = [tags[0].share] if tags else []
-        if not tags:
+        if not tags and batch.marks_tell_shares():
             forwards = [forward for tensor in tensors for forward in batch.find_marks(tensor)]
             shares = [forward.feed.share for forward in forwards if forward.feed.share is not None]
             self._shares = list({share.local_samples: share for share in shares}.values())

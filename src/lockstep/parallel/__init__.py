@@ -1,4 +1,32 @@
-"""Models on several ranks, and on several devices of one process."""
+"""Models on several ranks, and on several devices of one process.
+
+General layout. `DistributedDataParallel`, one model on every rank:
+
+* `distributed`: what users see; `torch_options`: arguments of torch's that mean nothing here, or something else.
+* `checks`, `agreement`, `nesting`: what it can be given, and whether all ranks have the same model.
+* `buckets`, `views`: where each gradient lies; `grad_bucket`: what a communication hook sees of it.
+* `transports`, `symmetric`: how a full bucket is averaged.
+* `reducer`: when: once for each backward pass.
+* `passage`, `graph`: which backward pass it is, with what weight, and what it reaches.
+* `missing_gradients`: parameters that a backward pass brought no gradient for.
+* `feeding`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
+* `claims`: whether all ranks understood a step alike.
+* `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
+* `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.
+* `heap`: glibc keeps the memory of gradients between steps.
+* `powersgd`: a communication hook that sends fewer bytes.
+
+Losses and layers over all ranks:
+
+* `losses`, `gathering`: losses that are no mean over samples; `loss_kinds`: sees that a loss is none.
+* `batchnorm`: `SyncBatchNorm`.
+
+`DataParallel`, one process with several devices:
+
+* `data_parallel`: what users see; `devices`: which devices it uses.
+* `scatter_gather`, `replication`, `application`: batches cut, modules copied, replicas run.
+* `draws`: whether a module draws random numbers.
+"""
 
 from lockstep.parallel.application import parallel_apply
 from lockstep.parallel.data_parallel import DataParallel, data_parallel

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.wording import describe_tensor
 from lockstep.errors import ModelMismatch
 
 __all__ = ["broadcast_tensors", "check_same_model"]
@@ -60,7 +61,7 @@ def check_same_model(
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    text = describe_tensor(tensor)
     if not tensor.requires_grad:
         return f"{text} (no gradient)"
     # Gradients lie in the buckets in the order of memory.

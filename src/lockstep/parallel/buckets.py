@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from lockstep.errors import InputError
 from lockstep.torch_private.tensors import foreach_copy_
@@ -100,9 +101,16 @@ def plan_buckets(parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_b
 
 
 def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`flat`, shape (numel,), in the shape of `like` and, where it is dense, its strides."""
+    """`flat`, shape (numel,), in the shape of `like` and, where it is dense, its strides.
+
+    With a storage of its own, as large as the view: whoever saves or copies it saves that, and who holds it can be
+    counted. With a version counter of its own, too.
+    """
+    memory = from_dlpack(flat.view(torch.uint8))
+    if memory.device == flat.device:  # not so in a rehearsal, where only tensors made by operations look like a GPU's
+        flat = memory.view(flat.dtype)
     dense = torch.empty_like(like, device="meta")
-    return flat.as_strided(like.shape, dense.stride()) if like.dim() else flat.view(())
+    return flat.as_strided(like.shape, dense.stride(), flat.storage_offset()).data
 
 
 def copy_all(places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

@@ -12,9 +12,22 @@ from lockstep.errors import InputError, InputTypeError, ModelError, NotInitializ
 from lockstep.torch_private.groups import device_types_of
 from lockstep.torch_private.modules import buffers_of
 
-__all__ = ["check_bucket_cap", "check_group", "check_parameters", "find_buffers", "host_device"]
+__all__ = [
+    "SPARSE_ADVICE",
+    "check_bucket_cap",
+    "check_dense",
+    "check_group",
+    "check_parameters",
+    "find_buffers",
+    "host_device",
+]
 
 _DEFAULT_BUCKET_MIB = 25.0
+
+SPARSE_ADVICE = (
+    "Build it with sparse=False; or let torch.nn.parallel.DistributedDataParallel(model) average sparse gradients, "
+    "which it does on a lockstep group, too"
+)
 
 
 def check_group(process_group: object) -> dist.ProcessGroup:
@@ -43,6 +56,23 @@ def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
             raise ModelError(f"parameter {name} is lazy and has no shape yet: run one forward pass before wrapping")
         if parameter.is_meta:
             raise ModelError(f"parameter {name} is on the meta device and has no values: give it some before wrapping")
+
+
+def check_dense(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> None:
+    """Modules that are known to have sparse gradients: their parameters cannot be averaged in buckets.
+
+    Args:
+        module: the model.
+        named: the parameters that are to be averaged.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    for submodule in module.modules():
+        is_sparse = isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.sparse
+        if is_sparse and id(submodule.weight) in names:
+            raise ModelError(
+                f"parameter {names[id(submodule.weight)]} belongs to {type(submodule).__name__}(sparse=True), whose "
+                f"gradient is sparse; this engine averages dense ones. {SPARSE_ADVICE}"
+            )
 
 
 def check_bucket_cap(bucket_cap_mb: float | None) -> float:

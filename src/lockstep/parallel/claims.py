@@ -4,11 +4,16 @@ A rank that weights a batch by its size, or by its tag, claims how large the bat
 the claims are part of the description that the averaging compares anyhow. On other groups they cost a small collective,
 so only claims that go by a size are compared there. A GPU is not waited for: the comparison of one step is looked
 at when it is there, at the end of a later one.
+
+In shared memory one more number travels beside the claims: of which batches of a loader the gradients are. It finds the
+rank that has left out a backward pass, and whose gradients would meet those of another batch from then on. A rank
+whose batches have lost their tags does not know, and is not compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +22,7 @@ import torch.distributed as dist
 from lockstep.comm.flight import fingerprint
 from lockstep.errors import CollectiveMismatch
 
-__all__ = ["ADVICE", "NO_CLAIMS", "ClaimCheck", "Claims", "join_claims"]
+__all__ = ["ADVICE", "NO_CLAIMS", "ClaimCheck", "Claims", "check_stamps", "describe_stamp", "join_claims", "stamp_of"]
 
 ADVICE = (
     "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
@@ -25,6 +30,9 @@ ADVICE = (
 )
 
 _MAX_SHOWN = 4
+_NAME = re.compile(r"samples (\d+) to \d+ of epoch (\d+)")
+_FIRST_BITS, _EPOCH_BITS, _HASH_BITS = 32, 12, 18
+_FIRST_MASK, _EPOCH_MASK, _HASH_MASK = (1 << _FIRST_BITS) - 1, (1 << _EPOCH_BITS) - 1, (1 << _HASH_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -34,24 +42,74 @@ class Claims:
     Attributes:
         text: for people, and compared; "" for nothing.
         is_certain: every claim comes from a tag, none from a size.
+        stamp: the batches of a loader that the gradients come from, see `stamp_of`; 0 where that is not known.
     """
 
     text: str = ""
     is_certain: bool = True
+    stamp: int = 0
 
 
 NO_CLAIMS = Claims()
 
 
-def join_claims(claims: dict[str, bool]) -> Claims:
-    """Those of one step: text -> whether it is certain. The order of forward passes does not count."""
+def stamp_of(batches: Collection[str]) -> int:
+    """Names of batches as one number: first sample and epoch of one of them, and a hash of all.
+
+    Args:
+        batches: such as "samples 4 to 7 of epoch 0"; "" for one that is not known.
+
+    Returns:
+        More than 0; 0 where a batch is not known, or there is none.
+
+    >>> describe_stamp(stamp_of(["samples 4 to 7 of epoch 2"]))
+    'samples 4 … of epoch 2'
+    """
+    names = [_NAME.fullmatch(name) for name in sorted(batches)]
+    if not names or names[0] is None or None in names:
+        return 0
+    first, epoch = int(names[0][1]) & _FIRST_MASK, int(names[0][2]) & _EPOCH_MASK
+    short = fingerprint(str(sorted(batches))) & _HASH_MASK
+    return (short << _EPOCH_BITS | epoch) << _FIRST_BITS | first | 1 << 62
+
+
+def describe_stamp(stamp: int) -> str:
+    """The batch that a stamp shows."""
+    return f"samples {stamp & _FIRST_MASK} … of epoch {stamp >> _FIRST_BITS & _EPOCH_MASK}"
+
+
+def check_stamps(stamps: Sequence[int]) -> None:
+    """Raise CollectiveMismatch if ranks, of those that know, bring gradients of different batches. Local.
+
+    Args:
+        stamps: of all ranks of the group.
+    """
+    if len({stamp for stamp in stamps if stamp}) < 2:
+        return
+    lines = [f"  rank {rank}: {describe_stamp(stamp)}" for rank, stamp in enumerate(stamps) if stamp]
+    raise CollectiveMismatch(
+        "the ranks averaged gradients of different batches (ranks of the engine's group):\n"
+        + "\n".join(lines)
+        + "\nOne of them has left out a backward pass, or taken a batch more. Every rank must take the batches of a "
+        "lockstep.DataLoader in the same order, and make the same backward passes: where one skips a step (a loss that "
+        "is not finite, an error), all must; let them agree on it first, with an all_reduce"
+    )
+
+
+def join_claims(claims: dict[str, bool], batches: Collection[str] = ()) -> Claims:
+    """Those of one step: text -> whether it is certain. The order of forward passes does not count.
+
+    Args:
+        claims: of the forward passes.
+        batches: their names; see `stamp_of`.
+    """
     if not claims:
         return NO_CLAIMS
     texts = sorted(claims)
     if len(texts) > _MAX_SHOWN:
         rest = texts[_MAX_SHOWN:]
         texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
-    return Claims(", ".join(texts), all(claims.values()))
+    return Claims(", ".join(texts), all(claims.values()), stamp_of(batches))
 
 
 class ClaimCheck:
@@ -75,14 +133,15 @@ class ClaimCheck:
             What waits for the result. It raises CollectiveMismatch if ranks claim different things, of this step or of
             one shortly before.
         """
-        while self._pending and self._pending[0][2].query():  # type: ignore[no-untyped-call]
+        while self._pending and not self._is_capturing() and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             text, values, _ = self._pending.pop(0)
             self._judge(text, values)
-        if claims.is_certain:
-            return lambda: None
+        if claims.is_certain or self._is_capturing():
+            return lambda: None  # A graph repeats one step, and nobody could be told of what it finds.
         value = fingerprint(claims.text)
-        # Equal on all ranks if the greatest is the least.
-        both = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
+        # Equal on all ranks if the greatest is the least. Made on the device: a copy from the host would wait for it.
+        both = torch.full((2,), value, dtype=torch.int64, device=self._device)
+        both[1].neg_()
         work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def end() -> None:
@@ -93,6 +152,9 @@ class ClaimCheck:
                 self._judge(claims.text, both)
 
         return end
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _judge_later(self, text: str, both: torch.Tensor) -> None:
         values = torch.empty(2, dtype=torch.int64, pin_memory=True)

@@ -11,6 +11,8 @@ mistake, and raises in that very step. A pass that reaches no parameter of the m
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,32 +20,39 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
 from lockstep.batch import BatchShare
-from lockstep.errors import InputError, InputTypeError, ModelError, UnusedParameters
+from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.buckets import plan_buckets
-from lockstep.parallel.checks import check_bucket_cap, check_group, check_parameters, find_buffers, host_device
+from lockstep.parallel.checks import (
+    check_bucket_cap,
+    check_dense,
+    check_group,
+    check_parameters,
+    find_buffers,
+    host_device,
+)
 from lockstep.parallel.claims import Claims, join_claims
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, add_up
 from lockstep.parallel.forward_errors import explain_forward_error
-from lockstep.parallel.graph import reachable_leaves, runs_backward_to
+from lockstep.parallel.graph import runs_backward_to
 from lockstep.parallel.heap import keep_memory_of_gradients
 from lockstep.parallel.loss_kinds import look_at_next_loss
+from lockstep.parallel.missing_gradients import MissingGradients
 from lockstep.parallel.nesting import check_not_nested
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
-from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_group
+from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
-from lockstep.torch_private.dynamo import untraced
+from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
 from lockstep.tree import map_tensors
 
@@ -53,6 +62,7 @@ _logger = get_logger(__name__)
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _MIB = 1 << 20
+_WATCHED_PASSES = 3
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -80,7 +90,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         find_unused_parameters: parameters may take no part in a step's loss, others on each rank. One that
             no rank uses keeps its `.grad`, None where it was None.
         check_reduction: ignored, as in torch.
-        gradient_as_bucket_view: always so here; accepted for torch's signature.
+        gradient_as_bucket_view: gradients may be overwritten by the next backward pass although somebody still holds
+            them. False keeps what is held, and copies only then; see `views.py`.
         static_graph: the set of used parameters never changes. Allows re-entrant checkpointing, several
             backward passes over shared layers, and parameters that are never used; gradients are averaged at the
             end of the backward pass.
@@ -113,6 +124,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     # Where no loader says what ranks hold, they must come with equally many rows. Engines of others average plainly.
     _compares_rows = True
+    _averages_at_once = True
 
     def __init__(
         self,
@@ -161,67 +173,63 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
+        check_dense(module, named)
         self._parameters_to_reduce = list(named.values())
         keep_memory_of_gradients(self._parameters_to_reduce)
         self._names = list(named)
         self.device = self._parameters_to_reduce[0].device
-        self.device_ids = self._check_device_ids(device_ids, output_device)
+        self.device_ids = choose_devices(device_ids, output_device, self._parameters_to_reduce)
         cap_mib = check_bucket_cap(bucket_cap_mb)
         if init_sync:
             self._agree(ignored, cap_mib)
-        cap_bytes = max(int(cap_mib * _MIB), 1)
-        plans = plan_buckets(self._parameters_to_reduce, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES))
-        self._reducer = Reducer(
-            self._parameters_to_reduce,
-            self._names,
-            plans,
-            make_transport(plans, group),
-            group,
-            may_go_early=not static_graph and self._world_size > 1,
-            unannounced=weakref.WeakMethod(self._backward_begins),
-        )
+        self._cap_mib = cap_mib
+        self._always_views = gradient_as_bucket_view
+        self._hook: tuple[Any, CommHook] | None = None
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
         self._buffer_places = find_buffers(module, ignored)
         self._feeding = Feeding(group, host_device(group, self.device))
         self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
+        self._batches: set[str] = set()  # that they are of
         # Forward passes behind which the loss is looked at; one process divides by what it likes.
         self._looks_left = 3 if self._world_size > 1 and group.rank() == 0 else 0
         self._num_hooks = 0
-        # Of the last forward pass that may have a backward pass, those outputs that none has come to yet.
-        self._roots: dict[int, Node] = {}
-        self._awaited: list[int] = []  # parameters that a backward pass left to another one
         self._task, self._task_reaches = -1, False  # the last backward pass seen, and whether it concerns the model
         self._begun_task = -1  # the last backward pass that averages
-        self._static_unused: frozenset[int] | None = None
-        self._static_any_unused = False  # on any rank; the same on all
+        self._missing = MissingGradients(self._parameters_to_reduce, self._names, group, self.device, static_graph)
         self._join_divisor: int | None = None
         self._divide_by_initial_world_size = True
         self._early_passes: EarlyPasses | None = EarlyPasses()
+        if self._averages_at_once:
+            self._reducer  # noqa: B018  made now, while all ranks are here
         watch_engine(self)
 
-    # ---- construction --------------------------------------------------------------------------
+    @functools.cached_property
+    def _reducer(self) -> Reducer:
+        """Collective when it is made: with the engine; of a copy, in its first backward pass."""
+        cap_bytes = max(int(self._cap_mib * _MIB), 1)
+        plans = plan_buckets(self._parameters_to_reduce, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES))
+        reducer = Reducer(
+            self._parameters_to_reduce,
+            self._names,
+            plans,
+            make_transport(plans, self.process_group),
+            self.process_group,
+            may_go_early=not self.static_graph and self._world_size > 1,
+            always_views=self._always_views,
+            unannounced=weakref.WeakMethod(self._backward_begins),
+        )
+        if self._world_size > 1:
+            reducer.watch_all(_WATCHED_PASSES)
+        if self._hook is not None:
+            reducer.register_hook(*self._hook)
+        return reducer
 
-    def _check_device_ids(
-        self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
-    ) -> list[torch.device] | None:
-        if not device_ids:
-            return None
-        if len(device_ids) != 1:
-            raise InputError(
-                f"device_ids={list(device_ids)}: one process drives one device here. Give [local_rank], or None and "
-                "start one process per device"
-            )
-        chosen = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
-        devices = {parameter.device for parameter in self._parameters_to_reduce}
-        if devices != {chosen}:
-            raise InputError(
-                f"device_ids names {chosen}, but parameters are on {', '.join(sorted(map(str, devices)))}. Move the "
-                "model there first, or leave device_ids out (as CPU models and models on several devices must)"
-            )
-        if output_device is not None and torch.device(output_device) != chosen and output_device != device_ids[0]:
-            warn_once(_logger, f"output_device={output_device} is ignored: outputs stay on {chosen}")
-        return [chosen]
+    @property
+    def _is_ready(self) -> bool:
+        return "_reducer" in self.__dict__
+
+    # ---- construction --------------------------------------------------------------------------
 
     def _agree(self, ignored: frozenset[str], cap_mib: float) -> None:
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
@@ -235,14 +243,35 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_same_model(tensors, settings, self.process_group, host_device(self.process_group, self.device))
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], self.process_group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A copy of the model with an engine of its own, as AveragedModel makes one. Local, until it trains."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin._averages_at_once = False
+        DistributedDataParallel.__init__(
+            twin,
+            copy.deepcopy(self.module, memo),
+            self.device_ids,
+            broadcast_buffers=self.broadcast_buffers,
+            init_sync=False,
+            process_group=self.process_group,
+            bucket_cap_mb=self._cap_mib,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self._always_views,
+            static_graph=self.static_graph,
+        )
+        twin._hook, twin._num_hooks = self._hook, self._num_hooks
+        twin.training = self.training
+        return twin
+
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise ModelError(
-            "DistributedDataParallel can be neither copied nor pickled: it is tied to this process and its group. Take "
-            "its `module` (copy.deepcopy(model.module), model.module.state_dict())"
+            "DistributedDataParallel cannot be pickled: it is tied to this process and its group. Take its `module` "
+            "(model.module.state_dict()); copy.deepcopy(model) makes a copy"
         )
 
     # ---- forward -------------------------------------------------------------------------------
 
+    @left_out(with_what_it_calls=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward pass will average gradients.
 
@@ -252,6 +281,23 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
             InputError: how many samples it holds cannot be told from its inputs.
         """
+        passage, inputs, kwargs = self._enter(inputs, kwargs)
+        with (
+            torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"),
+            batch.active(passage.feed.share),
+        ):
+            try:
+                output = self.module(*inputs, **kwargs)
+            except ValueError as error:
+                explained = explain_forward_error(error, self._world_size, passage.feed.share)
+                if explained is None:
+                    raise
+                raise explained from error
+        return self._leave(passage, output)
+
+    @left_out(with_what_it_calls=True)
+    def _enter(self, inputs: Any, kwargs: Any) -> tuple[Passage, Any, Any]:
+        """Who watches the forward pass, and what the module is called with. Local."""
         if self._early_passes is not None and not self._early_passes.check(self):
             self._early_passes = None
         with_gradients = torch.is_grad_enabled()
@@ -260,32 +306,21 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.device_ids is not None:
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
-        passage = Passage(
-            feed,
-            syncing,
-            self.process_group,
-            weakref.WeakMethod(self._backward_reaches),
-            own=self._own,
-        )
-        inputs, kwargs = passage.enter((inputs, kwargs))
-        with (
-            torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"),
-            batch.active(feed.share),
-        ):
-            try:
-                output = self.module(*inputs, **kwargs)
-            except ValueError as error:
-                explained = explain_forward_error(error, self._world_size, feed.share)
-                if explained is None:
-                    raise
-                raise explained from error
-        if not syncing and passage.is_plain and not feed.claim:
+        reached = weakref.WeakMethod(self._backward_reaches)
+        passage = Passage(feed, syncing, self.process_group, reached, own=self._own)
+        return passage, *passage.enter((inputs, kwargs))
+
+    @left_out(with_what_it_calls=True)
+    def _leave(self, passage: Passage, output: Any) -> Any:
+        """What the module has returned, watched. Local."""
+        feed = passage.feed
+        if not passage.syncing and passage.is_plain and not feed.claim:
             return output
         output, roots = passage.leave(output)
         if not roots and self.training:
             self._watch_parameters(feed, type(output).__name__)
-        if syncing:
-            self._roots.update(roots)
+        if passage.syncing:
+            self._missing.expect(roots)
             self._look_at_loss(feed)
         return output
 
@@ -331,15 +366,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _prepare(self) -> bool:
         """Make ready for the forward pass. Returns whether its backward pass averages."""
         syncing = self.require_backward_grad_sync
-        if syncing and self._awaited:
-            self._raise_unused(self._take_awaited(), "in the step before this one", _ADVICE_FOR_OUTPUTS)
+        if syncing:
+            self._missing.check_awaited()
         if join_config_of(self).enable:
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
             syncing = self._agree_on_step(trains=True, averages=syncing)
         if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
-            self._roots.clear()
+            self._missing.forget_outputs()
+            if not self._is_ready:
+                return syncing
             if syncing:
                 self._reducer.rearm()
             else:
@@ -364,20 +401,32 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         task = current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._task_reaches = passage.begins_with_checkpoint or runs_backward_to(self._parameters_to_reduce)
+            is_seen = runs_backward_to(self._parameters_to_reduce)
+            self._task_reaches = is_seen or passage.begins_with_checkpoint
+            if not is_seen and passage.syncing:
+                self._look_out()
         if not self._task_reaches:
             return False
-        self._roots.pop(output, None)
+        self._missing.reached(output)
         passage.settle()
         is_compared = self._compares_rows or passage.feed.share is not None
         if passage.feed.claim and is_compared and passage.claimed_task != task:
             passage.claimed_task = task
             if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
-                self._claims.clear()  # what came before was thrown away
+                self._take_claims()  # what came before was thrown away
+            share = passage.feed.share
             self._claims[passage.feed.claim] = passage.feed.is_certain
+            self._batches.add(share.name if share is not None and share.world_size == self._world_size else "")
         if passage.syncing:
             self._backward_begins()
         return True
+
+    def _look_out(self) -> None:
+        """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
+        if torch.is_grad_enabled():
+            self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
+        else:
+            self.changes.suspect()  # they may be others by now
 
     def _backward_begins(self) -> None:
         task = current_graph_task_id()
@@ -388,20 +437,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _backward_ends(self) -> None:
         missing = self._reducer.missing()
-        if missing and not self.find_unused_parameters and self._comes_later(missing):
-            self._awaited = missing
+        if self._missing.come_later(missing, self.find_unused_parameters):
             self._reducer.wait()
             return
-        self._awaited = []
-        self._roots.clear()
-        self._check_unused(missing)
+        self._missing.check(missing, self.find_unused_parameters)
         if self._world_size == 1 and not self._num_hooks:
             self._reducer.disarm()
-            self._claims.clear()
+            self._take_claims()
             return
         with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
-            unused = self._unused_everywhere(missing)
+            unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
             if join_config_of(self).enable:
                 self._sync_buffers_joined(trains=True)
                 self._reducer.finish(unused)
@@ -411,53 +457,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _take_claims(self) -> Claims:
         """What the forward passes of this step were understood to hold."""
-        claims, self._claims = self._claims, {}
-        return join_claims(claims)
-
-    def _comes_later(self, missing: list[int]) -> bool:
-        """Whether parts of the model wait for another backward pass, over outputs that none has come to yet."""
-        if not self._roots:
-            return False
-        reachable = reachable_leaves(self._roots.values())
-        return any(id(self._parameters_to_reduce[index]) in reachable for index in missing)
-
-    def _take_awaited(self) -> list[int]:
-        awaited, self._awaited = self._awaited, []
-        return awaited
-
-    def _check_unused(self, missing: list[int]) -> None:
-        if self.static_graph and self._static_unused is None:
-            self._static_unused = frozenset(missing)
-            self._static_any_unused = self._any_rank(bool(missing))
-        if not missing or self.find_unused_parameters:
-            return
-        if self._static_unused is None:
-            self._raise_unused(missing, "in this step", _ADVICE)
-        if not self._static_unused.issuperset(missing):
-            self._raise_unused(missing, "in this step", _ADVICE_FOR_STATIC_GRAPH)
-
-    def _raise_unused(self, indices: list[int], when: str, advice: str) -> NoReturn:
-        names = [self._names[index] for index in indices]
-        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        raise UnusedParameters(
-            f"{len(names)} parameter(s) got no gradient on rank {dist.get_rank()} {when}: {listed}. {advice}"
-        )
-
-    def _any_rank(self, here: bool) -> bool:
-        """Whether something holds on any rank. Collective."""
-        flag = torch.tensor([int(here)], device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
-        return bool(flag.item())
-
-    def _unused_everywhere(self, missing: Sequence[int]) -> frozenset[int]:
-        """Parameters that no rank has a gradient for. Collective if the engine was told that there may be any."""
-        if not (self.find_unused_parameters or self._static_any_unused):
-            return frozenset()
-        used = torch.ones(len(self._names), dtype=torch.uint8)
-        used[list(missing)] = 0
-        used = used.to(self.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.process_group)
-        return frozenset((used == 0).nonzero().flatten().tolist())
+        claims, batches = self._claims, self._batches
+        self._claims, self._batches = {}, set()
+        return join_claims(claims, batches)
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over."""
@@ -486,12 +488,26 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not callable(hook):
             raise InputTypeError(f"a communication hook must be callable, got {type(hook).__name__}")
         self._reducer.register_hook(state, hook)
+        self._hook = (state, hook)
         self._num_hooks += 1
 
     @property
     def has_strayed(self) -> bool:
         """Whether gradients came past this engine and have not been averaged since; see `strays.py`."""
-        return self._reducer.has_strayed and not join_config_of(self).enable
+        return self._is_ready and self._reducer.has_strayed and not join_config_of(self).enable
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether a backward pass has left gradients to another one, and none have been averaged."""
+        return self._missing.are_awaited
+
+    def refuse_step(self, step: str) -> None:
+        """An optimizer steps although gradients are awaited. Local.
+
+        Raises:
+            UnusedParameters: names what it is about.
+        """
+        self._missing.check_awaited(f"before {step}")
 
     def forget_strayed(self) -> None:
         """Those gradients were looked at. Local."""
@@ -559,22 +575,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""
         if not self._agree_on_step(trains=False, averages=False):
             return
-        if self.static_graph and self._static_unused is None:
-            self._static_any_unused = self._any_rank(False)
-            self._static_unused = frozenset()
+        self._missing.join_first_step()
         self._reducer.send_zeros()
-        unused = self._unused_everywhere(range(len(self._names)))
+        unused = self._missing.on_all_ranks(range(len(self._names)), self.find_unused_parameters)
         self._sync_buffers_joined(trains=False)
         self._reducer.finish(unused)
         self._rescale_after_join()
-
-
-_ADVICE = (
-    "Use them, freeze them before wrapping (requires_grad_(False)), or pass find_unused_parameters=True if a step may "
-    "leave some out"
-)
-_ADVICE_FOR_STATIC_GRAPH = "static_graph=True says that the same parameters are used in every step; they were not"
-_ADVICE_FOR_OUTPUTS = (
-    "They belong to outputs of the model that took no part in the loss, so that step was not averaged. Let the model "
-    "return only what the loss uses, call backward() on all of it, or pass find_unused_parameters=True"
-)

@@ -14,11 +14,6 @@ Where a rank went by a size, a claim travels with the gradients and is compared 
 understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
 them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
 one collective more, and a backward pass that could not begin before those of the others.
-
-[Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
-divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
-that together they are the batch. The first is checked at once, the second when other batches come. *Rejected:*
-weighting a slice by its own size: what one process would have had in its slice is unknown here.
 """
 
 from __future__ import annotations
@@ -32,8 +27,9 @@ import torch.distributed as dist
 
 from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
-from lockstep.comm.flight import describe_tensor
+from lockstep.comm.wording import describe_tensor
 from lockstep.errors import InputError
+from lockstep.parallel.parts import Parts, describe_share
 from lockstep.tree import tensors_in
 
 __all__ = ["PLAIN", "Feed", "Feeding", "Question", "add_up"]
@@ -106,7 +102,7 @@ class Feeding:
         self._device = device
         self._world_size = group.size()
         self._rank = group.rank()
-        self._parts = _Parts()
+        self._parts = Parts()
 
     def look(self, inputs: Any) -> BatchShare | None:
         """The share of a forward pass that needs no weight, if it can be told without asking others. Local."""
@@ -137,14 +133,15 @@ class Feeding:
         held = batch.held()
         if held is not None:
             return self._of_share(held, may_ask)
-        divisions = batch.divisions(self._rank, self._world_size)
         tags = _tags_of(inputs)
         if tags:
             feed = self._of_tags(tags, trains, may_ask)
             rows = tags[0][1].share.rows
-            if feed.question is None and rows and joins_none and batch.is_ambiguous(divisions):
+            may_be_alone = feed.question is None and rows and joins_none
+            if may_be_alone and batch.is_ambiguous(batch.divisions(self._rank, self._world_size)):
                 return self._ask({rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
             return feed
+        divisions = batch.divisions(self._rank, self._world_size)
         sizes = _sizes_of(inputs)
         if divisions and not self._matches(divisions, sizes):
             batch.purge()  # of loaders that are gone the last batches may still be known
@@ -210,7 +207,8 @@ class Feeding:
             if (tag.share.weight, tag.share.world_size) != (share.weight, share.world_size):
                 raise InputError(
                     f"the inputs of this forward pass come from two batches, of which this rank holds different shares "
-                    f"({_describe(share)}: {share.local_samples}; {_describe(tag.share)}: {tag.share.local_samples}). "
+                    f"({describe_share(share)}: {share.local_samples}; "
+                    f"{describe_share(tag.share)}: {tag.share.local_samples}). "
                     "Call the model on each of them, or say how many samples its loss is the mean over: "
                     "`with model.samples(n):`"
                 )
@@ -239,10 +237,6 @@ class Feeding:
 def _of_equal(sizes: set[int]) -> Feed:
     """Nothing says how many samples: right if all ranks have the same."""
     return Feed(claim=f"{' or '.join(map(str, sorted(sizes))) or 'no'} rows on each rank")
-
-
-def _describe(share: BatchShare) -> str:
-    return f"{share.name}: {share.global_samples} samples" if share.name else f"{share.global_samples} samples"
 
 
 def _show(inputs: Any) -> str:
@@ -275,70 +269,3 @@ def _sizes_of(inputs: Any) -> set[int]:
             if isinstance(value, list):
                 sizes.add(len(value))  # of samples, such as the images of detection models; or of inputs
     return sizes
-
-
-class _Parts:
-    """Batches of which slices went through the model. See [Note: parts of a batch]."""
-
-    # Two loaders may take turns; a third batch shows that the slices of the first were all there will be.
-    _MAX_OPEN = 2
-
-    def __init__(self) -> None:
-        self._open: dict[str, _Part] = {}
-
-    def add(self, found: tuple[torch.Tensor, Tag]) -> int:
-        """A forward pass on that tensor begins. Returns into how many parts its batch is cut.
-
-        Raises:
-            InputError: the parts cannot add up to the mean over the batch.
-        """
-        tensor, tag = found
-        rows = _rows_of(tensor, tag)
-        if rows is None or rows == tag.rows:
-            return 1
-        what = _describe(tag.share)
-        part = self._open.setdefault(what, _Part(rows, tag.rows, set()))
-        if not rows or tag.rows % rows or rows != part.rows:
-            raise InputError(
-                f"this forward pass takes {rows} of the {tag.rows} samples that this rank holds of {what}. Parts of a "
-                "batch must have one size on every rank, and be the whole of it. For micro-batches let the loader make "
-                "them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean over: "
-                "`with model.samples(n):`"
-            )
-        part.offsets.add(int(tensor.storage_offset()))
-        if len(part.offsets) * rows == tag.rows:
-            del self._open[what]
-        elif len(self._open) > self._MAX_OPEN:
-            self._give_up()
-        return tag.rows // rows
-
-    def _give_up(self) -> None:
-        what, part = next(iter(self._open.items()))
-        self._open.clear()
-        raise InputError(
-            f"only {len(part.offsets) * part.rows} of the {part.of_rows} samples that this rank holds of {what} went "
-            "through the model, cut from the batch: which samples of the global batch that leaves out depends on the "
-            "number of ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the "
-            "mean over: `with model.samples(n):`"
-        )
-
-
-@dataclass(frozen=True)
-class _Part:
-    rows: int
-    of_rows: int
-    offsets: set[int]  # of the slices that came, in elements of their memory
-
-
-def _rows_of(tensor: torch.Tensor, tag: Tag) -> int | None:
-    """How many rows of the tensor that was yielded this view of it has; None where that cannot be told, or is all."""
-    if tensor.numel() == tag.numel or tag.rows < 2 or tag.rows != (tag.share.local_samples or tag.rows):
-        return None
-    strides = list(zip(tensor.stride(), tensor.shape, strict=True))
-    for stride, size in strides:
-        if stride == tag.stride:
-            return size
-    for stride, size in strides:  # every second row
-        if stride > tag.stride and stride % tag.stride == 0:
-            return size
-    return 1 if tensor.numel() * tag.rows == tag.numel else None

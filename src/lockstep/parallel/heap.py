@@ -12,12 +12,11 @@ glibc.malloc in GLIBC_TUNABLES. Other allocators are left alone.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable
 
 import torch
 
-from lockstep import env
+from lockstep import env, libc
 
 __all__ = ["keep_memory_of_gradients"]
 
@@ -29,7 +28,7 @@ _OLD_LARGEST_MMAP_THRESHOLD = 32 << 20
 _SLACK_BYTES = 1 << 20
 _LARGEST_INT = 2**31 - 1
 
-_mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
+_mallopt: Callable[[int, int], int] | None = libc.function("mallopt")
 _told = (0, 0)
 
 

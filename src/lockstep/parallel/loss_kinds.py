@@ -36,6 +36,7 @@ _logger = get_logger(__name__)
 _MEAN, _SUM = 1, 2
 # The functions through which every backward pass goes, and what they call the losses.
 _ROOTS = {("backward", "_tensor.py"): "self", ("backward", "__init__.py"): "tensors"}
+_DIVISIONS = ("DivBackward0", "DivBackward1")  # by a tensor; by a number, as torch's own losses divide
 _MAX_NODES = 2000
 _RESCALE = "_RescaleBackward"  # of `lockstep.mean` and the like: what is behind it has its divisor
 _found: dict[str, str] = {}  # lines of which was warned, and what they are
@@ -152,7 +153,7 @@ def find_other_divisor(
         found = _of_reduction(node, divisor) or _of_sum(node, divisor, local_samples)
         if found is not None and any(is_output(behind) for behind in _nodes_behind(node, is_output)):
             return found
-        if node.name() == "DivBackward0":
+        if node.name() in _DIVISIONS:
             divisor = _scalar(getattr(node, "_saved_other", None)) or divisor
         elif node.name() == "MulBackward0" and divisor is None:
             divisor = 0.0  # scaled by something: then the divisor is nobody's to judge
@@ -212,7 +213,8 @@ def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> Oth
 
 
 def _scalar(value: object) -> float | None:
-    return float(value) if isinstance(value, Tensor) and value.dim() == 0 else None
+    is_scalar = isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+    return float(value) if is_scalar else None  # type: ignore[arg-type]
 
 
 def _users_line(frame: FrameType | None) -> str:

@@ -72,10 +72,14 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     """
     _check_scalar("mean", total)
     origin = find_origin("mean", total, process_group)
-    value = count.detach() if isinstance(count, Tensor) else torch.tensor(float(count), dtype=torch.float64)
+    # A number is written where it is needed: a copy from the host would wait for a GPU.
+    if isinstance(count, Tensor):
+        value, has_none = count.detach(), False
+    else:
+        value, has_none = torch.full((), float(count), dtype=torch.float64, device=total.device), count == 0
     if value.dim() != 0:
         raise InputTypeError(f"mean: count is a tensor of shape {list(value.shape)}; give one number: count.sum()")
-    sums = origin.add_up(total, value)
+    sums = origin.add_up(total, value, has_none)
     return _Rescale.of(total, sums[0] / sums[1], origin.factor / sums[1], origin.is_filler or value)
 
 
@@ -100,7 +104,7 @@ def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor
     """
     _check_scalar("sum", total)
     origin = find_origin("sum", total, process_group, asks_the_loop=False)
-    sums = origin.add_up(total, torch.ones(()))
+    sums = origin.add_up(total, torch.ones((), device=total.device))
     return _Rescale.of(total, sums[0], origin.factor, origin.is_filler)
 
 
@@ -167,11 +171,11 @@ class Origin:
         """For the gradient of a term of which one process would take the sum; see [Note: divisors]."""
         return 0.0 if self.is_filler else self.world_size / self.weight
 
-    def add_up(self, total: Tensor, count: Tensor) -> Tensor:
-        """The sums over ranks of both, float64 [2]. Collective."""
+    def add_up(self, total: Tensor, count: Tensor, has_none: bool = False) -> Tensor:
+        """The sums over ranks of both, float64 [2]; `has_none`: the count is known to be 0. Collective."""
         device = total.device if self.group is None else host_device(self.group, total.device)
         own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
-        if self.is_filler:
+        if self.is_filler or has_none:
             own.zero_()
         elif not count.is_cuda and count == 0:
             own.zero_()  # 0/0, and whatever else a rank without items has computed

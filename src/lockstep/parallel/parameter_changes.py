@@ -3,7 +3,8 @@
 It happens when a frozen part is unfrozen (`requires_grad_(True)`), and when parameters are replaced by others
 (`load_state_dict(assign=True)`, a new head). Optimizers' steps are where to look: during a forward pass
 `torch.func.functional_call` may have put others in their place for a moment. Parameters that were frozen are looked at
-in each step; looking for new ones means to walk through the modules, so only some steps do.
+in each step; looking for new ones means to walk through the modules, so only some steps do, and the one behind a
+backward pass that came from the model and reached none of its parameters.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class ParameterChanges:
             if id(parameter) not in own and name not in self._ignored
         ]
         self._num_looks = 0
+        self._is_suspicious = False
+
+    def suspect(self) -> None:
+        """A backward pass over the model's output reached no parameter: look before the next step. Local."""
+        self._is_suspicious = True
 
     def look(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. Local.
@@ -66,7 +72,8 @@ class ParameterChanges:
             ModelError: there are such parameters; names them.
         """
         self._num_looks += 1
-        is_due = self._num_looks <= _ALWAYS or self._num_looks % _EVERY == 0
+        is_due = self._is_suspicious or self._num_looks <= _ALWAYS or self._num_looks % _EVERY == 0
+        self._is_suspicious = False
         if not is_due and not any(map(_requires_gradient, self._frozen)):
             return
         module = self._module()

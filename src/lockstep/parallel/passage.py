@@ -132,7 +132,7 @@ class Passage:
             assert tensor.grad_fn is not None
             roots[number] = tensor.grad_fn
             for marked in {id(each): each for each in (tensor, anchor)}.values():
-                batch.mark(marked, self)
+                batch.mark(marked, self, self.feed.share is not None or self.feed.question is not None)
             return tensor
 
         output = map_tensors(watch, output)

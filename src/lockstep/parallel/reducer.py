@@ -4,7 +4,8 @@
 has just computed, without a copy. The reducer copies it into the parameter's place in a bucket
 while it is in cache, makes that place the new `.grad`, and frees the original (or, where the transport
 leaves it in place, once the mean is there). Accumulating into a
-zeroed bucket instead would read and write every line once more.
+zeroed bucket instead would read and write every line once more. Where somebody else holds a gradient, it has memory
+of its own, and the mean is copied there: [Note: kept gradients] in `views.py`.
 
 [Note: sentinels] A Python hook for each parameter costs more than the reduction of a thin layer.
 So only one parameter of each bucket has one, its sentinel: the one whose gradient came last. When
@@ -14,6 +15,10 @@ needs every `.grad` to have been None when the backward pass began: then a gradi
 belongs to this pass. Otherwise (gradients accumulated under `no_sync`, or not
 set to None) everything goes out at the end. `begin` looks, once per backward pass. A sentinel that
 fires before `begin` was called makes up for it: the gradient came by another way than the outputs.
+
+[Note: watched parameters] A backward pass may go by the outputs and by all sentinels: through the graph of a
+gradient, or from a tensor that the model keeps as an attribute. So all parameters have hooks in the first passes,
+and keep them where such a pass is seen, or one that may lead to it.
 """
 
 from __future__ import annotations
@@ -31,11 +36,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
-from lockstep.parallel.buckets import BucketPlan
-from lockstep.parallel.checks import host_device
+from lockstep.parallel.buckets import BucketPlan, copy_all
+from lockstep.parallel.checks import SPARSE_ADVICE, host_device
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
+from lockstep.parallel.views import GradientViews, find_held
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
@@ -64,6 +70,7 @@ class Reducer:
         transport: moves and averages the buckets.
         group: who averages.
         may_go_early: whether buckets may go out before the backward pass ends.
+        always_views: gradients are views of buckets, whoever holds them.
         unannounced: a weak reference to what to call when a backward pass is noticed that `begin` was not
             called for; it calls `begin`.
 
@@ -79,6 +86,7 @@ class Reducer:
         transport: Transport,
         group: dist.ProcessGroup,
         may_go_early: bool,
+        always_views: bool = False,
         unannounced: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self._parameters = list(parameters)
@@ -89,15 +97,13 @@ class Reducer:
         self._may_go_early = may_go_early
         self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
-        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
-        for bucket, plan in enumerate(plans):
-            for placement in plan.placements:
-                like = self._parameters[placement.index]
-                self._views[placement.index] = transport.view(bucket, placement.offset, like)
-        self._contents = [
-            [(place.offset, self._parameters[place.index], self._views[place.index]) for place in plan.placements]
-            for plan in plans
-        ]
+        self._gradient_views = views = GradientViews(transport, plans, self._parameters)
+        self._views, self._contents = views.tensors, views.contents
+        self._always_views = always_views
+        # Parameters whose gradients have memory of their own: for good, and in this backward pass.
+        self._own_memory = set() if always_views or views.can_renew else set(range(len(self._parameters)))
+        self._given: dict[int, torch.Tensor] = {}  # `.grad` of before this pass that others hold, too
+        self._copied_back: set[int] = set()  # of those in `_left`
         self._phase = _Phase.IDLE
         self._is_accumulating = False  # The last forward pass was one whose gradients are not to be averaged.
         self.has_strayed = False
@@ -108,11 +114,13 @@ class Reducer:
         self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))  # with a communication hook
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # by bucket, then by parameter
-        self._watches_all = False
+        self._watchers: list[_HookBehindAll | None] = []
+        self._passes_to_watch = 0  # after which the watchers go
         for bucket in range(len(plans)):
             self._set_sentinel(bucket, self._members[bucket][-1])
         # The parameters may outlive the engine.
         weakref.finalize(self, _remove_all, self._handles).atexit = False
+        weakref.finalize(self, _remove_all, self._watchers).atexit = False
 
     # ---- during the backward pass --------------------------------------------------------------
 
@@ -137,19 +145,24 @@ class Reducer:
 
         self._handles[bucket] = _call_after(self._parameters[index], on_gradient)
 
-    def watch_all(self) -> None:
-        """From now on notice a backward pass by any parameter: the outputs of the model do not show it. Local."""
-        if self._watches_all:
+    def watch_all(self, passes: int = 0) -> None:
+        """From now on notice a backward pass by any parameter. Local. See [Note: watched parameters].
+
+        Args:
+            passes: for so many forward passes, unless there is cause to go on; 0 for good.
+        """
+        self._passes_to_watch = passes
+        if self._watchers:
             return
-        self._watches_all = True
         reference = weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
             reducer = reference()
             if reducer is not None and reducer._phase is _Phase.READY:
+                reducer._passes_to_watch = 0
                 reducer._announce()
 
-        self._handles += [_call_after(parameter, on_gradient) for parameter in self._parameters]
+        self._watchers += [_call_after(parameter, on_gradient) for parameter in self._parameters]
 
     def _announce(self) -> None:
         announce = self._unannounced()
@@ -172,6 +185,7 @@ class Reducer:
         places: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         indices: list[int] = []
+        self._let_go(bucket)
         for index, (offset, parameter, view) in zip(self._members[bucket], self._contents[bucket], strict=True):
             gradient = parameter.grad
             if gradient is view:
@@ -192,6 +206,11 @@ class Reducer:
             elif places:
                 foreach_copy_(places, gradients)
         self._out.add(bucket)
+        if self._own_memory or self._given:
+            for index, gradient in zip(indices, gradients, strict=True):
+                if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad):
+                    self._leave(index, gradient)
+                    self._copied_back.add(index)
         if self._hook is not None:
             self._run_hook(bucket)
             return
@@ -199,6 +218,19 @@ class Reducer:
             for index in self._members[bucket]:
                 self._versions[index] = version_of(self._views[index])
         self._transport.publish(bucket)
+
+    def _let_go(self, bucket: int) -> None:
+        """The bucket will be written: whoever holds gradients of an earlier pass keeps them. See `views.py`."""
+        if self._always_views:
+            return
+        held = self._gradient_views.held(bucket)
+        if not held:
+            return
+        self._own_memory.update(held)
+        for index in self._members[bucket]:
+            if self._parameters[index].grad is self._views[index]:
+                self._given[index] = self._views[index]  # it accumulated there, and stays there
+        self._gradient_views.renew(bucket)
 
     def _leave(self, index: int, gradient: torch.Tensor) -> None:
         """Until the mean is there, `.grad` stays what it was: hooks, and a second engine, may look at it."""
@@ -214,8 +246,7 @@ class Reducer:
             if gradient.layout is not torch.strided:
                 culprits.append(self._names[index])
         raise ModelError(
-            f"parameter {', '.join(culprits)} has a sparse gradient, which DistributedDataParallel does not average; "
-            "build its embedding with sparse=False"
+            f"parameter {', '.join(culprits)} has a sparse gradient; this engine averages dense ones. {SPARSE_ADVICE}"
         )
 
     # ---- around the backward pass ----------------------------------------------------------------
@@ -226,6 +257,11 @@ class Reducer:
             self._restart()
         self._phase = _Phase.READY
         self._is_accumulating = False
+        if self._passes_to_watch:
+            self._passes_to_watch -= 1
+            if not self._passes_to_watch:
+                _remove_all(self._watchers)
+                self._watchers.clear()
 
     def disarm(self) -> None:
         """A forward pass begins whose backward pass will not reduce. Local."""
@@ -241,11 +277,20 @@ class Reducer:
             self._restart()
         early = self._may_go_early and self._hook is None and not self._out
         # With create_graph, a second gradient would not be written into the bucket but replace it.
-        if early and not torch.is_grad_enabled():
-            early = all(parameter.grad is None for parameter in self._parameters)
-        else:
-            early = False
+        are_none = all(parameter.grad is None for parameter in self._parameters)
+        early = early and not torch.is_grad_enabled() and are_none
+        if self._phase is not _Phase.WAITING:
+            self._given.clear()
+            if not are_none and not self._always_views:
+                self._note_given()
         self._phase = _Phase.ARMED if early else _Phase.DEFERRED
+
+    def _note_given(self) -> None:
+        own = zip(self._parameters, self._views, strict=True)
+        indices = [index for index, (each, view) in enumerate(own) if each.grad is not None and each.grad is not view]
+        gradients = [each.grad for each in map(self._parameters.__getitem__, indices) if each.grad is not None]
+        held = zip(indices, gradients, find_held(gradients), strict=True)
+        self._given = {index: gradient for index, gradient, is_held in held if is_held}
 
     def wait(self) -> None:
         """The backward pass is over, but another one over the same outputs brings what is missing. Local."""
@@ -256,6 +301,7 @@ class Reducer:
         self._out.clear()
         self._versions.clear()
         self._left.clear()
+        self._copied_back.clear()
         for _, future in self._hook_futures:
             with contextlib.suppress(RuntimeError):
                 future.wait()
@@ -284,7 +330,10 @@ class Reducer:
 
     def send_zeros(self) -> None:
         """Take part in the averaging of a step with zeros. Local; `finish` comes next."""
+        for parameter in self._parameters:
+            parameter.grad = None
         for bucket in range(len(self._plans)):
+            self._let_go(bucket)
             self._transport.buffer(bucket).zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
@@ -311,13 +360,25 @@ class Reducer:
             self._transport.finish(buffers, claims)
         for index in range(len(self._parameters)):
             if self._parameters[index].grad is None and index not in keep_none:
-                self._parameters[index].grad = self._views[index]
+                view = self._views[index]
+                self._parameters[index].grad = view.clone() if index in self._own_memory else view
+        self._copy_back()
         for index in self._left:
             self._parameters[index].grad = self._views[index]
         self._left.clear()
         self._out.clear()
         self.has_strayed = False
         self._phase = _Phase.IDLE
+
+    def _copy_back(self) -> None:
+        """The means of gradients that have memory of their own."""
+        if not self._copied_back:
+            return
+        pairs = [(self._left.pop(index)[0], self._views[index]) for index in self._copied_back]
+        with torch.no_grad():
+            copy_all(*map(list, zip(*pairs, strict=True)))
+        self._copied_back.clear()
+        self._given.clear()
 
     def _check_versions(self) -> None:
         changed = [index for index, version in self._versions.items() if version_of(self._views[index]) != version]

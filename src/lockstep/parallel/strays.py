@@ -1,4 +1,4 @@
-"""Gradients that came past the engine: nobody has averaged them.
+"""Strays: gradients that came past the engine, so that nobody has averaged them.
 
 Whoever calls `net(x)` instead of `model(x)`, where `model = DistributedDataParallel(net)`, gets gradients that are each
 rank's own. The reducer's sentinels fire all the same, outside of any backward pass that the engine knows of, and note
@@ -42,6 +42,10 @@ def install() -> None:
 
 def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise if this optimizer steps strayed gradients that differ between ranks. Collective where some strayed."""
+    if any(engine.awaits_gradients for engine in engines()):
+        for engine in engines_of(optimizer):
+            if engine.awaits_gradients:
+                engine.refuse_step(describe_step(optimizer))
     if not any(engine.has_strayed for engine in engines()):
         return
     strayed = [each for each in engines_of(optimizer) if each.has_strayed and each.process_group.size() > 1]

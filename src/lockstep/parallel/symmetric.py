@@ -19,12 +19,14 @@ import torch.distributed as dist
 from lockstep.comm import clock
 from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.comm.engine import Engine
-from lockstep.comm.flight import describe_tensor, fingerprint
+from lockstep.comm.flight import fingerprint
+from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.claims import ADVICE, Claims
+from lockstep.parallel.claims import ADVICE, Claims, check_stamps
 from lockstep.shm.algorithms import reduce_in_place, share_bounds
 from lockstep.shm.kernels import Kernel, find_kernel
+from lockstep.shm.segment import can_leave, leave
 from lockstep.shm.sync import fence
 from lockstep.torch_private.tensors import foreach_copy_
 
@@ -82,7 +84,10 @@ class SymmetricTransport:
         self._words = self._region.words
         self._own_word = self._region.word_start(self._rank)
         self._peer_words = [self._region.word_start(peer) for peer in range(self._world_size) if peer != self._rank]
-        self._num_flags = min(len(plans), self._region.WORDS_PER_RANK)
+        self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 1)
+        # The last word of each rank: which batches its gradients come from.
+        last = self._region.WORDS_PER_RANK - 1
+        self._stamp_words = [self._region.word_start(rank) + last for rank in range(self._world_size)]
         self._pass = 1
         # Failed passes since the last averaging, or since the collective that was an error itself.
         self._num_failed = 0
@@ -98,13 +103,23 @@ class SymmetricTransport:
         plan, start = self._plans[bucket], self._starts[bucket]
         return [part[start : start + plan.num_bytes].view(plan.dtype) for part in self._region.parts]
 
+    @property
+    def can_renew(self) -> bool:
+        """Whether `renew` works."""
+        return can_leave(_ALIGNMENT_BYTES)
+
     def buffer(self, bucket: int) -> torch.Tensor:
         """The flat tensor of a bucket."""
         return self._parts[bucket][self._rank]
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of `like`'s shape at an offset of a bucket; `.data` gives it a version counter of its own."""
-        return view_like(self._parts[bucket][self._rank][offset : offset + like.numel()], like).data
+        """A tensor of `like`'s shape at an offset of a bucket."""
+        return view_like(self._parts[bucket][self._rank][offset : offset + like.numel()], like)
+
+    def renew(self, bucket: int) -> None:
+        """The same shared memory at another address: what lies at the old one is private from now on."""
+        part = self._parts[bucket][self._rank]
+        self._parts[bucket][self._rank] = leave(part.view(torch.uint8)).view(part.dtype)
 
     def fill(
         self,
@@ -183,12 +198,16 @@ class SymmetricTransport:
                 mail = self._mail = _BufferMail(self._engine, self._rank, buffers)
             mail.write(buffers)
 
+        stamps: list[int] = []
+
         def between() -> None:
+            stamps.extend(self._words[word] for word in self._stamp_words)
             if buffers:
                 assert mail is not None
                 mail.read(buffers)
             self._reduce_rest()
 
+        self._words[self._own_word + self._region.WORDS_PER_RANK - 1] = claims.stamp
         if self._num_failed == 0:
             self._reduce_published()
         # What the ranks claim is compared as what they call is: by the fingerprint of the description.
@@ -206,6 +225,7 @@ class SymmetricTransport:
         if self._num_failed:
             self._num_failed = self._failed_collective = 0
             self._description = self._describe()
+        check_stamps(stamps)
 
     def restart(self) -> None:
         """See [Note: failed passes]."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError
+from lockstep.log import get_logger, warn_once
 
-__all__ = ["check_refused", "choose_broadcast_buffers", "choose_group"]
+__all__ = ["check_refused", "choose_broadcast_buffers", "choose_devices", "choose_group"]
+
+_logger = get_logger(__name__)
 
 _REFUSED = {
     "mixed_precision": (
@@ -49,6 +54,35 @@ def choose_broadcast_buffers(broadcast_buffers: bool | None, forward_sync_buffer
         )
     chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
     return chosen is not False
+
+
+def choose_devices(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    parameters: Sequence[torch.Tensor],
+) -> list[torch.device] | None:
+    """The one device that was named, in a list, as torch keeps it; None where none was.
+
+    Raises:
+        InputError: several were named, or another than that of the parameters.
+    """
+    if not device_ids:
+        return None
+    if len(device_ids) != 1:
+        raise InputError(
+            f"device_ids={list(device_ids)}: one process drives one device here. Give [local_rank], or None and "
+            "start one process per device"
+        )
+    chosen = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    devices = {parameter.device for parameter in parameters}
+    if devices != {chosen}:
+        raise InputError(
+            f"device_ids names {chosen}, but parameters are on {', '.join(sorted(map(str, devices)))}. Move the "
+            "model there first, or leave device_ids out (as CPU models and models on several devices must)"
+        )
+    if output_device is not None and torch.device(output_device) != chosen and output_device != device_ids[0]:
+        warn_once(_logger, f"output_device={output_device} is ignored: outputs stay on {chosen}")
+    return [chosen]
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:

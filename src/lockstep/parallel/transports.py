@@ -29,11 +29,21 @@ __all__ = ["GroupTransport", "Transport", "make_transport"]
 class Transport(Protocol):
     """What the reducer needs of a transport."""
 
+    @property
+    def can_renew(self) -> bool:
+        """Whether `renew` works."""
+
     def buffer(self, bucket: int) -> torch.Tensor:
         """The flat tensor of a bucket."""
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of `like`'s shape and strides at an offset of a bucket, with a version counter of its own."""
+        """A tensor of `like`'s shape and strides at an offset of a bucket; see `view_like`."""
+
+    def renew(self, bucket: int) -> None:
+        """Go on in new memory: views made before keep the old one, and its content. Local; nothing is under way.
+
+        Only where `can_renew`. Views of the new memory are to be made anew.
+        """
 
     def fill(
         self,
@@ -84,13 +94,18 @@ class GroupTransport:
         self._group = group
         self._world_size = group.size()
         # A lockstep group over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
-        self._is_ours = isinstance(group, LockstepProcessGroup)
+        self._is_ours = isinstance(group, LockstepProcessGroup) and group.behind(plans[0].device) is None
         self._buffers = [self._allocate(plan) for plan in plans]
         self._ready: set[int] = set()
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
         self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))
+
+    @property
+    def can_renew(self) -> bool:
+        """Not in memory that the ranks of a host have made together."""
+        return not (self._is_ours and self._world_size > 1 and self._buffers[0].device.type == "cpu")
 
     def _allocate(self, plan: BucketPlan) -> torch.Tensor:
         if plan.device.type == "cpu" and isinstance(self._group, LockstepProcessGroup) and self._world_size > 1:
@@ -102,8 +117,12 @@ class GroupTransport:
         return self._buffers[bucket]
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of `like`'s shape at an offset of a bucket; `.data` gives it a version counter of its own."""
-        return view_like(self._buffers[bucket][offset : offset + like.numel()], like).data
+        """A tensor of `like`'s shape at an offset of a bucket."""
+        return view_like(self._buffers[bucket][offset : offset + like.numel()], like)
+
+    def renew(self, bucket: int) -> None:
+        """A new buffer."""
+        self._buffers[bucket] = torch.zeros_like(self._buffers[bucket])
 
     def fill(
         self,

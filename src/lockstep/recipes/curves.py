@@ -60,7 +60,11 @@ def _draw_loss(axes: Axes, steps: Sequence[Record], epochs: Sequence[Record]) ->
 def _draw_accuracy(axes: Axes, epochs: Sequence[Record]) -> None:
     last = epochs[-1]
     values = _column(epochs, "held_out_accuracy")
-    axes.plot([record["epoch"] for record in epochs], values, color=_ORANGE, linewidth=2, marker="o", ms=4)
+    ends = [record["epoch"] for record in epochs]
+    axes.plot(ends, values, color=_ORANGE, linewidth=2, marker="o", ms=4, label="top-1")
+    if "held_out_top5" in last:
+        axes.plot(ends, _column(epochs, "held_out_top5"), color=_BLUE, linewidth=2, marker="o", ms=4, label="top-5")
+        axes.legend(frameon=False, loc="lower left")
     axes.axhline(last["held_out_accuracy"], color=_GREY, linewidth=0.8, linestyle=":")
     result = f"{last['held_out_accuracy']:.2%}: {last['held_out_correct']:.0f} of {last['held_out_images']:.0f} images"
     axes.text(0.98, 0.05, result, transform=axes.transAxes, ha="right", color=_ORANGE, fontweight="bold")

@@ -10,15 +10,12 @@ for the options. What the ranks do is in `digits_training`, data and model are i
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError, SetupError
+from lockstep.recipes.options import add_run_options, check_packages, merge_with_saved, positive, whole_number
 
 __all__ = ["DigitsConfig", "add_arguments", "main", "resolve_config"]
 
@@ -64,37 +61,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         SetupError: a package of the "train" extra is missing. Said here, it is said once and before
             any rank is started.
     """
-    _check_extras()
+    check_packages("digits", _EXTRAS, "train")
     default = DigitsConfig()
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--epochs", type=_integer(1), metavar="N", help=f"passes over the training images (default: {default.epochs})"
+        "--epochs",
+        type=whole_number(1),
+        metavar="N",
+        help=f"passes over the training images (default: {default.epochs})",
     )
     training.add_argument(
         "--batch-size",
-        type=_integer(1),
+        type=whole_number(1),
         metavar="N",
         help=f"images per batch, over all ranks together (default: {default.batch_size})",
     )
     training.add_argument("--optimizer", choices=sorted(_LEARNING_RATES), help=f"default: {default.optimizer}")
     rates = ", ".join(f"{rate} for {name}" for name, rate in _LEARNING_RATES.items())
-    training.add_argument("--lr", type=_positive, metavar="RATE", help=f"learning rate (default: {rates})")
-    training.add_argument("--accumulate", type=_integer(1), metavar="K", help="batches per optimizer step (default: 1)")
+    training.add_argument("--lr", type=positive, metavar="RATE", help=f"learning rate (default: {rates})")
+    training.add_argument(
+        "--accumulate", type=whole_number(1), metavar="K", help="batches per optimizer step (default: 1)"
+    )
     training.add_argument(
         "--augment", action=argparse.BooleanOptionalAction, default=None, help="shift each image by up to one pixel"
     )
-    training.add_argument("--seed", type=_integer(0), metavar="N", help=f"default: {default.seed}")
+    training.add_argument("--seed", type=whole_number(0), metavar="N", help=f"default: {default.seed}")
     training.add_argument("--dtype", choices=("float32", "float64"), help=f"default: {default.dtype}")
-    run = parser.add_argument_group("run")
-    run.add_argument("--name", type=_name, help="folder of the run inside --out (default: digits, digits-2, …)")
-    run.add_argument(
-        "--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept (default: runs)"
-    )
-    run.add_argument("--backend", default="auto", help="process group backend (default: auto)")
-    run.add_argument(
-        "--resume", type=_existing, metavar="PATH", help="go on from a run's folder or from one checkpoint file"
-    )
-    run.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    add_run_options(parser, "digits")
 
 
 def resolve_config(given: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> DigitsConfig:
@@ -107,18 +100,7 @@ def resolve_config(given: argparse.Namespace, saved: Mapping[str, Any] | None = 
     Raises:
         InputError: an option contradicts the checkpoint in what cannot change half way.
     """
-    values: dict[str, Any] = dict(saved or {})
-    for name in (field.name for field in fields(DigitsConfig)):
-        value = getattr(given, name)
-        if value is None:
-            continue
-        if saved is not None and name not in ("epochs", "lr") and value != saved[name]:
-            option = "--" + name.replace("_", "-")
-            raise InputError(
-                f"{option} is {value}, but {given.resume} was trained with {saved[name]}: "
-                f"leave {option} out to go on with it, or start a new run without --resume"
-            )
-        values[name] = value
+    values = merge_with_saved(given, [field.name for field in fields(DigitsConfig)], saved, ("epochs", "lr"))
     if saved is None and given.lr is None:
         values["lr"] = _LEARNING_RATES[values.get("optimizer", DigitsConfig.optimizer)]
     return DigitsConfig(**values)
@@ -137,50 +119,6 @@ def main(namespace: argparse.Namespace) -> int:
     from lockstep.recipes.digits_training import run  # torch, and everything else that takes its time
 
     return run(namespace)
-
-
-def _check_extras() -> None:
-    missing = [package for module, package in _EXTRAS.items() if find_spec(module) is None]
-    if missing:
-        raise SetupError(
-            f"the digits recipe needs {' and '.join(missing)}, not installed here: pip install 'torch-lockstep[train]'"
-        )
-
-
-def _integer(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small; give {least} or more")
-        return value
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give a number above 0")
-    return value
-
-
-def _name(text: str) -> str:
-    if not text or text in (".", "..") or "/" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder name; use --out to choose where runs are kept")
-    return text
-
-
-def _existing(text: str) -> Path:
-    path = Path(text)
-    if not path.exists():
-        raise argparse.ArgumentTypeError(f"there is nothing at {text!r}; give a run's folder or a checkpoint file")
-    return path
 
 
 if __name__ == "__main__":

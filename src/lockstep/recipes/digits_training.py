@@ -21,7 +21,7 @@ from lockstep.metrics import Accuracy, Mean, Sum, synchronize
 from lockstep.recipes.digits import DigitsConfig, resolve_config
 from lockstep.recipes.digits_task import DigitsNet, ShiftedDigits, load_digits
 from lockstep.recipes.display import Display
-from lockstep.recipes.runlog import RunLog, create_run_folder, describe_environment
+from lockstep.recipes.runlog import RunLog, describe_environment, folder_of_run
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
 from lockstep.world import World
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     with lockstep.init(backend=options.backend) as world:
         try:
             config, trainer = _prepare(options, world)
-            folder = create_run_folder(options.out, options.name or "digits")
+            folder = folder_of_run(options, "digits")
         except (InputError, CheckpointError) as mistake:
             # Every rank has found it. One line says more than a traceback of each.
             if world.rank == 0:
@@ -159,7 +159,7 @@ def _views(
         f"{parameters:,} parameters in {config.dtype}, global batch {config.batch_size}"
     )
     if options.resume is not None:
-        heading += f"\ngoing on after epoch {trainer.epoch} of {options.resume}"
+        heading += f"\ngoing on after epoch {trainer.epoch} of {options.resume}, in {folder}"
     steps_per_epoch = -(-len(trainer.loader) // config.accumulate)
     total = trainer.step + (config.epochs - trainer.epoch) * steps_per_epoch
     return [log, Display(heading, folder, config.epochs, trainer.step, total)]

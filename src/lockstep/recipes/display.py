@@ -70,6 +70,15 @@ class Display:
             rate = f"{report.samples_per_s:6,.0f}"
             self._progress.update(self._task, completed=report.step, loss=f"{report.loss:.4f}", rate=rate)
 
+    def say(self, line: str) -> None:
+        """Show a line among those of the epochs."""
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def stop(self, why: str) -> None:
+        """The run ends before its last epoch."""
+        self._progress.stop()
+        self.say(why)
+
     def finish(self, summary: Summary) -> None:
         """Show what the run came to, and where it lies."""
         self._progress.stop()
@@ -81,17 +90,22 @@ class Display:
 
     def _epoch_line(self, report: EpochReport) -> str:
         held_out = report.evaluation
+        top5 = f"top-5 {held_out['top5']:7.2%}   " if "top5" in held_out else ""
         return (
             f"epoch {report.epoch:{len(str(self.epochs))}}/{self.epochs}   loss {report.loss:.4f}   "
-            f"held out {held_out['accuracy']:7.2%} ({held_out['correct']:.0f}/{held_out['images']:.0f})   "
+            f"held out {held_out['accuracy']:7.2%} ({held_out['correct']:.0f}/{held_out['images']:.0f})   {top5}"
             f"{report.samples / report.train_s:6,.0f} samples/s"
         )
 
 
 def _result_table(summary: Summary) -> Table:
-    counted = f"{summary.correct} of {summary.total} images, each counted once"
+    counted = f"{summary.correct:,} of {summary.total:,} images, each counted once"
     table = Table(show_header=False, box=box.ROUNDED, min_width=72)
     table.add_row("accuracy, held out", f"[bold]{summary.accuracy:.2%}[/bold]   {counted}")
+    if summary.top5 is not None:
+        table.add_row("top-5, held out", f"{summary.top5:.2%}")
+    if summary.expected is not None:
+        table.add_row("held out", f"{summary.total:,} of {summary.expected:,} counted")
     table.add_row("loss, held out", f"{summary.held_out_loss:.4f}")
     table.add_row("training", f"{summary.steps:,} steps in {summary.train_s:.1f} s")
     table.add_row("throughput", f"{summary.samples_per_s:,.0f} samples/s")

@@ -2,16 +2,19 @@
 
 `metrics.jsonl` holds one JSON object per line, each with a "kind":
 
-    run       first line: configuration, environment, number of ranks
+    run       first line, and one more each time that the run goes on: configuration, environment, number of ranks
     step      one optimizer step (`StepReport`)
     epoch     one epoch (`EpochReport`), its evaluation under held_out_…
+    note      a line that a person has seen, such as that the run was stopped early
     result    last line of a finished run
 
-Lines are only ever appended, and whole lines at that, so a run that was killed can be read.
+Lines are only ever appended, and whole lines at that, so a run that was killed can be read. A run that goes on in its
+folder first drops the lines of what it does again, in one step.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -28,10 +31,11 @@ import lockstep
 from lockstep.errors import InputError
 from lockstep.rank_zero import on_rank_zero
 from lockstep.recipes.curves import draw_curves
+from lockstep.recipes.options import DEFAULT_OUT
 from lockstep.recipes.summary import Summary
 from lockstep.train import EpochReport, Report
 
-__all__ = ["RunLog", "create_run_folder", "describe_environment", "read_metrics"]
+__all__ = ["RunLog", "create_run_folder", "describe_environment", "find_run", "folder_of_run", "read_metrics"]
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
@@ -66,6 +70,22 @@ def create_run_folder(out: Path, name: str) -> Path:
     return Path(on_rank_zero(create))
 
 
+def folder_of_run(options: argparse.Namespace, recipe: str) -> Path:
+    """The folder of the run that goes on, unless a place for a new one was named; else a new one. Collective.
+
+    Args:
+        options: those of `lockstep.recipes.options.add_run_options`.
+        recipe: the name of runs that are given none.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    resumed = None if options.resume is None else find_run(options.resume)
+    if resumed is not None and options.name is None and options.out is None:
+        return resumed
+    return create_run_folder(options.out or DEFAULT_OUT, options.name or recipe)
+
+
 def describe_environment() -> Record:
     """Versions and hardware, for the record of a run. Local."""
     return {
@@ -93,21 +113,24 @@ class RunLog:
     Args:
         folder: the run's folder.
         header: contents of the first line.
-        resumed: the `--resume` path of a run that goes on from another. The steps and epochs of
-            that one are copied, so that every log is the whole story.
-        resumed_step: the last step to copy.
+        resumed: the `--resume` path of a run that goes on. The steps and epochs of that one are copied, or stay
+            where this is its folder, so that every log is the whole story.
+        resumed_step: the last step to copy or to leave.
     """
 
     def __init__(
         self, folder: Path, header: Mapping[str, Any], *, resumed: Path | None = None, resumed_step: int = 0
     ) -> None:
         self.folder = folder
+        earlier = None if resumed is None else find_run(resumed)
+        goes_on = earlier is not None and earlier.samefile(folder)
+        if goes_on:
+            _drop_after(folder / METRICS, resumed_step)
         self._file = (folder / METRICS).open("a", encoding="utf-8")
-        self._scalars = SummaryWriter(folder)
+        self._scalars = SummaryWriter(folder, purge_step=resumed_step + 1 if goes_on else None)
         self._append({"kind": "run", **header})
-        earlier = None if resumed is None else _find_metrics(resumed)
-        for record in read_metrics(earlier) if earlier else ():
-            if record["kind"] in ("step", "epoch") and record["step"] <= resumed_step:
+        for record in read_metrics(earlier / METRICS) if earlier is not None and not goes_on else ():
+            if _is_of(record, resumed_step):
                 self._enter(record)
 
     def __enter__(self) -> RunLog:
@@ -126,6 +149,14 @@ class RunLog:
         else:
             self._enter({"kind": "step", **asdict(report)})
 
+    def say(self, line: str) -> None:
+        """Enter a line that people see."""
+        self._append({"kind": "note", "text": line})
+
+    def stop(self, why: str) -> None:
+        """The run ends before its last epoch."""
+        self.say(why)
+
     def finish(self, summary: Summary) -> None:
         """Enter what the run came to, and draw its curves."""
         self._append({"kind": "result", **summary.as_dict()})
@@ -137,7 +168,11 @@ class RunLog:
         self._append(record)
         names = {
             "step": {"loss": "train/loss", "lr": "train/lr", "samples_per_s": "train/samples_per_s"},
-            "epoch": {"held_out_loss": "held_out/loss", "held_out_accuracy": "held_out/accuracy"},
+            "epoch": {
+                "held_out_loss": "held_out/loss",
+                "held_out_accuracy": "held_out/accuracy",
+                "held_out_top5": "held_out/top5",
+            },
         }[record["kind"]]
         for key, tag in names.items():
             if isinstance(record.get(key), int | float):
@@ -154,12 +189,25 @@ def _is_no_number(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _find_metrics(resumed: Path) -> Path | None:
-    """The metrics of the run that a `--resume` path (run, checkpoint folder or file) belongs to."""
+def find_run(resumed: Path) -> Path | None:
+    """The folder of the run that a `--resume` path (run, checkpoint folder or file) belongs to. Local."""
     for folder in (resumed, resumed.parent, resumed.parent.parent):
         if (folder / METRICS).is_file():
-            return folder / METRICS
+            return folder
     return None
+
+
+def _is_of(record: Record, last_step: int) -> bool:
+    """Whether it is a step or an epoch that was over by then."""
+    return record["kind"] in ("step", "epoch") and bool(record["step"] <= last_step)
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    """Leave out of a `metrics.jsonl` what came after a step, and what it came to."""
+    kept = [record for record in read_metrics(path) if record["kind"] == "run" or _is_of(record, last_step)]
+    draft = path.with_suffix(".tmp")
+    draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(draft, path)
 
 
 def _cpu_model() -> str:

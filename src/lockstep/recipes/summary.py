@@ -41,6 +41,8 @@ class Summary:
         steps: optimizer steps of this run, without those before a resume.
         samples: training samples of this run over all ranks.
         ranks: one entry per rank.
+        top5: share of the held-out samples whose class was among five guesses; None where nobody counted.
+        expected: held-out samples there are, those included that could not be read; None where all can.
     """
 
     correct: int
@@ -49,6 +51,8 @@ class Summary:
     steps: int
     samples: int
     ranks: Sequence[RankTime]
+    top5: float | None = None
+    expected: int | None = None
 
     @property
     def accuracy(self) -> float:
@@ -109,4 +113,6 @@ class RankTimes:
             steps=self._steps,
             samples=self._samples,
             ranks=times,
+            top5=held_out.get("top5"),
+            expected=int(held_out["expected"]) if "expected" in held_out else None,
         )

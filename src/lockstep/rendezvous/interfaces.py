@@ -13,7 +13,6 @@ No torch. Local, all of it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import ipaddress
 import secrets
@@ -72,6 +71,8 @@ class Interface:
 
 def interfaces() -> list[Interface]:
     """The addresses of the interfaces that are up; link-local ones are left out."""
+    import fcntl  # not on Windows, where this package can be imported
+
     found: list[Interface] = []
     flags: dict[str, int] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,0 +1,18 @@
+"""The ranks of one host: memory that they share, waiting without locks, and collectives through that memory.
+
+Knows nothing of torch.distributed. General layout, from the bottom up:
+
+* `support`: what this system has of what ranks need to share memory.
+* `segment`: memory shared by the processes of one host.
+* `futex`: sleeping until a word of it changes; `liveness`: whether a process is still there.
+* `cores`: how a wait gives up the core; `doorbell`: waking a rank that sleeps until a peer has done something.
+* `board`: the control segment, one control block for each rank.
+* `sync`: counters in that segment, by which ranks wait for each other.
+* `meeting`: how the ranks of one host find each other, through a store.
+* `team`: the ranks of one group, met, with the memory they move data through.
+* `kernels`: adds up the parts of all ranks, always in the same tree.
+* `algorithms`: the collectives, as transfers through the slots of a team.
+* `ring`, `mail_area`, `pool`: how the bytes of messages travel: a ring for each pair of ranks, chunks for large ones.
+* `messages`, `base_mailbox`: which receive gets which message, in all groups.
+* `mailbox`: point to point on one host.
+"""

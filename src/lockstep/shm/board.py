@@ -1,14 +1,15 @@
-"""The control segment: one block per rank, written by its owner only, save the bell, which peers ring.
+"""The control segment: one control block per rank, written by its owner only, and a gate for all.
 
 Layout in bytes, all integers 64 bit little endian, every hot field on a cache line of its own::
 
     0        header of the segment (nonce)                                 64
+    64       gate: the last step for which somebody was woken; its bell:   64
+             not 0 if a rank sleeps until the gate changes
     4096     block of rank 0, then of rank 1, …                            BLOCK_BYTES each
     …        small slots of rank 0, then of rank 1, …                      2 x small_slot_bytes each
 
     block:
-    0        step count; fingerprint of the even collective, of the odd;   64
-             bell: not 0 if a peer sleeps until the step count changes
+    0        step count; fingerprint of the even collective, of the odd    64
     64       state, pid, start time, beat, number of the blocked wait,     64
              pid namespace
     128      record of the even collective: unused, number, call, site     64
@@ -46,10 +47,10 @@ RING = 64
 TEXT_BYTES = 256
 BLOCK_BYTES = 4096 + 2 * RING * TEXT_BYTES
 
+_GATE_WORD = 8
 _RECORD_WORDS = 8
 _CALL_WORD = 2
 _SITE_WORD = 3
-_BELL_WORD = 3
 _STATE_WORD = 8
 _HOST = (256, 256)
 _BEAT_WORD, _BLOCKED_WORD, _NAMESPACE_WORD = _STATE_WORD + 3, _STATE_WORD + 4, _STATE_WORD + 5
@@ -101,7 +102,7 @@ class Board:
         self.world_size = world_size
         self._starts = [BLOCKS_START + peer * BLOCK_BYTES for peer in range(world_size)]
         self.step_words = [start // 8 for start in self._starts]
-        self.bell_words = [start // 8 + _BELL_WORD for start in self._starts]
+        self.gate_word, self.bell_word = _GATE_WORD, _GATE_WORD + 1
         self.state_words = [start // 8 + _STATE_WORD for start in self._starts]
         self.record_words = [start // 8 + 16 for start in self._starts]
         self.stamp_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]

@@ -3,7 +3,7 @@
 [Note: missed wake-ups] Who wants to sleep says so in a word beside the one that it waits for, and looks once more; who
 changes the word looks there behind its store, and wakes. A processor may let that look pass the store, for as long as
 the store takes to leave its core: some tens of nanoseconds, while the sleeper still has a system call before it. Should
-it happen nevertheless, the sleeper wakes up by itself after `timeout_s`, 50 ms at most: late, not lost.
+it happen nevertheless, the sleeper wakes up by itself after `timeout_s`, 2 ms at first, 0.2 s at most: late, not lost.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import platform
 import struct
 import sys
 
+from lockstep import libc
+
 __all__ = ["Futex"]
 
 _NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98, "ppc64le": 221, "riscv64": 98}
@@ -22,9 +24,9 @@ _EVERYBODY = 1 << 30
 _LOW_HALF = 0xFFFFFFFF
 _TIME = struct.Struct("@qq")
 
-_libc = ctypes.CDLL(None)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
+_syscall = libc.function("syscall")
+if _syscall is not None:
+    _syscall.restype = ctypes.c_long
 _number = _NUMBERS.get(platform.machine())
 
 
@@ -43,7 +45,7 @@ class Futex:
     @functools.cache
     def is_supported() -> bool:
         """Whether it works here: a sandbox may lack the call, and of other processors its number is not known."""
-        if _number is None or sys.byteorder != "little":
+        if _syscall is None or sys.platform != "linux" or _number is None or sys.byteorder != "little":
             return False
         word = ctypes.c_uint64()
         return bool(_syscall(_number, ctypes.byref(word), _WAKE, 1, None, None, 0) == 0)

@@ -3,6 +3,7 @@
 Layout in bytes, for W ranks::
 
     0        text of rank 0: what it waits for in a send or receive; then of rank 1, …    TEXT_BYTES each
+    …        bell of rank 0, then of rank 1, …: what was rung last, and what for it is armed   BELL_BYTES each
     …        ring from rank 0 to rank 0, 0 to 1, …; then from rank 1, …            ring_bytes(capacity) each
 
 [Note: rings from the beginning] Sending is nothing that all ranks do together, so no memory can be made for it when it
@@ -21,6 +22,7 @@ __all__ = ["MailArea"]
 _RING_BYTES_PER_RANK = 256 << 10
 _SMALLEST_RING_BYTES, _LARGEST_RING_BYTES = 4 << 10, 64 << 10
 _TEXT_BYTES = 512
+_BELL_BYTES = 64
 
 
 class MailArea:
@@ -33,6 +35,8 @@ class MailArea:
 
     Attributes:
         capacity: bytes of each ring, a power of two.
+        num_places: ranks that have one here.
+        words: the segment as 64-bit words.
     """
 
     def __init__(self, segment: Segment, start: int, world_size: int) -> None:
@@ -40,7 +44,8 @@ class MailArea:
         self.capacity = self._capacity(world_size)
         self._memory = segment.memory
         self._start = start
-        self._world_size = world_size
+        self.num_places = world_size
+        self.words = segment.memory.cast("q")
 
     @staticmethod
     def _capacity(world_size: int) -> int:
@@ -50,12 +55,16 @@ class MailArea:
     @classmethod
     def size_bytes(cls, world_size: int) -> int:
         """Bytes of the area."""
-        return world_size * _TEXT_BYTES + world_size**2 * ring_bytes(cls._capacity(world_size))
+        return world_size * (_TEXT_BYTES + _BELL_BYTES) + world_size**2 * ring_bytes(cls._capacity(world_size))
 
     def ring_start(self, sender: int, receiver: int) -> int:
         """Offset in the segment of the ring from one rank to another."""
-        rings = self._start + self._world_size * _TEXT_BYTES
-        return rings + (sender * self._world_size + receiver) * ring_bytes(self.capacity)
+        rings = self._start + self.num_places * (_TEXT_BYTES + _BELL_BYTES)
+        return rings + (sender * self.num_places + receiver) * ring_bytes(self.capacity)
+
+    def bell_word(self, place: int) -> int:
+        """Index of the word that changes when that rank is rung for; behind it is what its bell is armed for."""
+        return (self._start + self.num_places * _TEXT_BYTES + place * _BELL_BYTES) // 8
 
     def say_waiting(self, rank: int, text: str) -> None:
         """Publish what that rank waits for; empty for nothing. By that rank only."""

@@ -23,7 +23,7 @@ ranks that are gone is the business of `lockstep.comm.p2p`. Not thread-safe.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -31,6 +31,8 @@ import torch
 
 from lockstep import env
 from lockstep.errors import SharedMemoryError
+from lockstep.shm.base_mailbox import BaseMailbox
+from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Matcher, Receive, Send
 from lockstep.shm.pool import CHUNK_BYTES, Pool, PoolView
@@ -77,7 +79,7 @@ class _Peer:
     granted: dict[int, Receive] = field(default_factory=dict)  # by number
 
 
-class Mailbox:
+class Mailbox(BaseMailbox):
     """The messages of one rank.
 
     Args:
@@ -86,11 +88,14 @@ class Mailbox:
         world_size: number of ranks.
         places: of those ranks that share the area, this one included; default each in its own place.
         matcher: what knows messages and receives, where this is not the only mailbox of its rank.
+        bell: wakes the ranks of the area; default by a futex.
 
     Attributes:
         pending: the operations that are not done, in the order they were asked for.
         num_records: read and written so far; who waits can tell by it that something moves.
     """
+
+    num_records = 0
 
     def __init__(
         self,
@@ -99,17 +104,18 @@ class Mailbox:
         world_size: int,
         places: Mapping[int, int] | None = None,
         matcher: Matcher | None = None,
+        bell: Doorbell | None = None,
     ) -> None:
+        super().__init__(matcher)
         self._area = area
         self._rank = rank
         self._places = dict(zip(range(world_size), range(world_size), strict=True)) if places is None else places
+        self._bell = Doorbell(area, self._places[rank]) if bell is None else bell
+        self._touched: dict[int, bool] = {}  # peers to ring for, and whether there is a record for them
         self._others = [peer for peer in self._places if peer != rank]
         self._peers: dict[int, _Peer] = {}
-        self._matcher = Matcher() if matcher is None else matcher
         self._streams: deque[Send] = deque()  # granted, and not all of it written yet
-        self._finished: list[Send | Receive] = []
         self.pending: dict[Send | Receive, None] = {}
-        self.num_records = 0
         self._pending_with: Counter[int] = Counter()  # by rank or ANY_SOURCE
         self._eager_bytes = area.capacity // 4
         self._pool: Pool | None = None
@@ -120,14 +126,6 @@ class Mailbox:
     # ---- asked for from above ------------------------------------------------------------------------
 
     def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
-        """Begin to send. Local.
-
-        Args:
-            peer: where to; may be this rank.
-            tag: what a receive must have to match.
-            label: of the tensor.
-            flat: its bytes: uint8 of shape (n,). They must not change until the send is done.
-        """
         send = Send(tag, label, flat, peer=peer)
         self.pending[send] = None
         self._pending_with[peer] += 1
@@ -146,26 +144,10 @@ class Mailbox:
             to.announced[send.number] = send
             chunk = self._fill_chunk(to, send, unclaimed=True) if flat.numel() else _NO_CHUNK
             self._write(to, (_Kind.ANNOUNCE, send.number, tag, flat.numel(), number, chunk, send.num_sent))
+        self.ring()
         return send
 
-    def receive(self, source: int, tag: int, label: Label, flat: torch.Tensor) -> Receive:
-        """Begin to receive. Local.
-
-        Args:
-            source: where from, or `ANY_SOURCE`.
-            tag: what the message must have to match.
-            label: of the tensor.
-            flat: where its bytes go: uint8 of shape (n,).
-        """
-        receive = Receive(tag, label, flat, source=source)
-        self.expect(receive)
-        arrival = self._matcher.arrival_for(receive)
-        if arrival is not None:
-            self.deliver(receive, arrival)
-        return receive
-
     def expect(self, receive: Receive) -> None:
-        """From now on look out for messages for that receive. Local."""
         self.pending[receive] = None
         self._pending_with[receive.source] += 1
 
@@ -183,23 +165,23 @@ class Mailbox:
                 self._flush(peer)
         if self._streams:
             self._stream()
+        self.ring()
 
-    def take_finished(self) -> list[Send | Receive]:
-        """The operations that have become done since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
+    def ring(self) -> None:
+        if self._touched:
+            for rank, wrote in self._touched.items():
+                self._bell.ring(self._places[rank], wrote=wrote)
+            self._touched.clear()
 
-    def abandon(self, operation: Send | Receive) -> None:
-        """Stop caring for an operation: its memory is not touched again. The peer's side may never end."""
-        if not operation.done:
-            operation.done = True
-            self._forget(operation)
-            if isinstance(operation, Receive):
-                self._matcher.withdraw(operation)
+    def arm(self) -> int:
+        wants_room = bool(self._streams) or any(peer.backlog for peer in self._peers.values())
+        return self._bell.arm(wants_room)
 
-    def kept_from(self, peer: int) -> Iterator[Arrival]:
-        """The messages of a peer that wait here for a receive, in order of arrival."""
-        return self._matcher.kept_from(peer)
+    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
+        self._bell.sleep(seen, limit_s, poll_s)
+
+    def wake_here(self) -> None:
+        self._bell.ring_here()
 
     def close(self) -> None:
         """Let go of the pool's file. Local; peers that have mapped it go on."""
@@ -218,19 +200,9 @@ class Mailbox:
             peer = self._peers[rank] = _Peer(rank, writer, reader)
         return peer
 
-    def _finish(self, operation: Send | Receive, conflict: Label | None = None) -> None:
-        if not operation.done:
-            operation.done = True
-            operation.conflict = conflict
-            self._forget(operation)
-            self._finished.append(operation)
-
     def forget(self, operation: Send | Receive) -> None:
-        """Stop looking out for an operation, if this mailbox does. Local."""
-        if operation in self.pending:
-            self._forget(operation)
-
-    def _forget(self, operation: Send | Receive) -> None:
+        if operation not in self.pending:
+            return
         del self.pending[operation]
         peer = operation.peer if isinstance(operation, Send) else operation.source
         self._pending_with[peer] -= 1
@@ -251,12 +223,7 @@ class Mailbox:
 
     # ---- matching ------------------------------------------------------------------------------------
 
-    def _match(self, arrival: Arrival) -> None:
-        """Hand a message to the receive that waits for it, or keep it."""
-        receive = self._matcher.receive_for(arrival)
-        if receive is not None:
-            self.deliver(receive, arrival)
-            return
+    def _keep(self, arrival: Arrival) -> None:
         if arrival.data is not None and not arrival.announced:
             arrival.data = arrival.data.clone()  # It lies in the ring, which must go on.
         self._matcher.keep(arrival)
@@ -331,6 +298,7 @@ class Mailbox:
                 peer.pool = PoolView(bytes(reader.payload(num_bytes).numpy()).decode())
             reader.advance()
             self.num_records += 1
+            self._touched.setdefault(peer.rank, False)
 
     def _read_piece(self, peer: _Peer, number: int, num_bytes: int, chunk: int) -> None:
         """The next piece of a granted message."""
@@ -366,6 +334,7 @@ class Mailbox:
                 return
             backlog.popleft()
             self.num_records += 1
+            self._touched[to.rank] = True
             if send is not None:
                 self._finish(send)
 
@@ -397,6 +366,7 @@ class Mailbox:
             if to.writer.write((_Kind.CHUNK, send.number, 0, piece.numel(), 0, _NO_CHUNK, 0), piece):
                 send.num_sent += piece.numel()
                 self.num_records += 1
+                self._touched[to.rank] = True
 
     def _fill_chunk(self, to: _Peer, send: Send, *, unclaimed: bool) -> int:
         """Copy the next piece of a message into a chunk of the pool: its number, or `_NO_CHUNK`."""

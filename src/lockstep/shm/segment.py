@@ -23,13 +23,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import json
 import mmap
 import os
 import re
-import resource
 import secrets
 import stat
 import weakref
@@ -38,10 +36,11 @@ from typing import Any
 
 import torch
 
-from lockstep import env
+from lockstep import libc
 from lockstep.errors import SharedMemoryError
+from lockstep.shm.support import segment_folder
 
-__all__ = ["Segment", "boot_id"]
+__all__ = ["Segment", "boot_id", "can_leave", "leave"]
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -53,12 +52,9 @@ _MEMFD_LINK = re.compile(rf"/?memfd:{_MEMFD_NAME}( \(deleted\))?")
 _LONGEST_DIRECTORY = 200  # the path travels in a small field of the control segment
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_PROT_NONE = 0
+_MAP_PRIVATE_ANONYMOUS = 0x22
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 @functools.cache
@@ -87,7 +83,7 @@ def _open_in(directory: str) -> tuple[int, str]:
         while True:
             path = os.path.join(directory, _FILE_PREFIX + secrets.token_hex(8))
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd)
             if os.fstat(fd).st_nlink > 0:
                 return fd, path
             os.close(fd)  # Somebody took it for an orphan before the lock was there.
@@ -96,6 +92,13 @@ def _open_in(directory: str) -> tuple[int, str]:
             error.errno,
             f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}{_out_of_descriptors(error)}",
         ) from None
+
+
+def _lock(fd: int, waits: bool = True) -> None:
+    """Hold a file until it is closed. BlockingIOError if somebody else holds it and this does not wait."""
+    import fcntl  # not on Windows, where this package can be imported
+
+    fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _make_memfd() -> int:
@@ -116,7 +119,7 @@ def _remove_orphans(directory: str) -> None:
         with contextlib.suppress(OSError):  # Another user's, or held by its maker: not an orphan.
             fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(fd, waits=False)
                 os.unlink(entry.path)
             finally:
                 os.close(fd)
@@ -125,6 +128,8 @@ def _remove_orphans(directory: str) -> None:
 def _out_of_descriptors(error: OSError) -> str:
     """What to do about it, as the end of a message; empty for other errors."""
     if error.errno == errno.EMFILE:
+        import resource
+
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f". This process may have {limit} open at a time: close some, or raise the limit (ulimit -n)"
     if error.errno == errno.ENFILE:
@@ -178,22 +183,69 @@ def _map(fd: int, size_bytes: int) -> int:
     """Map `fd` at an address aligned to a huge page, so that huge pages are possible at all."""
     span = size_bytes + HUGE_PAGE_BYTES
     # Reserve more than needed, then put the segment on top at an aligned address.
-    base = _libc.mmap(None, span, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0, 0x22, -1, 0)
-    if base in (None, ctypes.c_void_p(-1).value):
-        raise SharedMemoryError(ctypes.get_errno(), f"cannot map {size_bytes / 2**20:.1f} MiB: address space is full")
+    try:
+        base = libc.map_memory(None, span, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS, -1)
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot map {size_bytes / 2**20:.1f} MiB: address space is full"
+        ) from None
     address = (base + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    mapped = _libc.mmap(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
-    if mapped != address:
-        code = ctypes.get_errno()
-        _libc.munmap(base, span)
-        raise SharedMemoryError(code, f"cannot map {size_bytes / 2**20:.1f} MiB of shared memory: {os.strerror(code)}")
+    try:
+        libc.map_memory(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError as error:
+        libc.unmap(base, span)
+        raise SharedMemoryError(
+            error.errno, f"cannot map {size_bytes / 2**20:.1f} MiB of shared memory: {error.strerror}"
+        ) from None
     if address > base:
-        _libc.munmap(base, address - base)
+        libc.unmap(base, address - base)
     tail = address + size_bytes
     if base + span > tail:
-        _libc.munmap(tail, base + span - tail)
-    return int(address)
+        libc.unmap(tail, base + span - tail)
+    return address
+
+
+def _own(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """A mapping as an object. Tensors and memoryviews keep it alive; the last of them takes the mapping along."""
+    memory = (ctypes.c_char * size_bytes).from_address(address)
+    weakref.finalize(memory, libc.unmap, address, size_bytes).atexit = False
+    return memory
+
+
+def can_leave(alignment_bytes: int) -> bool:
+    """Whether `leave` can take pieces of memory that begin and end at multiples of so many bytes."""
+    return alignment_bytes % mmap.PAGESIZE == 0 and libc.function("mremap") is not None
+
+
+def leave(piece: torch.Tensor) -> torch.Tensor:
+    """Leave a piece of a segment to whoever looks at it, with what is in it, and have it at another address. Local.
+
+    What is behind the old address becomes private memory with the same content, in one step: tensors, views and bare
+    pointers stay valid, and no rank writes there any more. Peers go on with the segment as it was.
+
+    Args:
+        piece: uint8 tensor that begins at a page, and has the rest of its last page for itself.
+
+    Returns:
+        A uint8 tensor of the same shape, over the shared memory.
+
+    Raises:
+        SharedMemoryError: the kernel refuses, or there is no memory.
+    """
+    address, size_bytes = piece.data_ptr(), -(-piece.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        # A size of 0 asks for a second mapping of the same pages.
+        memory = _own(libc.remap(address, 0, size_bytes, _MREMAP_MAYMOVE), size_bytes)
+        copy = libc.map_memory(None, size_bytes, protection, _MAP_PRIVATE_ANONYMOUS, -1)
+        ctypes.memmove(copy, address, size_bytes)
+        libc.remap(copy, size_bytes, size_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address)
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot map {size_bytes / 2**20:.1f} MiB again: {error.strerror}"
+        ) from None
+    return torch.frombuffer(memory, dtype=torch.uint8, count=piece.numel())
 
 
 class Segment:
@@ -217,9 +269,7 @@ class Segment:
         except SharedMemoryError:
             self.release()
             raise
-        self._memory = (ctypes.c_char * size_bytes).from_address(address)
-        # Tensors and memoryviews keep `_memory` alive; the last of them takes the mapping along.
-        weakref.finalize(self._memory, _libc.munmap, address, size_bytes).atexit = False
+        self._memory = _own(address, size_bytes)
 
     @classmethod
     def create(cls, size_bytes: int, directory: str | None = None) -> Segment:
@@ -234,7 +284,7 @@ class Segment:
         """
         unit = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
         size_bytes = -(-size_bytes // unit) * unit
-        directory = directory or env.LOCKSTEP_SHM_DIR.get()
+        directory = directory or segment_folder()
         path: str | None = None
         if directory is None:
             fd = _make_memfd()
@@ -282,7 +332,7 @@ class Segment:
                 "nccl across hosts",
             )
         size_bytes = int(description["size_bytes"])
-        fd, path = _open_peers(description, directory or env.LOCKSTEP_SHM_DIR.get())
+        fd, path = _open_peers(description, directory or segment_folder())
         segment = cls(fd, size_bytes, handle, None)
         if bytes(segment.memory[:_NONCE_BYTES]).hex() != description["nonce"]:
             segment.release()
@@ -305,7 +355,7 @@ class Segment:
         `MADV_COLLAPSE` (Linux 6.1) does not ask that setting.
         """
         address = ctypes.addressof(self._memory)
-        return int(_libc.madvise(address, self.size_bytes, _MADV_COLLAPSE)) == 0
+        return libc.advise(address, self.size_bytes, _MADV_COLLAPSE)
 
     def release(self) -> None:
         """Close the file and remove its name, once every peer has mapped it. The memory stays."""

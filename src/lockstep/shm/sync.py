@@ -9,16 +9,22 @@ the step. x86 keeps stores in order. Elsewhere `fence` goes through an uncontend
 the release of the first and the acquire of the second order everything around them.
 
 [Note: waiting] First spin (the peer is on another core and microseconds away), then yield the core, then sleep until
-the peer's step wakes this rank (the peer computes, and needs the cores; `futex.py`). Where the kernel has no such sleep
-there are short naps. A yield that takes long has let somebody else run here. Where there are cores for
-all ranks that may be the very peer, put on this core by the scheduler, and the two would go on taking turns; so
-the rank takes a nap of a microsecond, because whoever wakes up is given an idle core. Where ranks outnumber cores
-there is none to be given and a nap costs a time slice. Only the slow part looks at clocks and at the state of
-peers, so trouble is noticed within milliseconds and costs nothing when there is none.
+the last peer's step wakes this rank (it computes, and needs the cores; `futex.py`). Where the kernel has no such sleep
+there are short naps. A yield that takes long has let somebody else run here. Where there are cores for all ranks that
+may be the very peer, put on this core by the scheduler, and the two would go on taking turns; so the rank goes to
+sleep, because whoever wakes up is given an idle core. Where another program has the core, no rank yields for
+a while ([Note: lost cores] in cores.py). Only the slow part looks at clocks and at the state of peers, so
+trouble costs nothing when there is none.
+
+[Note: gate] Sleepers of a group sleep on one word, the gate, and one call wakes them all: by the rank whose step was
+the last that they wait for, so nobody wakes up to find that others are missing. A sleeper reads the gate, rings the
+bell with the number of the step, looks once more whether all have come, and sleeps unless the gate has changed.
+Who has seen all ranks come looks at the bell. If two came at the same moment, and each missed the other at first, both
+see it in the end, so a bell that was rung is heard; one for a later step is none of their business.
 
 [Note: looks] A look costs a tenth of a millisecond, and a sleeper wakes up for it. Where ranks outnumber cores
 that time is the computing rank's: with a look every 2 ms, 31 waiting ranks on two cores took all of both. So looks
-become rarer the longer a wait lasts, down to one in 50 ms: a rank that dies, fails or closes its group is
+become rarer the longer a wait lasts, down to five a second: a rank that dies, fails or closes its group is
 then noticed that much later. A step wakes the sleeper at once, however long it has slept.
 
 [Note: steps taken back] A rank that gives up waiting takes its own step back: it writes that it is
@@ -30,7 +36,6 @@ is in the block a little later, so a rank that is giving up is not late: it will
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import threading
@@ -39,19 +44,20 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol
 
+from lockstep.shm.cores import LOST_AFTER_S, LOST_BY_OWNER_AFTER_S, nap, own_cores
 from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import Watch
 
-__all__ = ["Channel", "Overseer", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence", "nap"]
+__all__ = ["Channel", "Overseer", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence", "next_look"]
 
+_SPINS_OF_MANY = 4
 _SLEEP_AFTER_S = 0.0003
 _NAP_AFTER_S = 0.002
 _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
 _SHORTEST_NAP_S = 0.000001
-_LONGEST_NAP_S = 0.0005
 _LOOK_EVERY_S = 0.002
-_LONGEST_LOOK_S = 0.05
-_LOOKS_OF_WAITED = 0.1  # of the time waited so far passes between two looks
+_LONGEST_LOOK_S = 0.2
+_LOOKS_OF_WAITED = 0.3  # of the time waited so far passes between two looks
 _REASON_FOLLOWS_WITHIN_S = 5.0
 
 
@@ -110,19 +116,7 @@ else:
             pass
 
 
-_libc = ctypes.CDLL(None)
-_PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
-
-
-def nap(seconds: float) -> None:
-    """Sleep, to the microsecond: by default the kernel adds up to 50 to wake several sleepers at once."""
-    slack_ns = _libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0)
-    _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    time.sleep(min(seconds, _LONGEST_NAP_S))
-    _libc.prctl(_PR_SET_TIMERSLACK, max(slack_ns, 0), 0, 0, 0)
-
-
-def _next_look(start: float, now: float, timeout_s: float) -> float:
+def next_look(start: float, now: float, timeout_s: float) -> float:
     """When a wait that began at `start` looks at its peers again: rarely in the end. See [Note: looks]."""
     soon = now + _LOOK_EVERY_S
     pause_s = min((now - start) * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
@@ -147,7 +141,7 @@ class Waiter:
         state_words: index of each rank's state word.
         rank: this rank.
         watch: liveness of the peers' processes.
-        bell_words: index of each rank's bell: not 0 if somebody sleeps until its word changes. None: nobody does.
+        gate_word: index of the gate, and behind it of its bell, on which waits in these words sleep. None: they do not.
 
     Attributes:
         overseer: asked in every look that finds no trouble, if there is one.
@@ -159,12 +153,12 @@ class Waiter:
         state_words: Sequence[int],
         rank: int,
         watch: Watch,
-        bell_words: Sequence[int] | None = None,
+        gate_word: int | None = None,
     ) -> None:
         self._words = words
         self._state_words = state_words
-        self._bell_words = bell_words or ()
-        self._futex = Futex(words) if bell_words is not None and Futex.is_supported() else None
+        self._gate = 0 if gate_word is None else gate_word
+        self._futex = Futex(words) if gate_word is not None and Futex.is_supported() else None
         self._rank = rank
         self._watch = watch
         self.closed = False
@@ -173,8 +167,9 @@ class Waiter:
         self._has_own_core = len(state_words) <= cores
         # Spinning holds the GIL and a core: a few microseconds where each rank has a core of its
         # own, next to nothing where a peer may need this very core to arrive.
-        self.spins = 300 if self._has_own_core else 4
-        self._yields_per_look = 1 if self._has_own_core else 16
+        self.spins = 300 if self._has_own_core else _SPINS_OF_MANY
+        self._lost_after_s = LOST_BY_OWNER_AFTER_S if self._has_own_core else LOST_AFTER_S
+        self._yield_for_s = _NAP_AFTER_S if self._futex is None else _SLEEP_AFTER_S
 
     def wait(self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float) -> None:
         """Return when every pending word is at least `target`.
@@ -191,7 +186,7 @@ class Waiter:
         for _, index in pending:
             if words[index] >= target:
                 continue
-            for _ in range(self.spins):
+            for _ in range(_SPINS_OF_MANY if own_cores.are_lost else self.spins):
                 if words[index] >= target:
                     break
             else:
@@ -205,46 +200,50 @@ class Waiter:
     def _wait_slowly(
         self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float
     ) -> None:
-        start = before = time.monotonic()
-        next_look = _next_look(start, start, timeout_s)
+        start = now = time.monotonic()
+        look_at = next_look(start, start, timeout_s)
+        may_yield = own_cores.may_yield(start)
         position, count = 0, len(pending)  # ranks before `position` have come
         while True:
-            for _ in range(self._yields_per_look):
-                while words[pending[position][1]] >= target:
-                    position += 1
-                    if position == count:
-                        # Those who came first may have taken their step back while this rank waited for the last.
-                        if all(words[index] >= target for _, index in pending):
-                            return
-                        position = 0
-                os.sched_yield()
-            now = time.monotonic()
-            if now >= next_look:
+            while words[pending[position][1]] >= target:
+                position += 1
+                if position == count:
+                    # Those who came first may have taken their step back while this rank waited for the last.
+                    if all(words[index] >= target for _, index in pending):
+                        return
+                    position = 0
+            if now >= look_at:
                 self.look(words, pending, target, now - start, timeout_s)
-                next_look = _next_look(start, now, timeout_s)
-            if self._futex is not None and now - start > _SLEEP_AFTER_S:
-                rank, index = pending[position]
-                self._sleep(self._futex, index, self._bell_words[rank], target, next_look - now)
-            elif now - start > _NAP_AFTER_S:
-                nap((now - start) / 20)
-            elif self._has_own_core and now - before > _SHARED_CORE_S:
-                nap(_SHORTEST_NAP_S)
-            before = time.monotonic()
+                look_at = next_look(start, now, timeout_s)
+            if may_yield and now - start < self._yield_for_s:
+                before = now
+                now = own_cores.give_up(before, self._lost_after_s)
+                may_yield = now - before < (_SHARED_CORE_S if self._has_own_core else _SLEEP_AFTER_S)
+            else:
+                self._sleep(words, pending, target, now - start, look_at - now)
+                now = time.monotonic()
 
-    def _sleep(self, futex: Futex, index: int, bell: int, target: int, limit_s: float) -> None:
-        """Sleep until the word changes, or for `limit_s`. See [Note: missed wake-ups] in futex.py."""
-        words = self._words
-        words[bell] = 1
+    def _sleep(
+        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, waited_s: float, limit_s: float
+    ) -> None:
+        """Sleep until the gate opens, or for `limit_s`. See [Note: gate]."""
+        if self._futex is None:
+            nap(max(waited_s / 20, _SHORTEST_NAP_S))
+            return
+        gate = self._words[self._gate]
         fence()
-        seen = words[index]
-        if seen < target:
-            futex.sleep(index, seen, max(limit_s, 0.0))
+        self._words[self._gate + 1] = target
+        fence()
+        if any(words[index] < target for _, index in pending):
+            self._futex.sleep(self._gate, gate, max(limit_s, 0.0))
 
-    def wake(self, index: int) -> None:
-        """Wake those that sleep until that word of this rank changes. Local."""
-        self._words[self._bell_words[self._rank]] = 0
+    def open_gate(self, count: int) -> None:
+        """Wake those that sleep; all have come to step `count`. Local."""
+        self._words[self._gate + 1] = 0
+        fence()
+        self._words[self._gate] = count * len(self._state_words) + self._rank  # of two that wake, neither repeats one
         if self._futex is not None:
-            self._futex.wake(index)
+            self._futex.wake(self._gate)
 
     def look(
         self,
@@ -295,7 +294,7 @@ class Channel:
         step_words: index of each rank's step word.
         rank: this rank.
         waiter: how to wait.
-        bell_word: index of this rank's bell, which asks for a call of `waiter.wake`.
+        bell_word: index of the bell, which asks for a call of `waiter.open_gate`.
 
     Attributes:
         count: steps taken so far.
@@ -320,8 +319,6 @@ class Channel:
         fence()
         words = self._words
         words[self._mine] = count
-        if words[self._bell]:
-            self.waiter.wake(self._mine)
         for peer in self._peers:
             if words[peer[1]] < count:
                 try:
@@ -332,4 +329,6 @@ class Channel:
                     words[self._mine] = count - 1
                     raise
                 break
+        if 0 < words[self._bell] <= count:
+            self.waiter.open_gate(count)
         fence()

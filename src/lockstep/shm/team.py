@@ -94,8 +94,8 @@ class Team:
         peers = {peer: self.board.identity(peer) for peer in range(world_size) if peer != rank}
         self.watch = Watch(peers)
         board = self.board
-        self.waiter = Waiter(board.words, board.state_words, rank, self.watch, board.bell_words)
-        self._channel = Channel(board.words, board.step_words, rank, self.waiter, board.bell_words[rank])
+        self.waiter = Waiter(board.words, board.state_words, rank, self.watch, board.gate_word)
+        self._channel = Channel(board.words, board.step_words, rank, self.waiter, board.bell_word)
         self.after_step: Callable[[], None] | None = None
         self._transfers = 0
         start = Board.size_bytes(world_size)

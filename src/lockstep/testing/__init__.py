@@ -12,13 +12,16 @@
     def test_add_ranks():
         assert run_ranks(add_ranks, 3) == [3.0, 3.0, 3.0]
 
+A test that waits, or must be quick, has limits in seconds; `limit_s` makes them longer on a slow or busy machine.
+
 `lockstep.testing.conformance` checks every collective of a c10d backend; the author of
 a backend calls `run_conformance("mine", world_size=3)`.
 """
 
 from __future__ import annotations
 
+from lockstep.testing.limits import limit_s
 from lockstep.testing.pool import run_ranks
 from lockstep.testing.worker import WorkerDied
 
-__all__ = ["WorkerDied", "run_ranks"]
+__all__ = ["WorkerDied", "limit_s", "run_ranks"]

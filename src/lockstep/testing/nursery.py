@@ -18,7 +18,6 @@ Messages are pickled tuples over a pipe that only the two processes hold:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -33,6 +32,7 @@ import traceback
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
+from lockstep import libc
 from lockstep.testing import worker
 
 __all__ = ["main"]
@@ -149,7 +149,7 @@ class _Nursery:
             os.close(self._wakeup)
             os.close(self._wakeup_end)
             self._control.close()
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            libc.call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self.pid:  # It died before the line above.
                 os._exit(1)
             for stream in (sys.stdout, sys.stderr):

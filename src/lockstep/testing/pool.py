@@ -28,11 +28,14 @@ from typing import Any
 
 from lockstep import env
 from lockstep.errors import CollectiveAborted, InputError, InputTypeError, RankLost, WorkerFailed
+from lockstep.testing.limits import limit_s
 from lockstep.testing.worker import DUMP_SIGNAL, Job, Reply, WorkerDied
 
 __all__ = ["run_ranks"]
 
-# Importing torch on a busy machine with cold caches.
+# These are for a quiet machine (`limit_s`).
+_TIMEOUT_S = 60.0
+# Importing torch with cold caches.
 _START_DEADLINE_S = 180.0
 # From the first rank's failure until the others must have noticed, when the caller wants one error.
 _GRACE_AFTER_FAILURE_S = 10.0
@@ -56,7 +59,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     backend: str = "lockstep",
-    timeout: float = 60.0,
+    timeout: float | None = None,
     init: bool = True,
     expect_errors: bool = False,
     **kwargs: Any,
@@ -75,13 +78,15 @@ def run_ranks(
     Args:
         fn: a function at the top level of a module that the processes can import.
         world_size: number of processes, at least 1.
-        *args, **kwargs: for `fn`; pickled, as are the results.
+        *args: for `fn`; pickled, as are the results.
         backend: for `init_process_group`.
-        timeout: seconds for the whole call. The process group's own deadline is four fifths
-            of it, so that a rank that waits in vain raises before it counts as hung.
+        timeout: seconds for the whole call; by default 60 on a quiet machine, and more on a slow or busy one
+            (`limit_s`). The process group's own deadline is four fifths of it, so that a rank that waits in vain
+            raises before it counts as hung.
         init: whether to initialise the process group.
         expect_errors: return outcomes instead of raising: for each rank its result, or the
             exception it raised, or a `WorkerDied`.
+        **kwargs: for `fn`, like `args`.
 
     Raises:
         InputError, InputTypeError: `world_size` below 1; `fn` or an argument cannot be pickled.
@@ -93,8 +98,9 @@ def run_ranks(
     if world_size < 1:
         raise InputError(f"run_ranks: world_size is {world_size}; it must be at least 1")
     payload = _pickle_call(fn, args, kwargs)
+    timeout_s = limit_s(_TIMEOUT_S) if timeout is None else timeout
     with _lock:
-        outcomes = _run(payload, world_size, backend, timeout, init, fail_fast=not expect_errors)
+        outcomes = _run(payload, world_size, backend, timeout_s, init, fail_fast=not expect_errors)
     if expect_errors:
         return [outcome.value for outcome in outcomes]
     _raise_first(outcomes)
@@ -185,7 +191,7 @@ class _Pool:
         nursery_end.close()
         self._folder = ""
         try:
-            self._expect(_START_DEADLINE_S, until=lambda: self._folder != "")
+            self._expect(limit_s(_START_DEADLINE_S), until=lambda: self._folder != "")
         except BaseException:
             self.close()
             raise
@@ -226,7 +232,7 @@ class _Pool:
             worker.connection.close()
         self._workers.clear()
         try:
-            self._process.wait(_EXIT_DEADLINE_S)
+            self._process.wait(limit_s(_EXIT_DEADLINE_S))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -241,7 +247,7 @@ class _Pool:
             self._control.send(("fork",))
             reduction.send_handle(self._control, theirs.fileno(), self._process.pid)
             theirs.close()
-            self._expect(_EXIT_DEADLINE_S, until=lambda: bool(self._forked))
+            self._expect(limit_s(_EXIT_DEADLINE_S), until=lambda: bool(self._forked))
             self._workers.append(_Worker(self._forked.pop(), ours))
         return self._workers[:world_size]
 
@@ -255,14 +261,15 @@ class _Pool:
                 that do not are reported as WorkerFailed.
         """
         outcomes: dict[int, _Outcome] = {}
+        grace_s = limit_s(_GRACE_AFTER_FAILURE_S)
         failed_at: float | None = None
         while len(outcomes) < len(workers):
             now = time.monotonic()
-            until = deadline if failed_at is None else min(deadline, failed_at + _GRACE_AFTER_FAILURE_S)
+            until = deadline if failed_at is None else min(deadline, failed_at + grace_s)
             if now >= until:
                 if failed_at is None:
                     self._report_hang(workers, outcomes, timeout_s)
-                _give_up_on_rest(len(workers), outcomes)
+                _give_up_on_rest(len(workers), outcomes, grace_s)
                 break
             pending = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in outcomes}
             for ready in wait([*pending, self._control], until - now):
@@ -281,7 +288,7 @@ class _Pool:
         try:
             reply: Reply = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
-            self._expect(_EXIT_DEADLINE_S, until=lambda: worker.pid in self._exit_codes)
+            self._expect(limit_s(_EXIT_DEADLINE_S), until=lambda: worker.pid in self._exit_codes)
             exit_code = self._exit_codes[worker.pid]
             died = WorkerDied(rank, -exit_code, 128 - exit_code) if exit_code < 0 else WorkerDied(rank, None, exit_code)
             return _Outcome(rank, died, failed=True)
@@ -304,7 +311,7 @@ class _Pool:
             pid = workers[rank].pid
             print(f"run_ranks: stacks of rank {rank} (pid {pid}):", file=sys.stderr, flush=True)
             self._control.send(("signal", pid, int(DUMP_SIGNAL)))
-            self._read_control(_DUMP_DEADLINE_S, until=partial(self._exit_codes.__contains__, pid))
+            self._read_control(limit_s(_DUMP_DEADLINE_S), until=partial(self._exit_codes.__contains__, pid))
         lines = [f"  rank {rank}: {_in_one_line(outcome)}" for rank, outcome in sorted(outcomes.items())]
         raise TimeoutError(
             "\n".join(
@@ -322,7 +329,7 @@ class _Pool:
         for worker in workers:
             worker.connection.close()
             self._control.send(("signal", worker.pid, int(signal.SIGKILL)))
-        self._expect(_EXIT_DEADLINE_S, until=lambda: all(worker.pid in self._exit_codes for worker in workers))
+        self._expect(limit_s(_EXIT_DEADLINE_S), until=lambda: all(worker.pid in self._exit_codes for worker in workers))
         for worker in workers:
             del self._exit_codes[worker.pid]
 
@@ -376,11 +383,11 @@ def _send_job(worker: _Worker, job: Job) -> None:
             reduction.send_handle(worker.connection, descriptor, worker.pid)
 
 
-def _give_up_on_rest(world_size: int, outcomes: dict[int, _Outcome]) -> None:
+def _give_up_on_rest(world_size: int, outcomes: dict[int, _Outcome], grace_s: float) -> None:
     failed = next(rank for rank, outcome in sorted(outcomes.items()) if outcome.failed)
     for rank in range(world_size):
         if rank not in outcomes:
-            text = f"still running {_GRACE_AFTER_FAILURE_S:g} s after rank {failed} failed; it was killed"
+            text = f"still running {grace_s:g} s after rank {failed} failed; it was killed"
             outcomes[rank] = _Outcome(rank, RankLost(text, (failed,)), failed=True)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -17,18 +18,23 @@ if TYPE_CHECKING:
     from lockstep.torch_private.stores import Store
 
 __all__ = [
+    "backend_of",
     "coalescing_manager",
     "default_store",
     "default_timeout",
     "device_types_of",
+    "end_coalescing",
     "gloo_group",
     "group_count",
+    "is_registered",
     "join_config_of",
+    "note_ranks",
     "open_groups",
     "plugin_backends",
     "rendezvous_handlers",
     "sequence_number_of",
     "set_group_count",
+    "start_coalescing",
 ]
 
 _IS_BUILT_IN = frozenset({"undefined", "gloo", "nccl", "ucc", "mpi", "xccl"})
@@ -60,6 +66,33 @@ def open_groups() -> list[Any]:
     """The groups of this process; empty where torch does not tell."""
     world = find("torch.distributed.distributed_c10d._world")
     return list(getattr(world, "pg_map", ()))
+
+
+def is_registered(group: Any) -> bool:
+    """Whether torch knows the group, and has not destroyed it."""
+    return group in open_groups()
+
+
+def note_ranks(group: Any, global_ranks: Sequence[int]) -> None:
+    """Have torch know which ranks are in a group that it has made for us."""
+    known = getattr(find("torch.distributed.distributed_c10d._world"), "pg_group_ranks", None)
+    if known is not None:
+        known[group] = {rank: index for index, rank in enumerate(global_ranks)}
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The backend that torch's group has for a kind of device."""
+    return group._get_backend(torch.device(device))
+
+
+def start_coalescing(group: Any, device: torch.device) -> None:
+    """What a group is asked for next, on that device, is one call. By torch's own method, whatever overrides it."""
+    dist.ProcessGroup._start_coalescing(group, device)
+
+
+def end_coalescing(group: Any, device: torch.device) -> Any:
+    """Those were all. Returns the handle."""
+    return dist.ProcessGroup._end_coalescing(group, device)
 
 
 def sequence_number_of(group: Any) -> int | None:

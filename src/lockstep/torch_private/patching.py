@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from lockstep.torch_private.lookup import MISSING, owner_of, warn_missing
 from lockstep.torch_private.table import Use, record_of
 
-__all__ = ["add", "add_module", "patch", "replace_attribute", "wrap"]
+__all__ = ["add", "add_module", "patch", "replace_attribute", "wrap", "wrap_once"]
+
+_MARK = "knows_lockstep"
 
 
 def patch(name: str, value: object, alias: str | None = None) -> bool:
@@ -62,6 +64,27 @@ def wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], al
         warn_missing(name)
         return False
     return patch(name, functools.wraps(original)(make(original)), alias)
+
+
+def wrap_once(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], alias: str | None = None) -> bool:
+    """As `wrap`, unless it was done before, by another copy of this package too. Local.
+
+    A name that this torch lacks has nothing to wrap, and nobody is warned: other releases have it.
+
+    Returns:
+        Whether it was done now.
+    """
+    owner, last = owner_of(name)
+    original = None if owner is MISSING else getattr(owner, last, None)
+    if original is None or hasattr(original, _MARK):
+        return False
+
+    def marked(found: Callable[..., Any]) -> Callable[..., Any]:
+        made: Any = make(found)
+        setattr(made, _MARK, True)
+        return cast("Callable[..., Any]", made)
+
+    return wrap(name, marked, alias)
 
 
 def add(name: str, value: object) -> bool:

@@ -34,11 +34,47 @@ RECORDS = (
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
     Record(
+        "torch.Tensor.cpu",
+        Use.PATCH,
+        "apex.amp gives float32 to the host, as Apex does",
+        "16 bits stay 16 bits",
+        "from amp.initialize(opt_level='O1') until amp is off",
+    ),
+    Record(
+        "torch.Tensor.*_",
+        Use.PATCH,
+        "apex.amp refuses functions that run in float32 and write to 16 bits, as Apex does: exp_, log_ and their like",
+        "they compute in 16 bits",
+        "from amp.initialize(opt_level='O1') until amp is off",
+    ),
+    Record(
         "the modules of amp.register_*_function",
         Use.BEHAVIOUR,
         "a script names functions of any module, which apex.amp wraps while it is on",
         "the script's own error",
         "from amp.initialize(opt_level='O1') until amp is off",
+    ),
+    *(
+        Record(
+            f"torch._C.{name}",
+            Use.READ,
+            "CUDA's list of what autocast casts, for tensors on the CPU: cuda_casts.py",
+            "autocast keeps the CPU's list",
+            "apex.amp at O1 on a CPU, and under `lockstep rehearse`",
+        )
+        for name in (
+            "DispatchKey",
+            "DispatchKeySet",
+            "_ExcludeDispatchKeyGuard",
+            "_dispatch_get_registrations_for_dispatch_key",
+        )
+    ),
+    Record(
+        "torch.library.Library._destroy",
+        Use.READ,
+        "takes that list back",
+        "it stays",
+        "when apex.amp is switched off",
     ),
     Record(
         "torch.* in rehearsing processes",

@@ -9,6 +9,7 @@ __all__ = ["RECORDS"]
 _MPI = "with the name 'mpi', where torch was built without MPI"
 _GROUP = "in groups of Lockstep's"
 _LAUNCHED = "under a launcher of Lockstep's"
+_DISABLED = "torch.compiler.disable in the place of all three, which imports the compiler"
 _HOSTS = "in launchers on several hosts"
 _C10D = "torch.distributed.distributed_c10d"
 _CLASSES = "torch._C._distributed_c10d"
@@ -29,6 +30,12 @@ _PATCHES = (
         '"mpi" takes rank and number of ranks from MPI; for old scripts, "tcp" is gloo and file://name is taken; a '
         "launcher is told that a rank has joined",
         'the name is "mpi4py", with init_method="mpi://"; old scripts need "gloo" and a whole path',
+    ),
+    Record(
+        f"{_C10D}._new_process_group_helper",
+        Use.PATCH,
+        'in "cpu:lockstep,cuda:nccl" the group for GPUs is made too, which torch leaves out beside ours',
+        "such groups copy tensors of GPUs through memory of the host",
     ),
     Record(
         f"{_C10D}.monitored_barrier",
@@ -99,7 +106,7 @@ _READ = (
         f"{_C10D}._world",
         Use.READ,
         "its group_count: a failed start takes back the names of groups that it has given; its pg_map: which groups "
-        "there are, to see that nothing averages gradients",
+        "there are, to see that nothing averages gradients; its pg_group_ranks: who is in the group behind a mixed one",
         "a process that tries again after a failed lockstep.init() may not meet the others; a model not wrapped "
         "is told at the end only",
         "lockstep.init()",
@@ -161,26 +168,40 @@ _READ = (
         _GROUP,
     ),
     Record(
+        f"{_CLASSES}.ProcessGroup._start_coalescing",
+        Use.OVERRIDE,
+        "in mixed groups several collectives in one go to the group behind",
+        "none: nobody asks",
+        _GROUP,
+    ),
+    Record(
+        f"{_CLASSES}.ProcessGroup._end_coalescing",
+        Use.OVERRIDE,
+        "the same",
+        "the same",
+        _GROUP,
+    ),
+    Record(
         "torch._C._dynamo.eval_frame._FrameAction",
         Use.READ,
-        "Dynamo runs the verbs of a group as they are, and pays nothing for it",
-        "torch.compiler.disable, which imports the compiler",
+        "its SKIP has Dynamo run a function as it is, which the verbs of a group need",
+        _DISABLED,
         _GROUP,
         since="2.11 or earlier",
     ),
     Record(
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
         Use.READ,
-        "the same",
-        "the same",
+        "holds that action twice: for the function, and for what it calls",
+        _DISABLED,
         _GROUP,
         since="2.11 or earlier",
     ),
     Record(
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         Use.READ,
-        "the same",
-        "the same",
+        "gives the two to the code of a verb, so that a call pays nothing",
+        _DISABLED,
         _GROUP,
         since="2.11 or earlier",
     ),

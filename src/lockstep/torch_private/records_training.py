@@ -12,6 +12,7 @@ _REPLICAS = "lockstep.DataParallel"
 _NO_REPLICAS = "lockstep.DataParallel refuses; use DistributedDataParallel"
 _SPARSE = "sparse gradients"
 _NO_SPARSE = "sparse tensors are refused; sparse_as_dense=True, or Embedding(sparse=False)"
+_COPIES = "every gradient is copied out of its bucket: slower"
 _SLOWER = "one call for each tensor: slower"
 
 _AUTOGRAD = (
@@ -77,6 +78,9 @@ _TENSORS = (
         "such outputs are written to as they are",
         "collectives",
     ),
+    Record("torch.Tensor._use_count", Use.READ, "whether somebody still holds a gradient", _COPIES, _DDP),
+    Record("torch._C._storage_Use_Count", Use.READ, "whether somebody holds a view of a gradient", _COPIES, _DDP),
+    Record("torch.UntypedStorage._cdata", Use.READ, "names a gradient's memory, to count its holders", _COPIES, _DDP),
     Record("torch.Tensor._values", Use.READ, "values of sparse tensors that are not coalesced", _NO_SPARSE, _SPARSE),
     Record("torch.Tensor._indices", Use.READ, "indices of sparse tensors that are not coalesced", _NO_SPARSE, _SPARSE),
     Record("torch.Tensor._nnz", Use.READ, "how many entries ranks contribute", _NO_SPARSE, _SPARSE),

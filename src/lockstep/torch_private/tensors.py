@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 
-from lockstep.torch_private.lookup import find, need
+from lockstep.torch_private.lookup import attribute, find, need
 
 __all__ = [
     "amp_unscale_",
     "byte_prepack",
     "byte_unpack",
+    "can_count_references",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
     "indices_of",
     "may_overlap",
     "num_specified",
+    "storage_key",
+    "storage_use_count",
+    "use_count",
     "values_of",
 ]
 
@@ -80,6 +84,19 @@ byte_unpack: Callable[[torch.Tensor], torch.Tensor] = (
 """The way back, to float32[n, k]."""
 
 _internal_overlap: Callable[[torch.Tensor], int] = find("torch._debug_has_internal_overlap") or (lambda _: 0)
+_count_storage: Callable[[int], int] | None = find("torch._C._storage_Use_Count")
+_count_tensor: Callable[[torch.Tensor], int] | None = find("torch.Tensor._use_count")
+
+can_count_references = _count_storage is not None and _count_tensor is not None
+"""Whether `storage_use_count` and `use_count` tell anything."""
+
+storage_use_count: Callable[[int], int] = _count_storage or (lambda _: 0)
+"""How many tensors, views and arrays hold the memory that `storage_key` has named."""
+
+use_count: Callable[[torch.Tensor], int] = _count_tensor or (lambda _: 0)
+"""How many holders a tensor has in C++: a parameter whose `.grad` it is, a graph that has saved it."""
+
+_key_of: Callable[[Any], int] = attribute("torch.UntypedStorage._cdata", default=0)
 _values: Callable[[torch.Tensor], torch.Tensor] = need("torch.Tensor._values")
 _indices: Callable[[torch.Tensor], torch.Tensor] = need("torch.Tensor._indices")
 _nnz: Callable[[torch.Tensor], int] = need("torch.Tensor._nnz")
@@ -88,6 +105,11 @@ _nnz: Callable[[torch.Tensor], int] = need("torch.Tensor._nnz")
 def may_overlap(tensor: torch.Tensor) -> bool:
     """Whether several elements of a tensor surely lie at one place in memory, as after `expand`."""
     return _internal_overlap(tensor) == 1
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Names the memory of a tensor for `storage_use_count`, for as long as the tensor lives."""
+    return _key_of(tensor.untyped_storage())
 
 
 def values_of(sparse: torch.Tensor) -> torch.Tensor:

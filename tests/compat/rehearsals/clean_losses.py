@@ -1,14 +1,10 @@
 """The counterpart of the faulty losses: what is a mean over samples, however it is written, or divided rightly."""
 
-import argparse
-import os
-
 import torch
 import torch.distributed as dist
+from loss_parts import start
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.nn.functional import cross_entropy, one_hot
 
 import lockstep
 
@@ -25,19 +21,7 @@ class Classifier(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", default="torch")
-    args = parser.parse_args()
-    dist.init_process_group(backend="nccl")
-    local_rank, world_size = int(os.environ["LOCAL_RANK"]), dist.get_world_size()
-    torch.cuda.set_device(local_rank)
-    torch.manual_seed(0)
-    engine = lockstep.DistributedDataParallel if args.engine == "lockstep" else nn.parallel.DistributedDataParallel
-    model = engine(Classifier().cuda(), device_ids=[local_rank])
-    data = TensorDataset(torch.randn(12, 4), torch.tensor([0, 1, -100] + [0, 1, 2] * 3))
-    loader = DataLoader(data, batch_size=6, sampler=DistributedSampler(data, shuffle=False))
-    weight = torch.tensor([1.0, 2.0, 3.0]).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, loader, weight, optimizer = start(Classifier)
     scaler = torch.amp.GradScaler("cuda")
     for inputs, labels in loader:
         inputs, labels = inputs.cuda(), labels.cuda()
@@ -45,6 +29,8 @@ def main():
         optimizer.zero_grad()
         scaler.scale(cross_entropy(model(inputs), every)).backward()
         (cross_entropy(model(inputs), every, reduction="sum") / len(every)).backward()
+        # Targets that are probabilities, as of labels that are mixed or smoothed.
+        cross_entropy(model(inputs), one_hot(every, 3).float()).backward()
         logits = model(inputs)
         (logits.square().sum() / logits.numel() / 2).backward()
         penalty = sum(parameter.square().sum() for parameter in model.parameters())
@@ -62,8 +48,9 @@ def main():
         lockstep.sum(model(inputs).square().sum()).backward()
         count = (labels >= 0).sum()
         dist.all_reduce(count)
-        loss = cross_entropy(model(inputs), labels, reduction="sum") * world_size / count
+        loss = cross_entropy(model(inputs), labels, reduction="sum") * dist.get_world_size() / count
         lockstep.global_loss(loss).backward()
+        assert all(each.grad.device == each.device for each in model.parameters())
         scaler.step(optimizer)
         scaler.update()
     dist.destroy_process_group()

@@ -1,16 +1,9 @@
 """Losses that are no mean over samples, under an engine that averages gradients: torch's, or `--engine lockstep`."""
 
-import argparse
-import os
-
-import torch
 import torch.distributed as dist
+from loss_parts import start
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-import lockstep
 
 
 class Classifier(nn.Module):
@@ -26,19 +19,7 @@ class Classifier(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", default="torch")
-    args = parser.parse_args()
-    dist.init_process_group(backend="nccl")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    torch.manual_seed(0)
-    engine = lockstep.DistributedDataParallel if args.engine == "lockstep" else nn.parallel.DistributedDataParallel
-    model = engine(Classifier().cuda(), device_ids=[local_rank])
-    data = TensorDataset(torch.randn(12, 4), torch.tensor([0, 1, -100] + [0, 1, 2] * 3))
-    loader = DataLoader(data, batch_size=6, sampler=DistributedSampler(data, shuffle=False))
-    weight = torch.tensor([1.0, 2.0, 3.0]).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, loader, weight, optimizer = start(Classifier)
     for inputs, labels in loader:
         inputs, labels = inputs.cuda(), labels.cuda()
         optimizer.zero_grad()

@@ -1,4 +1,7 @@
-"""One task per node that starts a process per GPU, and takes the number of tasks for the number of ranks."""
+"""One task per node that starts a process per GPU, and takes the number of tasks for the number of ranks.
+
+Its `local_rank` is the number of the node, and it takes it for nothing else.
+"""
 
 import os
 
@@ -8,7 +11,7 @@ import torch.multiprocessing as mp
 
 
 def work(gpu, per_node, url):
-    local_rank = int(os.environ["SLURM_PROCID"])  # fault: local-rank-from-global-rank
+    local_rank = int(os.environ["SLURM_PROCID"])
     world_size = int(os.environ["SLURM_NPROCS"])
     rank = local_rank * per_node + gpu
     dist.init_process_group("nccl", init_method=url, world_size=world_size, rank=rank)  # fault: slurm-world-size

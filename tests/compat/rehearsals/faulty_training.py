@@ -57,7 +57,7 @@ def own_share(model, world_size):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--local_rank", type=int, default=-1)  # fault: local-rank-option
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--checkpoint")

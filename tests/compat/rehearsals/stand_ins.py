@@ -64,6 +64,86 @@ def modules_and_gradients():
     assert first.grad.device.index == 0
 
 
+def casts():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).cuda(0)
+    model.to(torch.float16)
+    assert (model[1].weight.dtype, model[1].num_batches_tracked.dtype) == (torch.float16, torch.int64)
+    model.to(memory_format=torch.channels_last)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    model.to("cuda:1", torch.float32, non_blocking=True)
+    assert (model[0].weight.device.index, model[0].weight.dtype) == (1, torch.float32)
+    assert torch.ones(1).to(model[0].weight).type() == "torch.cuda.FloatTensor"
+    with torch.device("cuda"):
+        assert torch.ones(1).half().type() == "torch.cuda.HalfTensor"
+        assert torch.ones(1).to(torch.float64, copy=True).type() == "torch.cuda.DoubleTensor"
+
+    square = torch.ones(2, 2, device="cuda")
+    torch.set_autocast_enabled("cuda", True)
+    assert torch.is_autocast_enabled("cuda")
+    assert not torch.is_autocast_enabled("cpu")
+    assert (square @ square).dtype is torch.float16
+    assert (square.cpu() @ square.cpu()).dtype is torch.float32  # casts are for GPUs
+    assert square.half().softmax(0).dtype is torch.float32
+    assert torch.einsum("ij,jk->ik", square, square).dtype is torch.float16
+    with pytest.raises(RuntimeError, match="unsafe to autocast"):
+        nn.functional.binary_cross_entropy(square, square)
+    with torch.autocast("cpu"):
+        assert (square.cpu() @ square.cpu()).dtype is torch.bfloat16
+        assert (square @ square).dtype is torch.float16
+    torch.set_autocast_enabled(False)
+    assert (square @ square).dtype is torch.float32
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.get_autocast_dtype("cuda") is torch.get_autocast_gpu_dtype() is torch.bfloat16
+        layer, seen = nn.Linear(2, 2).cuda(), []
+        layer.register_forward_pre_hook(lambda module, inputs: seen.append(torch.get_autocast_dtype("cuda")))
+        outputs = torch.utils.checkpoint.checkpoint(layer, square.requires_grad_(), use_reentrant=False)
+    outputs.sum().backward()
+    assert seen == [torch.bfloat16] * 2  # computed again in the same dtype
+    assert torch.get_autocast_dtype("cuda") is torch.float16
+
+
+@torch.jit.script
+def scripted(inputs: torch.Tensor, device: torch.device):
+    return inputs + torch.zeros(3, device=device) + torch.rand(1, device=inputs.device)
+
+
+def recorded_programs():
+    inputs = torch.ones(2, 3, device="cuda:1")
+    assert scripted(inputs, torch.device("cuda", 1)).device.index == 1
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).to("cuda:1")
+    assert torch.jit.script(model)(inputs).device.index == 1
+    assert torch.jit.trace(model, inputs)(inputs).device.index == 1
+
+    class WithConstants(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = model[0]
+
+        def forward(self, inputs):
+            return self.layer(inputs) @ torch.eye(3, device=inputs.device)
+
+    program = torch.export.export(WithConstants(), (inputs,)).module()
+    assert program(inputs).device.index == 1
+    torch.testing.assert_close(program(inputs), model[0](inputs))
+
+
+def nested():
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    layer = nn.Linear(3, 2).to("cuda:1")
+    for layout in (torch.strided, torch.jagged):
+        made = torch.nested.nested_tensor(rows, device="cuda:1", layout=layout)
+        assert made.device.index == 1 == (made * 2).device.index
+        assert made.is_cuda
+        assert {row.device.index for row in made.unbind()} == {1}
+        assert layer(made).device.index == 1
+        moved = torch.nested.nested_tensor(rows, layout=layout).cuda(1)
+        assert (moved + moved.to("cuda:1")).device.index == 1
+        assert moved.cpu().device.type == "cpu"
+        assert moved.to_padded_tensor(0.0).shape == (2, 4, 3)
+        torch.nested.to_padded_tensor(layer(moved), 0.0).sum().backward()
+        assert layer.weight.grad.device.index == 1
+
+
 def what_is_made_in_between():
     """Tensors that C++ or Python makes on the way lie where they belong."""
     inputs = torch.randn(2, 5, 3, device="cuda:1")
@@ -153,6 +233,9 @@ if __name__ == "__main__":
     streams_and_memory()
     devices_and_moves()
     modules_and_gradients()
+    casts()
     what_is_made_in_between()
+    recorded_programs()
+    nested()
     replicas()
     print("all of it holds")

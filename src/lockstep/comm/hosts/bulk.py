@@ -32,6 +32,7 @@ _FOREVER = timedelta(days=30)
 _AT_ONCE = timedelta(milliseconds=1)
 _ABORT_TAG = 1 << 20
 _GUARD_LOOKS_EVERY_S = 0.02
+_GUARD_LOOKS_AT_LEAST_EVERY_S = 0.2
 _GUARD_RESTS_AFTER_S = 1.0
 _REASON_FOLLOWS_WITHIN_S = 1.0
 _CLOSE_PATIENCE_S = 2.0
@@ -98,7 +99,7 @@ class Bulk:
                 f"{str(error).splitlines()[0]}"
             ) from None
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._mail: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._mail: queue.SimpleQueue[tuple[Parcel, Callable[[], None]] | None] = queue.SimpleQueue()
         self._mail_thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -117,18 +118,20 @@ class Bulk:
         except RuntimeError as error:
             return Parcel(_Refused(error), peer, memory)
 
-    def watch(self, parcel: Parcel) -> Parcel:
-        """Have a thread wait for it, for who can only ask `is_done`. Local."""
+    def watch(self, parcel: Parcel, on_done: Callable[[], None]) -> Parcel:
+        """Have a thread wait for it, for who can only ask `is_done`, and then call `on_done`. Local."""
         if self._mail_thread is None:
             self._mail_thread = threading.Thread(target=self._wait_for_mail, name="lockstep-mail", daemon=True)
             self._mail_thread.start()
-        self._mail.put(parcel)
+        self._mail.put((parcel, on_done))
         return parcel
 
     def _wait_for_mail(self) -> None:
-        while (parcel := self._mail.get()) is not None:
+        while (item := self._mail.get()) is not None:
+            parcel, on_done = item
             with contextlib.suppress(RuntimeError):  # The connection is gone, which others notice and explain.
                 parcel.wait()
+            on_done()
 
     def abort(self, peers: Iterable[int] | None = None) -> None:
         """Close the connections, to all if not to some, so that every wait for them ends. Local."""
@@ -226,7 +229,8 @@ class Guard:
                     self._is_needed.wait()
                 used_at = time.monotonic()
                 continue
-            time.sleep(_GUARD_LOOKS_EVERY_S)
+            waited_s = 0.0 if watched is None else now - watched[1]
+            time.sleep(min(max(_GUARD_LOOKS_EVERY_S, waited_s / 10), _GUARD_LOOKS_AT_LEAST_EVERY_S))
 
     def close(self) -> None:
         """End the thread."""

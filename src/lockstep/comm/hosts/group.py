@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
-from lockstep.comm.callsite import CallSite
-from lockstep.comm.engine import Engine
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import MeetingStore
 from lockstep.comm.hosts import algorithms
@@ -18,10 +16,9 @@ from lockstep.comm.hosts.links import Entrance, Links
 from lockstep.comm.hosts.mailbox import HostsMailbox
 from lockstep.comm.hosts.places import Notes, find_members
 from lockstep.comm.hosts.team import HostsTeam
-from lockstep.comm.p2p import PointToPoint
+from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.wire import current_wire
-from lockstep.errors import CollectiveAborted, InputError, LockstepError, RankLost, SetupError
-from lockstep.shm.mailbox import Mailbox
+from lockstep.errors import InputError, LockstepError, RankLost, SetupError
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
 from lockstep.torch_private.stores import PrefixStore
@@ -32,7 +29,7 @@ _READY = b"ready   "
 _POLL_S = 0.005
 
 
-class HostsEngine(Engine):
+class HostsEngine(MessageEngine):
     """The op table of a group over several hosts.
 
     Args:
@@ -42,31 +39,9 @@ class HostsEngine(Engine):
     """
 
     def __init__(self, team: HostsTeam, flight: Flight, timeout_s: float) -> None:
-        # A HostsTeam has what engine and flight record use of a team.
-        super().__init__(cast(Team, team), flight, timeout_s, algorithms)
+        super().__init__(team, flight, timeout_s, algorithms, functools.partial(HostsMailbox, team), RuntimeError)
         self.hosts_team = team
         self._place = team.local.rank
-
-    def _run(
-        self,
-        key: object,
-        describe: Callable[[], str],
-        body: Callable[[float], None],
-        site: CallSite,
-        limit_s: float,
-    ) -> None:
-        try:
-            super()._run(key, describe, body, site, limit_s)
-        except LockstepError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveAborted(f"{describe()} of {self.flight.group_name}: {error}") from error
-        finally:
-            # What a rank that gave up has told its peers about this is said before.
-            self.hosts_team.finished = self.flight.number
-
-    def _make_point_to_point(self) -> PointToPoint:
-        return PointToPoint(self.team, self.flight, cast(Mailbox, HostsMailbox(self.hosts_team)))
 
     def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
         """Protocols over a region of one host's memory are none of several hosts.

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +139,7 @@ class _Link:
 
 
 class Links:
-    """The connections of one rank. Not thread-safe, apart from `wait`.
+    """The connections of one rank. Not thread-safe, apart from `wait` and `interrupt`.
 
     Args:
         sockets: one for each other rank.
@@ -151,6 +153,9 @@ class Links:
         self._links: dict[int, _Link] = {}
         self._by_descriptor: dict[int, _Link] = {}
         self._poll = select.epoll()
+        self._interrupts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._interrupts, select.EPOLLIN)
+        self._sleepers: set[int] = set()  # threads in `wait`
         for peer, one in sockets.items():
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -191,9 +196,10 @@ class Links:
         except (OSError, ValueError):  # closed
             return
         for descriptor, _ in ready:
-            link = self._by_descriptor[descriptor]
-            self._read(link)
-            yield from self._take(link)
+            if descriptor != self._interrupts:
+                link = self._by_descriptor[descriptor]
+                self._read(link)
+                yield from self._take(link)
 
     def _read(self, link: _Link) -> None:
         try:
@@ -225,9 +231,24 @@ class Links:
             del received[:start]
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until there is something to read, or the time is up."""
+        """Sleep until there is something to read, somebody interrupts, or the time is up."""
+        self._sleepers.add(threading.get_ident())
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                if any(descriptor == self._interrupts for descriptor, _ in self._poll.poll(timeout_s)):
+                    os.eventfd_read(self._interrupts)
+        finally:
+            self._sleepers.discard(threading.get_ident())
+
+    @property
+    def has_sleepers(self) -> bool:
+        """Whether a thread is in `wait`."""
+        return bool(self._sleepers)
+
+    def interrupt(self) -> None:
+        """End the sleep of another thread, or the next one. Local."""
         with contextlib.suppress(OSError, ValueError):
-            self._poll.poll(timeout_s)
+            os.eventfd_write(self._interrupts, 1)
 
     def close(self) -> None:
         """Send what is left to send, within a moment, and close."""
@@ -243,3 +264,4 @@ class Links:
                     pass
             link.socket.close()
         self._poll.close()
+        os.close(self._interrupts)

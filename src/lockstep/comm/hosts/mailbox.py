@@ -6,7 +6,6 @@ wherever it came from. How a message moves is up to the mailbox for its peer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -14,13 +13,36 @@ import torch
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.mpi.mailbox import MpiMailbox
 from lockstep.comm.mpi.team import MpiTeam
+from lockstep.shm.base_mailbox import BaseMailbox
+from lockstep.shm.doorbell import Doorbell
+from lockstep.shm.mail_area import MailArea
 from lockstep.shm.mailbox import Mailbox
-from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Matcher, Receive, Send
+from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Receive, Send
 
 __all__ = ["HostsMailbox"]
 
 
-class HostsMailbox:
+class _LinkBell(Doorbell):
+    """Wakes ranks of this host through their connections, by which they sleep: other hosts can wake them so, too."""
+
+    def __init__(self, area: MailArea, team: HostsTeam) -> None:
+        super().__init__(area, team.places[team.rank])
+        self._team = team
+        self._ranks = {place: rank for rank, place in team.places.items()}
+
+    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
+        """Sleep until a message comes, a nudge or any other."""
+        self._team.sleep(limit_s)
+
+    def ring_here(self) -> None:
+        """Wake the threads of this rank that sleep."""
+        self._team.wake_here()
+
+    def _wake(self, place: int) -> None:
+        self._team.nudge(self._ranks[place])
+
+
+class HostsMailbox(BaseMailbox):
     """The messages of one rank. Not thread-safe, save that its team may be in use by another thread.
 
     Args:
@@ -28,68 +50,59 @@ class HostsMailbox:
     """
 
     def __init__(self, team: HostsTeam) -> None:
-        self._matcher = Matcher()
+        super().__init__()
         self._places = team.places
-        self._near = Mailbox(team.local.mail_area, team.rank, team.world_size, self._places, self._matcher)
+        area = team.local.mail_area
+        bell = _LinkBell(area, team)
+        self._near = Mailbox(area, team.rank, team.world_size, self._places, self._matcher, bell)
         # A HostsTeam has all that this mailbox uses of a team over MPI.
         self._far = MpiMailbox(cast(MpiTeam, team), self._matcher)
 
     @property
     def num_records(self) -> int:
-        """Heard, said and moved so far; who waits can tell by it that something goes on."""
         return self._near.num_records + self._far.num_records
 
     def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
-        """Begin to send. Local.
-
-        Args:
-            peer: where to; may be this rank.
-            tag: what a receive must have to match.
-            label: of the tensor.
-            flat: its bytes: uint8 of shape (n,). They must not change until the send is done.
-        """
-        return (self._near if peer in self._places else self._far).send(peer, tag, label, flat)
-
-    def receive(self, source: int, tag: int, label: Label, flat: torch.Tensor) -> Receive:
-        """Begin to receive. Local.
-
-        Args:
-            source: where from, or `ANY_SOURCE`.
-            tag: what the message must have to match.
-            label: of the tensor.
-            flat: where its bytes go: uint8 of shape (n,).
-        """
-        if source != ANY_SOURCE:
-            return (self._near if source in self._places else self._far).receive(source, tag, label, flat)
-        receive = Receive(tag, label, flat, source=source)
-        self._near.expect(receive)
-        arrival = self._matcher.arrival_for(receive)
-        if arrival is not None:
-            (self._near if arrival.peer in self._places else self._far).deliver(receive, arrival)
-        return receive
+        return self._for(peer).send(peer, tag, label, flat)
 
     def progress(self) -> None:
-        """Do what can be done now. Local; waits for nothing."""
         self._near.progress()
         self._far.progress()
 
+    def deliver(self, receive: Receive, arrival: Arrival) -> None:
+        self._for(arrival.peer).deliver(receive, arrival)
+
+    def expect(self, receive: Receive) -> None:
+        if receive.source == ANY_SOURCE or receive.source in self._places:
+            self._near.expect(receive)
+
+    def forget(self, operation: Send | Receive) -> None:
+        self._near.forget(operation)
+
+    # What comes from other hosts wakes this rank without being asked.
+
+    def arm(self) -> int:
+        return self._near.arm()
+
+    def ring(self) -> None:
+        self._near.ring()
+
+    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
+        self._near.sleep(seen, limit_s, poll_s)
+
+    def wake_here(self) -> None:
+        self._near.wake_here()
+
     def take_finished(self) -> list[Send | Receive]:
-        """The operations that have become done since the last call."""
         far = self._far.take_finished()
         for operation in far:
             self._near.forget(operation)
         return self._near.take_finished() + far
 
-    def abandon(self, operation: Send | Receive) -> None:
-        """Stop caring for an operation. What comes from another host may still come into its memory."""
-        self._near.forget(operation)
-        self._far.abandon(operation)
-
-    def kept_from(self, peer: int) -> Iterator[Arrival]:
-        """The messages of a peer that wait here for a receive, in order of arrival."""
-        return self._matcher.kept_from(peer)
-
     def close(self) -> None:
         """Let go of shared memory, and leave what is under way to Gloo. Local."""
         self._near.close()
         self._far.close()
+
+    def _for(self, peer: int) -> BaseMailbox:
+        return self._near if peer in self._places else self._far

@@ -1,7 +1,7 @@
 """The ranks of one group on several hosts: what they tell each other, and the memory of those that share a host.
 
 Every rank has a connection to every other (`links.py`), for short messages: what it has come for, that it
-leaves, that it has failed. So each knows by itself, and within milliseconds, of whoever dies, wherever that is.
+leaves, that it has failed. So each knows by itself, and soon, of whoever dies, wherever that is.
 The ranks of one host have a team of shared memory among them (`local`), through which data moves there. What is large
 goes between hosts by Gloo (`bulk.py`).
 
@@ -25,7 +25,7 @@ from lockstep.comm.message_team import MESSAGE_BYTES, MessageTeam
 from lockstep.comm.wire import Wire
 from lockstep.errors import SharedMemoryError
 from lockstep.shm.liveness import PeerIdentity, Watch
-from lockstep.shm.sync import PeerTrouble, TroubleKind, Waiter
+from lockstep.shm.sync import PeerTrouble, TroubleKind, Waiter, next_look
 from lockstep.shm.team import SMALL_SLOT_BYTES, Region, Team
 
 __all__ = ["HostsTeam"]
@@ -34,11 +34,9 @@ _TENSOR_TAG, _MAIL_TAG, _HOP_TAG = 1, 2, 3
 _LARGE_BYTES = SMALL_SLOT_BYTES + 1
 # A tensor of up to this size travels as a message.
 _PARCEL_BYTES = 4 << 10
-_PARCEL_KIND = (31).to_bytes(8, "little")  # none of a notice's, or of the mailbox's
+_PARCEL_KIND, _NUDGE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")  # none of a notice's or the mailbox's
 assert _PARCEL_BYTES + len(_PARCEL_KIND) <= MESSAGE_BYTES
 
-_LOOK_EVERY_S = 0.002
-_LONGEST_SLEEP_S = 0.001
 _POOL_BYTES = 64 << 20
 
 _Transfers = Sequence[tuple[int, torch.Tensor]]
@@ -49,7 +47,7 @@ class _LocalWaiter(Waiter):
 
     def __init__(self, team: HostsTeam) -> None:
         local, board = team.local, team.local.board
-        super().__init__(board.words, board.state_words, local.rank, local.watch, board.bell_words)
+        super().__init__(board.words, board.state_words, local.rank, local.watch, board.gate_word)
         self._team = team
 
     def look(
@@ -129,8 +127,22 @@ class HostsTeam(MessageTeam):
             for peer, message in self._links.listen():
                 if message[:8] == _PARCEL_KIND:
                     self._parcels[peer].append(bytes(message[8:]))
-                else:
+                elif message != _NUDGE:
                     self._hear(peer, message)
+                if self._links.has_sleepers:
+                    self._links.interrupt()  # What was heard here another thread may be waiting for.
+
+    def nudge(self, peer: int) -> None:
+        """Wake a rank that sleeps in `sleep`. Local."""
+        self.send_message(peer, _NUDGE)
+
+    def wake_here(self) -> None:
+        """End the sleep of this rank's other threads. Local."""
+        self._links.interrupt()
+
+    def sleep(self, limit_s: float) -> None:
+        """Sleep until a peer has said something, or another thread of this rank has heard it. Local."""
+        self._links.wait(limit_s)
 
     # ---- waiting ---------------------------------------------------------------------------------------
 
@@ -139,14 +151,13 @@ class HostsTeam(MessageTeam):
         return self.waiter.closed
 
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
-        start = time.monotonic()
-        look_at_s = 0.0
+        start = look_at = time.monotonic()
         while ranks := awaited():
-            waited_s = time.monotonic() - start
-            if waited_s >= look_at_s:
-                self._look(ranks, waited_s, timeout_s)
-                look_at_s = waited_s + _LOOK_EVERY_S
-            self._links.wait(_LONGEST_SLEEP_S)
+            now = time.monotonic()
+            if now >= look_at:
+                self._look(ranks, now - start, timeout_s)
+                look_at = next_look(start, now, timeout_s)
+            self._links.wait(look_at - now)
 
     def _look_and_listen(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         self.listen()
@@ -295,12 +306,12 @@ class HostsTeam(MessageTeam):
     def start_send(self, peer: int, tensor: torch.Tensor) -> list[Parcel]:
         """Begin to send a flat contiguous tensor that the peer waits for with `start_receive`. Local."""
         memory = tensor.view(torch.uint8)
-        return [self._bulk.watch(self._bulk.send(peer, memory, _MAIL_TAG))] if memory.numel() else []
+        return [self._bulk.watch(self._bulk.send(peer, memory, _MAIL_TAG), self.wake_here)] if memory.numel() else []
 
     def start_receive(self, peer: int, tensor: torch.Tensor) -> list[Parcel]:
         """Begin to receive a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
         memory = tensor.view(torch.uint8)
-        return [self._bulk.watch(self._bulk.receive(peer, memory, _MAIL_TAG))] if memory.numel() else []
+        return [self._bulk.watch(self._bulk.receive(peer, memory, _MAIL_TAG), self.wake_here)] if memory.numel() else []
 
     def are_done(self, requests: Sequence[Parcel]) -> bool:
         """Whether these have finished. Local; waits for nothing."""

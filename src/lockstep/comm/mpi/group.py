@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, cast
 
 from lockstep import env
-from lockstep.comm.backend import EngineProcessGroup
-from lockstep.comm.callsite import CallSite
-from lockstep.comm.engine import Engine
-from lockstep.comm.flight import Flight, describe_group
+from lockstep.comm.backend import EngineProcessGroup, make_group
+from lockstep.comm.flight import Flight
+from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.mpi import algorithms, departures
 from lockstep.comm.mpi.library import load
 from lockstep.comm.mpi.mailbox import MpiMailbox
 from lockstep.comm.mpi.team import MpiTeam
-from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.registration import MPI_BACKEND_NAME
-from lockstep.errors import CollectiveAborted, InputError, RendezvousError, SetupError
+from lockstep.comm.wording import describe_group
+from lockstep.errors import InputError, RendezvousError, SetupError
 from lockstep.shm.liveness import PeerIdentity, own_identity
-from lockstep.shm.mailbox import Mailbox
 from lockstep.shm.team import Region, Team
 from lockstep.torch_private.stores import PrefixStore, Store
 
@@ -89,7 +88,7 @@ def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
     return team
 
 
-class MpiEngine(Engine):
+class MpiEngine(MessageEngine):
     """The op table of a group over MPI.
 
     Args:
@@ -100,29 +99,15 @@ class MpiEngine(Engine):
     """
 
     def __init__(self, team: MpiTeam, group_name: str, ranks: Sequence[int], timeout_s: float) -> None:
-        # An MpiTeam has what engine and flight record use of a team, save for symmetric memory.
-        as_team = cast(Team, team)
-        super().__init__(as_team, Flight(as_team, group_name, ranks), timeout_s, algorithms)
-        self._mpi_team = team
-
-    def _run(
-        self,
-        key: object,
-        describe: Callable[[], str],
-        body: Callable[[float], None],
-        site: CallSite,
-        limit_s: float,
-    ) -> None:
-        try:
-            super()._run(key, describe, body, site, limit_s)
-        except load().Exception as error:
-            raise CollectiveAborted(f"{describe()} of {self.flight.group_name}: MPI says {error}") from error
-        finally:
-            # What a rank that gave up has told its peers about this is said before.
-            self._mpi_team.finished = self.flight.number
-
-    def _make_point_to_point(self) -> PointToPoint:
-        return PointToPoint(self.team, self.flight, cast(Mailbox, MpiMailbox(self._mpi_team)))
+        super().__init__(
+            team,
+            Flight(cast(Team, team), group_name, ranks),
+            timeout_s,
+            algorithms,
+            functools.partial(MpiMailbox, team),
+            load().Exception,
+            "MPI says ",
+        )
 
     def allocate(self, part_bytes: int) -> Region:
         """Symmetric memory is memory of one host; MPI has none.
@@ -171,12 +156,9 @@ class MpiProcessGroup(EngineProcessGroup):
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
-    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`."""
-    return MpiProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.group_id,
-        options.global_ranks_in_group,
-    )
+    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`.
+
+    Raises:
+        SetupError: there is no such rank in a group of that size.
+    """
+    return make_group(MpiProcessGroup, options)

@@ -2,19 +2,18 @@
 
 The counterpart of `lockstep.shm.mailbox`, moved along by the same `lockstep.comm.p2p`.
 
-[Note: eager or announced] A small message travels through the one channel of its team, with its label; its send is over
-at once, and a receiver that has no use for it yet keeps it. A large one is announced there. When a receive matches
-and the labels fit, the receiver *grants* it: it has posted an MPI receive into the user's memory, and the sender sends
-right into it. The send is over when the receiver has confirmed that all has come, so a rank that waits for its
-sends may leave. Grants to one rank, and what they let come, go in one order, so one MPI tag is enough and
-torch's tags need not be tags of MPI.
+[Note: eager or announced over MPI] A small message travels through the one channel of its team, with its label; its
+send is over at once, and a receiver that has no use for it yet keeps it. A large one is announced there. When a
+receive matches and the labels fit, the receiver *grants* it: it has posted an MPI receive into the user's memory, and
+the sender sends right into it. The send is over when the receiver has confirmed that all has come, so a rank that
+waits for its sends may leave. Grants to one rank, and what they let come, go in one order, so one MPI tag is enough
+and torch's tags need not be tags of MPI.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ import torch
 
 from lockstep.comm.message_team import MESSAGE_BYTES
 from lockstep.comm.mpi.team import MpiTeam
+from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.messages import Arrival, Label, Matcher, Receive, Send
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class _Peer:
     granted: dict[int, _Movement] = field(default_factory=dict)
 
 
-class MpiMailbox:
+class MpiMailbox(BaseMailbox):
     """The messages of one rank. Not thread-safe, save that its team may be in use by another thread.
 
     Args:
@@ -88,25 +88,17 @@ class MpiMailbox:
         num_records: heard, said and moved so far; who waits can tell by it that something goes on.
     """
 
+    num_records = 0
+
     def __init__(self, team: MpiTeam, matcher: Matcher | None = None) -> None:
+        super().__init__(matcher)
         self._team = team
         self._peers = [_Peer() for _ in range(team.world_size)]
-        self._matcher = Matcher() if matcher is None else matcher
-        self._finished: list[Send | Receive] = []
         self._moving: list[_Movement] = []
-        self.num_records = 0
 
     # ---- asked for from above ------------------------------------------------------------------------
 
     def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
-        """Begin to send. Local.
-
-        Args:
-            peer: where to; may be this rank.
-            tag: what a receive must have to match.
-            label: of the tensor.
-            flat: its bytes: uint8 of shape (n,). They must not change until the send is done.
-        """
         send = Send(tag, label, flat, peer=peer)
         if peer == self._team.rank:
             self._match(Arrival(peer, tag, label, flat.numel(), own=send))
@@ -122,45 +114,13 @@ class MpiMailbox:
             self._say(peer, _Kind.ANNOUNCE, send.number, tag, label, flat.numel())
         return send
 
-    def receive(self, source: int, tag: int, label: Label, flat: torch.Tensor) -> Receive:
-        """Begin to receive. Local.
-
-        Args:
-            source: where from, or `ANY_SOURCE`.
-            tag: what the message must have to match.
-            label: of the tensor.
-            flat: where its bytes go: uint8 of shape (n,).
-        """
-        receive = Receive(tag, label, flat, source=source)
-        arrival = self._matcher.arrival_for(receive)
-        if arrival is not None:
-            self.deliver(receive, arrival)
-        return receive
-
     def progress(self) -> None:
-        """Do what can be done now. Local; waits for nothing."""
         self._team.listen()
         mail = self._team.mail
         while mail:
             self._hear(*mail.popleft())
         if self._moving:
             self._moving = [movement for movement in self._moving if not self._has_arrived(movement)]
-
-    def take_finished(self) -> list[Send | Receive]:
-        """The operations that have become done since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def abandon(self, operation: Send | Receive) -> None:
-        """Stop caring for an operation. What was granted may still come into its memory, which is kept for that."""
-        if not operation.done:
-            operation.done = True
-            if isinstance(operation, Receive):
-                self._matcher.withdraw(operation)
-
-    def kept_from(self, peer: int) -> Iterator[Arrival]:
-        """The messages of a peer that wait here for a receive, in order of arrival."""
-        return self._matcher.kept_from(peer)
 
     def close(self) -> None:
         """Leave what is under way to MPI. Local."""
@@ -199,14 +159,6 @@ class MpiMailbox:
             assert kind == _Kind.CONFIRM, kind
             its.granted.pop(number).confirmed = True
 
-    def _match(self, arrival: Arrival) -> None:
-        """Hand a message to the receive that waits for it, or keep it."""
-        receive = self._matcher.receive_for(arrival)
-        if receive is not None:
-            self.deliver(receive, arrival)
-        else:
-            self._matcher.keep(arrival)
-
     def deliver(self, receive: Receive, arrival: Arrival) -> None:
         """Copy a message that is here; grant or refuse one that is not."""
         receive.peer = arrival.peer
@@ -240,9 +192,3 @@ class MpiMailbox:
         self._finish(operation)
         self.num_records += 1
         return True
-
-    def _finish(self, operation: Send | Receive, conflict: Label | None = None) -> None:
-        if not operation.done:
-            operation.done = True
-            operation.conflict = conflict
-            self._finished.append(operation)

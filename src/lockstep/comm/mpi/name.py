@@ -21,12 +21,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from lockstep.torch_private.patching import patch
+from lockstep.torch_private.patching import wrap, wrap_once
 
 __all__ = ["register"]
 
 _NAME = "mpi"
-_INIT = "init_process_group"
+_C10D = "torch.distributed.distributed_c10d"
 _IGNORED = ("rank", "world_size", "store")
 
 
@@ -37,22 +37,20 @@ def register(module: ModuleType, backend_name: str) -> None:
         module: `torch.distributed.distributed_c10d`. What `torch.distributed` took from it before is replaced too.
         backend_name: the name under which torch knows our group.
     """
-    if module.is_mpi_available() or getattr(module.Backend.__new__, "knows_lockstep", False):
+    if module.is_mpi_available():
         return
-    name = f"{module.__name__}.Backend.__new__"
-    if patch(name, _translating(module.Backend.__new__, module.Backend.MPI, backend_name)):
-        patch(f"{module.__name__}.{_INIT}", _asking_mpi(getattr(module, _INIT)), alias="torch.distributed")
+    translating = functools.partial(_translating, plain=module.Backend.MPI, backend_name=backend_name)
+    if wrap_once(f"{_C10D}.Backend.__new__", translating):
+        wrap(f"{_C10D}.init_process_group", _asking_mpi, alias="torch.distributed")
 
 
 def _translating(torchs_own: Callable[..., str], plain: str, backend_name: str) -> Callable[..., str]:
     """`Backend.__new__`, which gives the name of our group for the plain one."""
 
-    @functools.wraps(torchs_own)
     def __new__(cls: type, name: str) -> str:  # noqa: N807
         found = torchs_own(cls, name)
         return backend_name if found == plain else found
 
-    __new__.knows_lockstep = True  # type: ignore[attr-defined]
     return __new__
 
 
@@ -60,7 +58,6 @@ def _asking_mpi(torchs_own: Callable[..., None]) -> Callable[..., None]:
     """`init_process_group`, which asks MPI if the backend is the plain name."""
     signature = inspect.signature(torchs_own)
 
-    @functools.wraps(torchs_own)
     def init_process_group(*args: Any, **options: Any) -> None:
         try:
             given = signature.bind(*args, **options).arguments

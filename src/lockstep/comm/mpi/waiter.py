@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from lockstep.shm.sync import nap
+from lockstep.shm.cores import nap
 
 __all__ = ["MpiWaiter"]
 

@@ -23,8 +23,8 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   amp._amp_state                              different  opt_properties, loss_scalers, handle, hard_override,
                                                          allow_incoming_model_not_fp32, verbosity
   opt_level O0, O2, O3                        supported
-  opt_level O1                                different  which functions cast is torch's autocast's choice, other ones
-                                                         on CPU and CUDA; in-place functions are not refused
+  opt_level O1                                different  which functions cast is torch's autocast's choice for CUDA,
+                                                         on the CPU too
   parallel.DistributedDataParallel            different  allreduce_trigger_params, num_allreduce_streams, prof: no
                                                          effect; shared_param, retain_allreduce_buffers and
                                                          allreduce_communicators are refused; parameters may go

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import shutil
 import sys
 from collections.abc import Sequence
@@ -46,7 +45,8 @@ from lockstep.errors import LaunchError
 from lockstep.launch.command import exit_code_of
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.hosts.options import add_arguments, hosts_from
-from lockstep.launch.output import say
+from lockstep.launch.hosts.start import start_on_hosts
+from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main", "parse"]
@@ -208,9 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = _config(chosen, {name: value for name, value in vars(options).items() if value is not None})
     if hosts is None:
         return launch_job(config)
-    # Not before: it imports torch, for which the ranks of one host need not wait.
-    code: int = importlib.import_module("lockstep.launch.hosts.job").launch_on_hosts(config, hosts)
-    return code
+    return start_on_hosts(config, hosts)
 
 
 def _host_options(chosen: argparse.Namespace) -> argparse.Namespace:

@@ -29,12 +29,16 @@ from lockstep.compat.legacy.needs import CHANGES
 from lockstep.errors import DataError, InputError
 from lockstep.torch_private.patching import add, add_module, patch, wrap
 
-__all__ = ["install"]
+__all__ = ["install", "installed", "listeners"]
 
 _C10D = "torch.distributed.distributed_c10d"
+_NOT_GIVEN = object()
 _DOC = f"What torch had under this name, added by {__name__}."
 
 _installed: set[str] = set()
+
+listeners: list[Callable[[str], None]] = []
+"""Called with a name of `needs.CHANGES` whenever a call is about to be let through that torch would turn away."""
 
 
 def install(changes: Iterable[str] | None = None) -> list[str]:
@@ -56,6 +60,16 @@ def install(changes: Iterable[str] | None = None) -> list[str]:
     new = [name for name in wanted if name not in _installed]
     _installed.update(new)
     return [name for name in new if _CHANGES[name]()]
+
+
+def installed() -> frozenset[str]:
+    """The changes that have been asked for in this process so far. Local."""
+    return frozenset(_installed)
+
+
+def _tell(change: str) -> None:
+    for listener in listeners:
+        listener(change)
 
 
 # ---- missing names ---------------------------------------------------------------------------------
@@ -151,9 +165,12 @@ def _take_old_backends(original: Callable[..., None]) -> Callable[..., None]:
         backend: str | None = None, init_method: str | None = None, *args: Any, **options: Any
     ) -> None:
         name = backend.lower() if isinstance(backend, str) else ""
+        path = _whole_path(init_method)
+        if name == "tcp" or path != init_method:
+            _tell("init_process_group")
         if name == "tcp":
             backend = "gloo"
-        return original(backend, _whole_path(init_method), *args, **options)
+        return original(backend, path, *args, **options)
 
     return init_process_group
 
@@ -188,6 +205,7 @@ def _as_whole(size: float, kind: type) -> int:
             f"{kind.__name__}: batch_size={size} is no whole number; if it is a global batch divided by the number of "
             f"ranks, choose one that can be divided, or say int({size:g})"
         )
+    _tell("batch_size")
     return int(size)
 
 
@@ -210,7 +228,9 @@ def _accept_verbose(name: str, scheduler: type) -> bool:
         return False
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, *args: Any, verbose: object = False, **options: Any) -> None:  # noqa: N807
+        def __init__(self: Any, *args: Any, verbose: object = _NOT_GIVEN, **options: Any) -> None:  # noqa: N807
+            if verbose is not _NOT_GIVEN:
+                _tell("verbose")
             original(self, *args, **options)
 
         return __init__
@@ -218,8 +238,10 @@ def _accept_verbose(name: str, scheduler: type) -> bool:
     return wrap(f"torch.optim.lr_scheduler.{name}.__init__", make)
 
 
-def _init_sampler(self: Sampler[Any], data_source: object = None) -> None:
+def _init_sampler(self: Sampler[Any], data_source: object = _NOT_GIVEN) -> None:
     """Samplers of old handed their data to the base class, which ignored it."""
+    if data_source is not _NOT_GIVEN:
+        _tell("sampler")
     super(Sampler, self).__init__()
 
 

@@ -9,12 +9,14 @@ General layout, from the bottom up:
 * `rendezvous`: rounds of hosts, agreed on through the store: torch's interface of a rendezvous.
 * `reports`: how the ranks of each host ended, told to all hosts.
 * `agent`: torch's elastic agent over the ranks of this host.
-* `job`: `launch_on_hosts`, what `lockstep run --nnodes` calls.
+* `job`: `launch_on_hosts`, which runs this host's part of the job.
+* `start`: `start_on_hosts`, what `lockstep run --nnodes` calls. No torch before that.
 
-[Note: rounds] A job goes through rounds. A round is a fixed list of hosts, with numbers in order, and one start of all
-ranks: what is called an attempt on one host. It ends when all ranks are done, when a rank fails, or when the hosts
-change; then all hosts leave it, and those that are there make up the next. All that belongs to a round has keys of its
-own, and rank 0 of each round listens on a port of its own, so nothing of one round is ever read in another.
+[Note: rounds of hosts] A job goes through rounds. A round is a fixed list of hosts, with numbers in order, and one
+start of all ranks: what is called an attempt on one host. It ends when all ranks are done, when a rank fails, or when
+the hosts change; then all hosts leave it, and those that are there make up the next. All that belongs to a round has
+keys of its own, and rank 0 of each round listens on a port of its own, so nothing of one round is ever read in
+another.
 
 [Note: torch] The life of a round (rendezvous, start, watch, restart) is torch's `SimpleElasticAgent`, the store is
 torch's, and the rendezvous implements torch's `RendezvousHandler`. Three things are not torch's:

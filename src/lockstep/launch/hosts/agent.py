@@ -35,7 +35,7 @@ from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.hosts.roll import Host
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.output import say
+from lockstep.launch.screen import say
 from lockstep.launch.verdict import Failure
 
 __all__ = ["HostAgent", "Interrupted", "OutputLost"]

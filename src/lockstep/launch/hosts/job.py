@@ -18,8 +18,8 @@ from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.output import say
 from lockstep.launch.process import start_guardian
+from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.verdict import format_verdict
 

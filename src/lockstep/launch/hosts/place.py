@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lockstep.errors import LaunchError, RendezvousError
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.output import say
 from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore
 

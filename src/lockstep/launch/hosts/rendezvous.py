@@ -1,4 +1,4 @@
-"""Rounds of hosts, agreed on through the store, behind torch's interface of a rendezvous. See [Note: rounds].
+"""Rounds of hosts, agreed on through the store, behind torch's interface of a rendezvous. See [Note: rounds of hosts].
 
 [Note: notices] A host that leaves a round on purpose says so, and why, before it ends its ranks: because another
 host came, because it was told to end, because it missed one that is gone. So the other hosts, whose ranks then lose
@@ -30,8 +30,8 @@ from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.hosts.pulse import Observer, Pulse
 from lockstep.launch.hosts.roll import Host, Roll, Terms
-from lockstep.launch.output import say
 from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.screen import say
 
 __all__ = ["HostRendezvous", "JobClosed", "Notice"]
 

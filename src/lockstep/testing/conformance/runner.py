@@ -29,6 +29,7 @@ from lockstep.testing.conformance import movement, ordering, point_to_point, red
 from lockstep.testing.conformance.case import Case, Context, all_unique
 from lockstep.testing.conformance.gaps import reason_to_skip
 from lockstep.testing.conformance.meeting import Meeting, create
+from lockstep.testing.limits import limit_s
 from lockstep.testing.pool import run_ranks
 from lockstep.topology import read_topology
 
@@ -36,6 +37,9 @@ __all__ = ["CASES", "CaseResult", "Report", "run_conformance"]
 
 CASES: tuple[Case, ...] = all_unique((*reductions.CASES, *movement.CASES, *point_to_point.CASES, *ordering.CASES))
 
+# On a quiet machine.
+_COLLECTIVE_TIMEOUT_S = 10.0
+_TIMEOUT_S = 200.0
 # How much later than this rank's another rank's error may come, in units of the group's deadline.
 _MEETING_DEADLINES = 3.0
 
@@ -92,8 +96,8 @@ def run_conformance(
     cases: Sequence[Case] = CASES,
     register: str | None = None,
     skip_gaps: bool = True,
-    collective_timeout: float = 10.0,
-    timeout: float = 200.0,
+    collective_timeout: float | None = None,
+    timeout: float | None = None,
     launch: Callable[..., list[Any]] = run_ranks,
 ) -> Report:
     """Run the cases on `world_size` new ranks. Local: called once, not on every rank.
@@ -103,8 +107,9 @@ def run_conformance(
         cases: those to run; those with a larger `min_world_size` are left out.
         register: a module to import on every rank, which registers the backend.
         skip_gaps: skip cases whose features `BACKEND_GAPS` lists for this backend.
-        collective_timeout: seconds, the process group's own deadline.
-        timeout: seconds for all cases together; those not reached fail.
+        collective_timeout: seconds, the process group's own deadline; by default 10 on a quiet machine, and more on a
+            slow or busy one (`limit_s`).
+        timeout: seconds for all cases together, by default 200 on a quiet machine; those not reached fail.
         launch: starts the ranks, called as `run_ranks` with `init=False` and `expect_errors=True`; for backends whose
             ranks need a launcher of their own, which must be one that `lockstep.topology` can read.
     """
@@ -115,13 +120,15 @@ def run_conformance(
     reasons = {one.name: reason_to_skip(one, backend) if skip_gaps else None for one in fitting}
     results = {name: CaseResult(name, "skipped", reason) for name, reason in reasons.items() if reason is not None}
     remaining = [one.name for one in fitting if one.name not in results]
-    deadline = time.monotonic() + timeout
+    timeout_s = limit_s(_TIMEOUT_S) if timeout is None else timeout
+    collective_timeout_s = limit_s(_COLLECTIVE_TIMEOUT_S) if collective_timeout is None else collective_timeout
+    deadline = time.monotonic() + timeout_s
     while remaining:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            results |= {name: CaseResult(name, "failed", f"not reached within {timeout:g} s") for name in remaining}
+            results |= {name: CaseResult(name, "failed", f"not reached within {timeout_s:g} s") for name in remaining}
             break
-        new = _run_until_broken(launch, backend, world_size, remaining, register, collective_timeout, left_s)
+        new = _run_until_broken(launch, backend, world_size, remaining, register, collective_timeout_s, left_s)
         results |= {result.name: result for result in new}
         remaining = remaining[len(new) :]
     return Report(backend, world_size, tuple(results[one.name] for one in fitting))

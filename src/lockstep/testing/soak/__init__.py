@@ -1,7 +1,12 @@
 """A soak: random programs of collectives, messages, groups and threads on real ranks, checked against one process.
 
-General layout: `operations.py` and `messages.py` hold one call each, with a model of what must come out; `program.py`
-draws programs from seeds; `rank.py` runs them on a rank; `runner.py` starts ranks and looks at what is left behind.
+General layout:
+
+* `operations`, `messages`: one call each, with a model of what must come out.
+* `program`: draws programs from seeds.
+* `rank`: runs them on a rank.
+* `runner`: starts ranks, and looks at what is left behind.
+
 `python -m lockstep.testing.soak` is the command.
 """
 

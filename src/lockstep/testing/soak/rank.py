@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from lockstep import libc
 from lockstep.errors import CollectiveAborted, RankLost
 from lockstep.testing.soak.operations import Operation, Place, Started
 from lockstep.testing.soak.program import Call, Drop, Make, Step, Together, Wait, draw_program
@@ -76,7 +77,7 @@ def _live_malloc_kib() -> int:
 
     The size of the process would not do: threads come and go here, each with an arena, and what is free in one stays.
     """
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # since glibc 2.33
+    ask = libc.function("mallinfo2")  # since glibc 2.33
     if ask is None:
         return 0
     ask.restype = _MallInfo

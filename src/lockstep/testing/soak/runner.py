@@ -13,13 +13,14 @@ from random import Random
 import torch.distributed as dist
 
 from lockstep import env
+from lockstep.testing.limits import limit_s
 from lockstep.testing.pool import run_ranks
 from lockstep.testing.soak.rank import Usage, measure_usage, run_program
 from lockstep.topology import read_topology
 
 __all__ = ["Ledger", "command", "run_programs", "seeds_from", "soak"]
 
-# A rank that waits this long for another is stuck.
+# A rank that waits this long for another, on a quiet machine, is stuck.
 _STUCK_AFTER_S = 30.0
 _RUN_DEADLINE_S = 90.0
 # Programs of a process that count as early, after which caches are full, and what it may grow by afterwards. torch
@@ -62,7 +63,7 @@ def soak(seeds: Sequence[int], world_size: int, backend: str = "lockstep") -> di
     """
     try:
         outcomes = run_ranks(
-            _on_rank, world_size, list(seeds), backend, backend=backend, init=False, timeout=_RUN_DEADLINE_S
+            _on_rank, world_size, list(seeds), backend, backend=backend, init=False, timeout=limit_s(_RUN_DEADLINE_S)
         )
     except Exception as error:
         text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
@@ -110,7 +111,7 @@ def _meet_and_run(seeds: list[int], backend: str) -> None:
         store=store,
         rank=topology.rank,
         world_size=topology.world_size,
-        timeout=timedelta(seconds=_STUCK_AFTER_S),
+        timeout=timedelta(seconds=limit_s(_STUCK_AFTER_S)),
     )
     try:
         run_program(seeds)

@@ -4,9 +4,10 @@ General layout, from the bottom up:
 
 * `line`, `sites`, `source`: lines of the user's code: in a record, on the stack, as text.
 * `settings`, `plan`: what to pretend, and how the script wants to be started.
-* `devices/`: stand-ins for GPUs.
-* `watch/`: what each process notes while the script runs, written to the job's private folder.
-* `record`, `findings/`: what the processes saw, and what it means; `report` says it.
+* `patching`: how names of torch are replaced in a rehearsing process.
+* `devices`: stand-ins for GPUs.
+* `watch`: what each process notes while the script runs, written to the job's private folder.
+* `record`, `findings`: what the processes saw, and what it means; `report`: says it, to people and programs.
 * `rank`, `spawned`: what runs in a rank before the script; `rehearsal`: the whole.
 
 [Note: stand-ins] A tensor on a GPU is a CPU tensor whose storage is marked (`devices/marks.py`). A

@@ -83,6 +83,15 @@ class Job:
         """Of the largest group that a process joined."""
         return max((process.world_size for process in self.processes), default=1)
 
+    @property
+    def num_started(self) -> int:
+        """Processes that the rehearsal itself has started."""
+        return self.settings.nodes * self.settings.processes_per_node
+
+    def is_launched(self, process: Process) -> bool:
+        """Whether the process joined a group of exactly those that the rehearsal has started, itself among them."""
+        return process.joined and not process.family and process.world_size == self.num_started
+
     def families(self) -> list[Job]:
         """One job for each group of ranks that were started together, so that none is compared with another's.
 

@@ -14,9 +14,9 @@ from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.compat.legacy.spelling import find_spelling
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
-from lockstep.launch.output import say
+from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
-from lockstep.tools.rehearse.findings import Finding, judge
+from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.plan import Needs, read_script
 from lockstep.tools.rehearse.record import Job, read_records
 from lockstep.tools.rehearse.report import format_json, format_text
@@ -82,7 +82,8 @@ def rehearse(rehearsal: Rehearsal) -> int:
     """Run it, and report. Local.
 
     Returns:
-        The exit code: that of the job where it is not 0; 1 if `strict` and there are findings; else 0.
+        The exit code: that of the job where it is not 0; 1 if a finding is a failure of the script, or if `strict` and
+        there are findings; else 0.
 
     Raises:
         LaunchError: it cannot be started as asked; nothing has been started.
@@ -112,7 +113,8 @@ def rehearse(rehearsal: Rehearsal) -> int:
     )
     findings = judge(jobs[-1]) if jobs else []
     _write(rehearsal, findings, jobs[-1] if jobs else None, code)
-    return code if code != 0 else int(rehearsal.strict and bool(findings))
+    has_failed = any(KINDS[one.id].is_failure for one in findings)
+    return code if code != 0 else int(has_failed or (rehearsal.strict and bool(findings)))
 
 
 def _write(rehearsal: Rehearsal, findings: Sequence[Finding], job: Job | None, code: int) -> None:

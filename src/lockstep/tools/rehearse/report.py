@@ -3,7 +3,8 @@
 The JSON form is an object with
 
 * `version`: 1; fields may be added under it, none changes its meaning;
-* `script`, `exit_code` (its own), `ranks`, `nodes`, `gpus_per_node`: what was rehearsed;
+* `script`, `exit_code` (its own), `ranks`, `nodes`, `gpus_per_node`: what was rehearsed; `processes`: how many were
+  started, also where they joined no group and `ranks` is 1;
 * `findings`: a list of objects with `id`, `title`, `file`, `line` and `function` (null where no line is to blame),
   `called_from` (objects with `file`, `line` and `function`, the innermost caller first), `what` was seen, `why` it
   bites, the `fix`, and `ranks`, empty where it concerns all.
@@ -11,6 +12,7 @@ The JSON form is an object with
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 from collections.abc import Sequence
@@ -43,6 +45,7 @@ def format_json(script: str, findings: Sequence[Finding], job: Job | None, exit_
         "script": script,
         "exit_code": exit_code,
         "ranks": 0 if job is None else job.world_size,
+        "processes": 0 if job is None else job.num_started,
         "nodes": 0 if job is None else job.settings.nodes,
         "gpus_per_node": 0 if job is None else job.settings.devices,
         "findings": [
@@ -68,23 +71,32 @@ def _paragraph(label: str, text: str) -> str:
     )
 
 
-def _describe(finding: Finding) -> str:
-    kind = KINDS[finding.id]
-    place = str(finding.sites[0]) if finding.sites else "(no line)"
-    lines = [f"{place}: {kind.title} [{finding.id}]", _paragraph("seen", finding.what + ".")]
-    # That a script calls its main() at the end says nothing, if there is anything else to say.
-    callers = list(map(str, finding.sites[1:]))[:2]
-    if len(callers) > 1 and finding.sites[2].function == "<module>":
-        callers.pop()
-    if callers:
-        lines.append(_paragraph("from", ", called from ".join(callers)))
+def _describe(findings: Sequence[Finding]) -> str:
+    """One kind of finding at one line, on each path that leads there."""
+    kind = KINDS[findings[0].id]
+    place = str(findings[0].sites[0]) if findings[0].sites else "(no line)"
+    lines = [f"{place}: {kind.title} [{kind.id}]"]
+    for finding in findings:
+        lines.append(_paragraph("seen", finding.what + "."))
+        # That a script calls its main() at the end says nothing, if there is anything else to say.
+        callers = list(map(str, finding.sites[1:]))[:2]
+        if len(callers) > 1 and finding.sites[2].function == "<module>":
+            callers.pop()
+        if callers:
+            lines.append(_paragraph("from", ", called from ".join(callers)))
     return "\n".join([*lines, _paragraph("why", kind.why + "."), _paragraph("fix", kind.fix + ".")])
+
+
+def _who_ran(job: Job | None) -> str:
+    ranks = 0 if job is None else job.world_size
+    if job is not None and job.num_started > 1 and not any(process.joined for process in job.processes):
+        return f"in {job.num_started} processes that joined no group"
+    return f"on {ranks} rank{'' if ranks == 1 else 's'}"
 
 
 def format_text(script: str, findings: Sequence[Finding], job: Job | None, exit_code: int) -> str:
     """The report for people; the arguments are those of `format_json`."""
-    ranks = 0 if job is None else job.world_size
-    where = f"{script} on {ranks} rank{'' if ranks == 1 else 's'}"
+    where = f"{script} {_who_ran(job)}"
     if job is not None and job.settings.nodes > 1:
         where += f" of {job.settings.nodes} pretended nodes"
     if not findings:
@@ -93,7 +105,8 @@ def format_text(script: str, findings: Sequence[Finding], job: Job | None, exit_
     else:
         count = f"{len(findings)} thing{'' if len(findings) == 1 else 's'}"
         lines = [f"lockstep rehearse: {count} in {where} would bite on a cluster", ""]
-        lines += ["\n\n".join(map(_describe, findings))]
+        places = itertools.groupby(findings, key=lambda one: (one.id, one.sites[:1]))
+        lines += ["\n\n".join(_describe(list(group)) for _, group in places)]
     if job is not None and job.unread:
         lines += ["", f"lockstep rehearse: records that could not be read: {'; '.join(job.unread)}"]
     return "\n".join([*lines, ""])

@@ -7,7 +7,15 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["argument_at", "assigned_values", "assignments_at", "parse", "tests_around"]
+__all__ = [
+    "argument_at",
+    "assigned_values",
+    "assignments_at",
+    "divisors_at",
+    "is_factor",
+    "parse",
+    "tests_around",
+]
 
 
 @functools.lru_cache(maxsize=256)
@@ -95,7 +103,8 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 def assigned_values(file: str, text: str) -> list[ast.expr | None]:
     """Everything that is ever assigned to a name such as `rank` or `args.rank` in the file.
 
-    None stands for what has no expression of its own: a loop's variable, a part of a tuple, `+=`, a parameter.
+    For a parameter that is what the calls in the file pass. None stands for what has no expression of its own: a loop's
+    variable, a part of a tuple, `+=`, a parameter of a function that others call.
     """
     found: list[ast.expr | None] = []
     for node in _nodes(file):
@@ -105,10 +114,25 @@ def assigned_values(file: str, text: str) -> list[ast.expr | None]:
                 found.append(node.value if plain else None)  # type: ignore[attr-defined]
             elif isinstance(target, ast.Tuple | ast.List) and text in [ast.unparse(each) for each in target.elts]:
                 found.append(None)
-        if isinstance(node, ast.arguments):
-            names = [each.arg for each in (*node.posonlyargs, *node.args, *node.kwonlyargs)]
-            found.extend(None for name in names if name == text)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            found.extend(_passed_values(file, node.name, names, text) if text in names else ())
+        elif isinstance(node, ast.Lambda) and text in [each.arg for each in node.args.args]:
+            found.append(None)
     return found
+
+
+def _passed_values(file: str, function: str, names: list[str], name: str) -> list[ast.expr | None]:
+    """What the calls of a function in the file pass for one of its parameters; None for what cannot be seen."""
+    calls = [node for node in _nodes(file) if isinstance(node, ast.Call) and _last_name(node.func) == function]
+    found: list[ast.expr | None] = []
+    for call in calls:
+        position = names.index(name) - (names[0] == "self" and isinstance(call.func, ast.Attribute))
+        value = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+        if value is None and not any(isinstance(each, ast.Starred) for each in call.args[: position + 1]):
+            value = call.args[position] if position < len(call.args) else None
+        found.append(value)
+    return found or [None]
 
 
 def assignments_at(file: str, line: int) -> list[tuple[str, ast.expr]]:
@@ -119,3 +143,27 @@ def assignments_at(file: str, line: int) -> list[tuple[str, ast.expr]]:
         if isinstance(node, ast.Assign) and _covers(node, line)
         for target in node.targets
     ]
+
+
+def divisors_at(file: str, line: int) -> list[ast.expr]:
+    """What is divided by on that line."""
+    found: list[ast.expr] = []
+    for node in _nodes(file):
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div) and _covers(node, line):
+            found.append(node.right if isinstance(node, ast.BinOp) else node.value)
+        is_method = isinstance(node, ast.Call) and _last_name(node.func) in ("div", "div_", "true_divide")
+        if isinstance(node, ast.Call) and is_method and _covers(node, line):
+            found.extend(node.args[-1:])
+    return found
+
+
+def is_factor(file: str, name: str) -> bool:
+    """Whether the file multiplies or divides the number of that name, with or without its owner (`args.`)."""
+    last = name.rpartition(".")[2]
+    return any(
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mult | ast.Mod | ast.FloorDiv)
+        and not isinstance(node.left, ast.Constant | ast.JoinedStr)
+        and last in (_last_name(node.left), _last_name(node.right))
+        for node in _nodes(file)
+    )

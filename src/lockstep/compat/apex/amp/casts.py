@@ -1,10 +1,11 @@
 """What opt level O1 does to torch functions, and the casts that users give to functions of their own.
 
 [Note: autocast] Apex replaced some two hundred functions of torch by wrappers; torch has had the same since 1.6, as
-autocast. It is switched on for the whole process here, not for a `with` block, since scripts compute losses outside
-of their models. Two things follow. Its cache of casted parameters stays off: it is only ever emptied at the end of a
-`with` block, so it would serve parameters of earlier steps. And it is off during backward passes (`scale_loss`),
-where functions must run in the dtype that their forward pass had.
+autocast. CUDA's list of functions holds for models on the CPU, too (`lockstep.torch_private.cuda_casts`). It is
+switched on for the whole process here, not for a `with` block, since scripts compute losses outside of their models.
+Two things follow. Its cache of casted parameters stays off: it is only ever emptied at the end of a `with` block, so it
+would serve parameters of earlier steps. And it is off during backward passes (`scale_loss`), where functions must run
+in the dtype that their forward pass had.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.compat.apex.amp._amp_state import AmpValueError, _amp_state
+from lockstep.torch_private.cuda_casts import CudaCasts
 from lockstep.torch_private.patching import replace_attribute
 from lockstep.torch_private.trees import tree_leaves, tree_map
 
@@ -74,7 +76,12 @@ class AmpHandle:
         for kind in self._device_types:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, True)
+        self._cuda_casts = CudaCasts(everywhere=True) if "cpu" in self._device_types else None
         self._replace(nn.functional, "binary_cross_entropy", _guard_binary_cross_entropy)
+        # What goes to the host is looked at there, often by NumPy: in float32, as with Apex.
+        self._replace(Tensor, "cpu", functools.partial(_casting, _float))
+        for name in _FLOAT32_IN_PLACE:
+            self._replace(Tensor, name, _guard_in_place)
         for module, name, choice in _registered:
             self._replace(module, name, functools.partial(_casting, choice))
         _amp_state.handle = self
@@ -100,6 +107,8 @@ class AmpHandle:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._cached_before)
+        if self._cuda_casts is not None:
+            self._cuda_casts.remove()
         if _amp_state.handle is self:
             _amp_state.handle = None
 
@@ -257,3 +266,25 @@ def _guard_binary_cross_entropy(original: _Function) -> _Function:
             return original(*args, **kwargs)
 
     return binary_cross_entropy
+
+
+_FLOAT32_IN_PLACE = (
+    *("acos_", "asin_", "cosh_", "erfinv_", "exp_", "expm1_", "log_", "log10_", "log2_", "reciprocal_", "rsqrt_"),
+    *("sinh_", "tan_", "pow_", "__ipow__", "cumprod_", "cumsum_"),
+)
+
+
+def _guard_in_place(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def in_place(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        handle = _amp_state.handle
+        if handle is not None and handle.is_active() and self.is_floating_point() and self.element_size() < 4:
+            name = original.__name__
+            raise NotImplementedError(
+                f"Tensor.{name} on a tensor of {self.dtype}: at opt level O1 this function runs in float32, and what "
+                f"it is to write to has 16 bits. Write x = x.{name.strip('_').removeprefix('i')}(...), whose result "
+                "is float32, or call it inside `with amp.disable_casts():`"
+            )
+        return original(self, *args, **kwargs)
+
+    return in_place

@@ -38,6 +38,7 @@ from lockstep.compat.horovod.torch.request import Request
 from lockstep.compat.horovod.torch.timeline import Timeline
 from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.log import get_logger
+from lockstep.world import current_world
 
 __all__ = ["CYCLE_S", "Channel", "Source"]
 
@@ -204,6 +205,9 @@ class Channel:
 
     def _serve(self) -> None:
         """The channel's own thread: goes into rounds for requests that nobody waits for."""
+        world = current_world()
+        if world is not None and world.device.type == "cuda":
+            torch.cuda.set_device(world.device)  # each thread has a current device of its own, at first the first
         while not self._closed:
             if not self._own:
                 self._roused.clear()

@@ -14,29 +14,36 @@ def install(count: int, limit_bytes: int = 0) -> None:
     """
     import torch
 
-    from lockstep.tools.rehearse.devices import amp, cuda, files, groups, mode, replicas, tensors
+    from lockstep.tools.rehearse.devices import (
+        amp,
+        cuda,
+        files,
+        groups,
+        mode,
+        parts,
+        replicas,
+        sharing,
+        tensors,
+        tracing,
+    )
     from lockstep.tools.rehearse.devices.marks import ledger
     from lockstep.tools.rehearse.devices.place import devices
-    from lockstep.tools.rehearse.patching import replace, wrap
+    from lockstep.tools.rehearse.patching import replace
 
     devices.count = count
     ledger.limit_bytes = limit_bytes
     # torch.library and the compiler's entry points read names of torch when they are imported, so first of all.
     cuda.install()
     tensors.install()
+    parts.install()
     amp.install()
     files.install()
+    sharing.install()
     replicas.install()
     groups.install()
     mode.install()
-    # What is compiled would bypass the mode; eager execution computes the same.
-    wrap(torch, "compile", lambda original: _no_compile)
+    tracing.install()
     from lockstep.parallel.batchnorm import SyncBatchNorm
 
     for module in (torch.nn, torch.nn.modules, torch.nn.modules.batchnorm):
         replace(module, "SyncBatchNorm", SyncBatchNorm)
-
-
-def _no_compile(model: object = None, **options: object) -> object:
-    """`torch.compile`, as a function and as a decorator with options."""
-    return (lambda function: function) if model is None else model

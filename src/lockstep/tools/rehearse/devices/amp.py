@@ -1,49 +1,96 @@
-"""Mixed precision: `autocast("cuda")` is autocast on the CPU, with CUDA's default of float16.
+"""Mixed precision: autocast for CUDA casts on the CPU, and is told apart from autocast for the CPU.
 
-torch keeps one list of operators to cast for each device type. The CPU's is a little different from CUDA's, so
-single operators may compute in another precision than on the GPU; which tensors are half and what overflows is much
-the same, and GradScaler runs its own code.
+torch keeps a switch and a dtype for each type of device, in each thread. Those of CUDA stay as they are, and so
+everything that asks for them or restores them (`torch.autocast`, checkpoints, `custom_fwd`, Apex) gets its own answer
+back. What is computed are CPU tensors, though, and the CPU's switch is what makes operators cast: it is on where
+either of the two should be. What was asked of the CPU itself is kept here. Which operators cast, and to what, is then
+decided by where a tensor says that it lies (`lockstep.torch_private.cuda_casts`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.rehearse.patching import replace
+from lockstep.torch_private.cuda_casts import CudaCasts
 
-__all__ = ["install"]
+__all__ = [
+    "get_autocast_dtype",
+    "install",
+    "is_autocast_enabled",
+    "set_autocast_dtype",
+    "set_autocast_enabled",
+]
 
-
-def _autocast_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(
-        self: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        if device_type == "cuda":
-            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
-            if dtype not in (torch.float16, torch.bfloat16):
-                enabled = False
-        original(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
-
-    return init
+_is_enabled, _enable = torch.is_autocast_enabled, torch.set_autocast_enabled
+_dtype_of, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 
 
-def _for_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A question about CUDA's autocast, asked about the CPU's."""
+class _OfCpu(threading.local):
+    """What a script asked for on the CPU itself, in this thread."""
 
-    def ask(device_type: str = "cuda", *args: Any) -> Any:
-        return original("cpu" if device_type == "cuda" else device_type, *args)
+    def __init__(self) -> None:
+        self.enabled, self.dtype = _is_enabled("cpu"), _dtype_of("cpu")
 
-    return ask
+
+_of_cpu = _OfCpu()
+
+
+def _apply() -> None:
+    """Switch the casts of CPU tensors as the two switches want them together."""
+    of_cuda = _is_enabled("cuda")
+    _enable("cpu", of_cuda or _of_cpu.enabled)
+    _set_dtype("cpu", _dtype_of("cuda") if of_cuda else _of_cpu.dtype)
+
+
+def is_autocast_enabled(device_type: str = "cuda") -> bool:
+    """`torch.is_autocast_enabled`."""
+    return _of_cpu.enabled if device_type == "cpu" else _is_enabled(device_type)
+
+
+def set_autocast_enabled(device_type: str | bool, enabled: bool | None = None) -> None:
+    """`torch.set_autocast_enabled`; without a type of device, of CUDA."""
+    if isinstance(device_type, bool) or enabled is None:
+        kind, enabled = "cuda", bool(device_type)
+    else:
+        kind = device_type
+    if kind == "cpu":
+        _of_cpu.enabled = enabled
+    else:
+        _enable(kind, enabled)
+    _apply()
+
+
+def get_autocast_dtype(device_type: str) -> torch.dtype:
+    """`torch.get_autocast_dtype`."""
+    return _of_cpu.dtype if device_type == "cpu" else _dtype_of(device_type)
+
+
+def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+    """`torch.set_autocast_dtype`."""
+    if device_type == "cpu":
+        _of_cpu.dtype = dtype
+    else:
+        _set_dtype(device_type, dtype)
+    _apply()
+
+
+def _of(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """The older name for one type of device."""
+    return lambda *value: function(device_type, *value)
 
 
 def install() -> None:
-    """Point autocast for CUDA to the CPU's."""
-    wrap(torch.amp.autocast_mode.autocast, "__init__", _autocast_init)
-    wrap(torch, "is_autocast_enabled", _for_cpu)
+    """Put these in the place of torch's, and CUDA's list of operators beside the CPU's."""
+    CudaCasts(everywhere=False)
+    for function in (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype):
+        replace(torch, function.__name__, function)
+    for device_type, name in (("cpu", "cpu"), ("cuda", "gpu")):
+        replace(torch, f"get_autocast_{name}_dtype", _of(get_autocast_dtype, device_type))
+        replace(torch, f"set_autocast_{name}_dtype", _of(set_autocast_dtype, device_type))
+    replace(torch, "is_autocast_cpu_enabled", _of(is_autocast_enabled, "cpu"))
+    replace(torch, "set_autocast_cpu_enabled", _of(set_autocast_enabled, "cpu"))

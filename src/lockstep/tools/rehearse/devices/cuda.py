@@ -243,6 +243,13 @@ class _Device(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _real_device_type)
 
+    # What took the type over before, as torch.fx and TorchScript did, finds it in this one again.
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _real_device_type
+
+    def __hash__(cls) -> int:
+        return hash(_real_device_type)
+
 
 _real_device_type = torch.device
 
@@ -287,6 +294,8 @@ def install() -> None:
         replace(torch.cuda, name, _refuse(name))
     for name, value in _accelerator().items():
         replace(torch.accelerator, name, value)
+    # What torch's own code asks, FSDP2 to choose the devices of its mesh.
+    replace(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
     _install_nvtx()
     replace(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
     # Asked of every RNN; the answer for a CPU build comes with a warning.

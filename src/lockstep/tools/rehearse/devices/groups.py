@@ -20,7 +20,7 @@ from lockstep.comm.registration import BACKEND_NAME, ensure
 from lockstep.errors import InputError
 from lockstep.tools.rehearse.devices.marks import mark_of
 from lockstep.tools.rehearse.devices.mode import placed
-from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
 
 __all__ = ["install", "nominal_backend"]
 
@@ -107,6 +107,13 @@ def _get_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_backend
 
 
+def _get_backend_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_backend_config(group: Any = None) -> str:
+        return "cuda:nccl" if nominal_backend(group) == "nccl" else original(group)
+
+    return get_backend_config
+
+
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
@@ -147,12 +154,15 @@ def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Replace the functions of torch.distributed that name a backend or give tensors to one."""
-    makers = {"init_process_group": _init, "new_group": _new_group, "get_backend": _get_backend}
+    makers = {
+        "init_process_group": _init,
+        "new_group": _new_group,
+        "get_backend": _get_backend,
+        "get_backend_config": _get_backend_config,
+    }
     makers.update(dict.fromkeys(_WITH_TENSORS, _like_nccl))
     for name, make in makers.items():
-        wrap(distributed_c10d, name, make)
-        if hasattr(distributed_c10d, name):
-            setattr(dist, name, getattr(distributed_c10d, name))
+        wrap_everywhere(distributed_c10d, name, make)
     for name in ("__init__", "_pre_forward"):
         wrap(DistributedDataParallel, name, _on_its_device)
     for owner in (dist, distributed_c10d):

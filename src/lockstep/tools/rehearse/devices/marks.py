@@ -30,7 +30,11 @@ def real_device(tensor: torch.Tensor) -> torch.device:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """Its storage, that of its values if it is sparse, or None if it has none."""
+    """Its storage, that of its values if it is sparse, that of its first part if it is made of others, or None."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names = flatten()[0]
+        return storage_of(getattr(tensor, names[0])) if names else None
     try:
         return _read_storage(tensor)
     except (NotImplementedError, RuntimeError):

@@ -18,7 +18,7 @@ from lockstep.tools.rehearse.devices.marks import mark, mark_of
 from lockstep.tools.rehearse.devices.place import CPU, devices
 from lockstep.tools.rehearse.patching import wrap
 
-__all__ = ["Observer", "StandIn", "enter_here", "generator_of", "install", "observers", "placed"]
+__all__ = ["Observer", "StandIn", "enter_here", "generator_of", "install", "mixing", "observers", "placed"]
 
 # Called with (operator, positional arguments, result) after each operator.
 Observer = Callable[[Any, Sequence[Any], Any], None]
@@ -76,6 +76,17 @@ def placed(index: int | None) -> Iterator[None]:
         _local.override = before
 
 
+@contextlib.contextmanager
+def mixing() -> Iterator[None]:
+    """Inside, operators take tensors of several devices without complaint. In this thread."""
+    before = getattr(_local, "mixes", False)
+    _local.mixes = True
+    try:
+        yield
+    finally:
+        _local.mixes = before
+
+
 def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -97,6 +108,8 @@ def _traits_of(func: Any) -> tuple[bool, bool, bool]:
 
 
 def _check_one_device(func: Any, arguments: Sequence[Any], index: int) -> None:
+    if getattr(_local, "mixes", False):
+        return
     for tensor in _tensors(arguments):
         other = mark_of(tensor)
         if other != index and tensor.dim() > 0:
@@ -112,6 +125,9 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator on CPU memory, and say where its results lie."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # Tensors that are made of others (DTensor, nested ones): they do it, and their parts come by here.
+            return NotImplemented
         kwargs = kwargs or {}
         index: int | None = None
         asked = kwargs.get("device")

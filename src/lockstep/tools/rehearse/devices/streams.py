@@ -19,6 +19,8 @@ from lockstep.tools.rehearse.patching import replace
 __all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "install", "set_stream"]
 
 _local = threading.local()
+# The number of CUDA among torch's types of device, as torch's own streams have it.
+_CUDA = 1
 
 
 class Stream:
@@ -34,6 +36,7 @@ class Stream:
         self.device_index = self.device.index
         self.priority = priority
         self.stream_id = self.cuda_stream = 0
+        self.device_type = _CUDA
 
     def wait_event(self, event: Any) -> None:
         """Over at once."""

@@ -6,10 +6,11 @@ would find nothing to do. A move copies, as it does between real devices, and it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nested._internal.nested_tensor import _tensor_symint_registry as _symbols_of_offsets
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -50,9 +51,25 @@ class _Move(torch.autograd.Function):
 
 
 def _copy(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
+    if hasattr(tensor, "__tensor_flatten__"):
+        return _copy_parts(tensor.detach(), index)
     with placed(index):
         result = tensor.detach().clone()
     return result if index is None else mark(result, index)
+
+
+def _copy_parts(tensor: Any, index: int | None) -> torch.Tensor:
+    """A tensor that is made of others, of copies of them."""
+    names, context = tensor.__tensor_flatten__()
+    parts = {}
+    for name in names:
+        part = getattr(tensor, name)
+        parts[name] = _copy(part, index) if isinstance(part, torch.Tensor) else part  # a mesh of devices
+        # Nested tensors know by their offsets which of them have rows of the same lengths.
+        if isinstance(part, torch.Tensor) and part in _symbols_of_offsets:
+            _symbols_of_offsets[parts[name]] = _symbols_of_offsets[part]
+    result: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    return result
 
 
 def move(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
@@ -64,32 +81,34 @@ def move(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
     return _copy(tensor, index)
 
 
-def _is_place(word: Any) -> bool:
-    return isinstance(word, str | torch.device) or (isinstance(word, int) and not isinstance(word, bool))
+def _arguments_of_to(words: Sequence[Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What `to` is told, by name: the target, a device or a tensor or None; and the rest, without what is None."""
+    names: tuple[str, ...] = ("dtype", "non_blocking", "copy")
+    target = options.pop("device", None)
+    if words and not isinstance(words[0], torch.dtype):
+        # None is a device that is not named: how `Module.to` says "where it is".
+        target = target if words[0] is None else words[0]
+        names = names[1:] if isinstance(words[0], torch.Tensor) else names
+        words = words[1:]
+    if len(words) > len(names):
+        raise TypeError(f"to() got {len(words) - len(names)} argument(s) too many after {', '.join(names)}")
+    target = options.pop("other", None) if target is None else target
+    told = {**options, **dict(zip(names, words, strict=False))}
+    return target, {name: value for name, value in told.items() if value is not None}
 
 
 def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    words, options = list(args), dict(kwargs)
-    target: Any = options.pop("device", None)
-    other = options.pop("other", None)
-    if words and isinstance(words[0], torch.Tensor):
-        other = words.pop(0)
-    if isinstance(other, torch.Tensor):
-        index = mark_of(other)
+    target, options = _arguments_of_to(args, dict(kwargs))
+    if isinstance(target, torch.Tensor):
+        index, options["dtype"] = mark_of(target), target.dtype
         target = CPU if index is None else torch.device("cuda", index)
-        options["dtype"] = other.dtype
-    elif words and (words[0] is None or _is_place(words[0])):
-        target = words.pop(0)
     if target is None:
-        return _plain_to(self, *words, **options)
+        return _plain_to(self, **options)
     known = isinstance(target, int) or torch.device(target).type in ("cpu", "cuda")
     if not known or real_device(self).type != "cpu":
-        return _plain_to(self, target, *words, **options)
-    options.update(zip(("dtype", "non_blocking", "copy"), words, strict=False))
+        return _plain_to(self, target, **options)
     options.pop("non_blocking", None)
     moved = move(self, devices.index_of(target))
-    if options.get("dtype") is None:
-        options.pop("dtype", None)
     if moved is not self:
         options.pop("copy", None)
     return _plain_to(moved, **options) if options else moved
@@ -107,7 +126,9 @@ def _cpu(self: torch.Tensor, memory_format: Any = torch.preserve_format) -> torc
 
 def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     if dtype is None:
-        name = _plain_type(self)
+        # Under a function mode torch would call what stands in the place of `type`, which is this.
+        with torch._C.DisableTorchFunction():
+            name = _plain_type(self)
         return name if mark_of(self) is None else name.replace("torch.", "torch.cuda.", 1)
     kind: Any = dtype if isinstance(dtype, str) else getattr(dtype, "_lockstep_name", None)
     if isinstance(kind, str) and kind.startswith("torch.cuda."):

@@ -6,25 +6,51 @@ precise or it is not made: where what was seen may be right, nothing is said.
 
 from __future__ import annotations
 
-from lockstep.tools.rehearse.findings import checkpoints, collectives, identity, losses, means, metrics, sampling, steps
+from lockstep.tools.rehearse.findings import (
+    checkpoints,
+    children,
+    collectives,
+    evaluation,
+    identity,
+    losses,
+    means,
+    metrics,
+    sampling,
+    starts,
+    steps,
+)
 from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.record import Job
 
 __all__ = ["KINDS", "Finding", "Kind", "judge"]
 
 KINDS: dict[str, Kind] = {
     kind.id: kind
-    for module in (sampling, means, losses, collectives, checkpoints, identity, steps, metrics)
+    for module in (
+        starts,
+        sampling,
+        evaluation,
+        means,
+        losses,
+        collectives,
+        checkpoints,
+        identity,
+        steps,
+        metrics,
+        children,
+    )
     for kind in module.KINDS
 }
 
 
 def judge(job: Job) -> list[Finding]:
     """All findings, by file and line; what was seen twice is said once."""
-    found: dict[tuple[str, object], Finding] = {}
-    for family in job.families():
-        for kind in KINDS.values():
-            for finding in kind.judge(family):
-                found.setdefault((finding.id, finding.sites[:1]), finding)
+    found: dict[tuple[str, tuple[Site, ...]], Finding] = {}
+    families = job.families()
+    for kind in KINDS.values():
+        for part in (job,) if kind.spans_families else families:
+            for finding in kind.judge(part):
+                found.setdefault((finding.id, finding.sites if kind.by_path else finding.sites[:1]), finding)
     order = list(KINDS)
-    return sorted(found.values(), key=lambda one: (one.sites[:1], order.index(one.id)))
+    return sorted(found.values(), key=lambda one: (one.sites[:1], order.index(one.id), one.sites))

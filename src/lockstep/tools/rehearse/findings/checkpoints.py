@@ -4,26 +4,83 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from lockstep.tools.rehearse.findings.kind import Finding, Kind
-from lockstep.tools.rehearse.record import Event, Job
+from lockstep.tools.rehearse.record import Event, Job, Process
 
 __all__ = ["KINDS"]
 
 
-def _written_by_all(job: Job) -> Iterator[Finding]:
-    """Several ranks of a node save to one file from one line. One writer per node is right where disks are local."""
-    writers: dict[tuple[object, str, int], dict[int, Event]] = defaultdict(dict)
+@dataclass
+class _Writers:
+    """Who wrote one file from one line.
+
+    Attributes:
+        event: of one of them.
+        by_node: for each copy of the job and node of it, the ranks there.
+    """
+
+    event: Event
+    by_node: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    @property
+    def copies(self) -> set[str]:
+        return {copy for copy, _ in self.by_node}
+
+
+def _copy_of(job: Job, process: Process) -> str:
+    """Which copy of the job a process belongs to: ranks know only those of their own. Empty for the whole job's.
+
+    One of several is that of a parent who has started ranks for itself, or of a process in a job without any group.
+    """
+    if process.family:
+        ranks = {one.rank for one in job.processes if one.family == process.family and one.joined}
+        return "" if len(ranks) < process.world_size else process.family.partition("-")[0]
+    if any(one.family.partition("-")[0] == str(process.pid) for one in job.processes):
+        return str(process.pid)
+    return "" if any(one.joined for one in job.processes) else f"rank {process.rank}"
+
+
+def _writers(job: Job) -> list[tuple[str, _Writers]]:
+    """Path -> who wrote it, for each line that writes."""
+    found: dict[tuple[object, str], _Writers] = {}
     for process, event in job.each("save"):
         path = event.data["path"] or ""
-        is_file = path != "" and not path.startswith("/dev/")
-        if is_file and process.rank is not None and process.joined and event.site is not None:
-            writers[event.site, path, job.node_of(process.rank)].setdefault(process.rank, event)
-    for (_, path, _), by_rank in writers.items():
-        if len(by_rank) > 1:
-            event = next(iter(by_rank.values()))
-            what = f"{len(by_rank)} ranks wrote {path}"
-            yield Finding("checkpoint-by-every-rank", event.sites, what, tuple(sorted(by_rank)))
+        if path == "" or path.startswith("/dev/") or process.rank is None or event.site is None:
+            continue
+        copy = _copy_of(job, process)
+        node = 0 if copy else job.node_of(process.rank)
+        found.setdefault((event.site, path), _Writers(event)).by_node[copy, node].add(process.rank)
+    return [(path, writers) for (_, path), writers in found.items()]
+
+
+def _written_by_all(job: Job) -> Iterator[Finding]:
+    """Several ranks of a node save to one file from one line."""
+    for path, writers in _writers(job):
+        ranks = max(writers.by_node.values(), key=len)
+        if len(ranks) > 1:
+            what = f"{len(ranks)} ranks wrote {path}"
+            yield Finding("checkpoint-by-every-rank", writers.event.sites, what, tuple(sorted(ranks)))
+
+
+def _written_by_nodes(job: Job) -> Iterator[Finding]:
+    """One rank of each node saves to one file from one line, which is right where nodes have disks of their own."""
+    for path, writers in _writers(job):
+        ranks = sorted(rank for by_node in writers.by_node.values() for rank in by_node)
+        nodes, is_one_each = len(writers.by_node), all(len(each) == 1 for each in writers.by_node.values())
+        if len(writers.copies) == 1 and nodes > 1 and is_one_each and not writers.event.data["is_local"]:
+            what = f"ranks {', '.join(map(str, ranks))}, one on each of {nodes} nodes, wrote {path}"
+            yield Finding("checkpoint-by-every-node", writers.event.sites, what, tuple(ranks))
+
+
+def _written_by_copies(job: Job) -> Iterator[Finding]:
+    """Processes that know nothing of each other save to one file from one line."""
+    for path, writers in _writers(job):
+        num_copies = len(writers.copies)
+        if num_copies > 1:
+            what = f"{num_copies} copies of the script, which joined no group together, wrote {path}"
+            yield Finding("checkpoint-by-copies", writers.event.sites, what)
 
 
 def _prefixed(job: Job) -> Iterator[Finding]:
@@ -60,6 +117,23 @@ KINDS = (
         "checkpoint sooner or later, and N times the traffic",
         "save on rank 0 only, to a temporary name, and rename it; lockstep.checkpoint.save does",
         _written_by_all,
+    ),
+    Kind(
+        "checkpoint-by-every-node",
+        "one rank of every node writes the checkpoint",
+        "where the nodes share the file system, as they do where a script starts, they overwrite each other's file "
+        "while it is being written",
+        "save on rank 0 of all (RANK, not LOCAL_RANK); where every node has a disk of its own, name a folder on that",
+        _written_by_nodes,
+        spans_families=True,
+    ),
+    Kind(
+        "checkpoint-by-copies",
+        "copies of the script write one checkpoint",
+        "each trains for itself, and the file is that of whoever came last, or parts of several",
+        "let all ranks join one group and save on its rank 0, or give each copy a file of its own",
+        _written_by_copies,
+        spans_families=True,
     ),
     Kind(
         "module-prefix",

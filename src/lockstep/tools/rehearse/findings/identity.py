@@ -5,18 +5,21 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lockstep.tools.rehearse.findings.kind import Finding, Kind
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job
-from lockstep.tools.rehearse.source import argument_at, assigned_values, assignments_at
+from lockstep.tools.rehearse.record import Job, Process
+from lockstep.tools.rehearse.source import argument_at, assigned_values, assignments_at, divisors_at, is_factor
 
 __all__ = ["KINDS"]
 
 _GLOBAL = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 _LOCAL_NAME = re.compile(r"(^|[._])local_?rank$", re.IGNORECASE)
+_WORLD_NAME = re.compile(r"(^|[._])(world_?size|num_replicas)$", re.IGNORECASE)
 _CONVERSIONS = ("int", "str")
+_MAX_NAMES = 4  # one assigned to the next
+_DEVICE_SETTERS = ("set_device", "set_device_index", "set_device_idx")
 
 
 def _global_source(value: ast.expr | None) -> str:
@@ -37,32 +40,50 @@ def _global_source(value: ast.expr | None) -> str:
     return ""
 
 
+def _numbers_tasks(job: Job, process: Process) -> bool:
+    """Whether a variable with a number of all processes is that of a node: one process each, which starts the ranks."""
+    starts_ranks = process.family != "" or any(process.of("spawn"))
+    return job.settings.processes_per_node == 1 and starts_ranks
+
+
 def _named_local(job: Job) -> Iterator[Finding]:
-    """`local_rank = int(os.environ["SLURM_PROCID"])`, on a line that was seen to read that variable."""
-    for _, event in job.each("variable"):
+    """`local_rank = int(os.environ["SLURM_PROCID"])`, on a line that was seen to read that variable.
+
+    What a script computes with the number, such as `local_rank * gpus + gpu`, it takes for something else, whatever
+    the name says.
+    """
+    for process, event in job.each("variable"):
         site = event.site
-        if site is None or event.data["name"] not in _GLOBAL:
+        if site is None or event.data["name"] not in _GLOBAL or not event.data["value"]:
+            continue
+        if _numbers_tasks(job, process):
             continue
         for name, value in assignments_at(site.file, site.line):
-            if _LOCAL_NAME.search(name) and _global_source(value) == event.data["name"]:
+            is_taken = _LOCAL_NAME.search(name) and _global_source(value) == event.data["name"]
+            if is_taken and not is_factor(site.file, name):
                 what = f"{name} is taken from {event.data['name']}, which numbers the processes of all nodes"
                 yield Finding("local-rank-from-global-rank", event.sites[:1], what)
 
 
+def _resolve(file: str, value: ast.expr | None, source_of: Callable[[ast.expr | None], str], depth: int = 0) -> str:
+    """The source of an expression, or of all that is ever assigned to a name; empty if it has none."""
+    source = source_of(value)
+    if not source and isinstance(value, ast.Name | ast.Attribute) and depth < _MAX_NAMES:
+        sources = [_resolve(file, each, source_of, depth + 1) for each in assigned_values(file, ast.unparse(value))]
+        source = sources[0] if sources and all(sources) else ""
+    return source
+
+
 def _chosen_device(job: Job) -> Iterator[Finding]:
     """`torch.cuda.set_device` of what is a global rank wherever it is assigned."""
-    for _, event in job.each("device"):
+    for process, event in job.each("device"):
         site = event.site
         if site is None:
             continue
-        argument = argument_at(site.file, site.line, "set_device", "device", 0)
-        if argument is None:
-            continue
-        source = _global_source(argument)
-        if not source and isinstance(argument, ast.Name | ast.Attribute):
-            sources = [_global_source(value) for value in assigned_values(site.file, ast.unparse(argument))]
-            source = sources[0] if sources and all(sources) else ""
-        if source:
+        arguments = [argument_at(site.file, site.line, name, "device", 0) for name in _DEVICE_SETTERS]
+        argument = next((each for each in arguments if each is not None), None)
+        source = _resolve(site.file, argument, _global_source)
+        if source and not (source in _GLOBAL and _numbers_tasks(job, process)):
             what = f"the device is chosen by {source}, which numbers the processes of all nodes"
             yield Finding("local-rank-from-global-rank", event.sites[:1], what)
 
@@ -72,12 +93,62 @@ def _local_from_global(job: Job) -> Iterator[Finding]:
     yield from _chosen_device(job)
 
 
+def _count_source(value: ast.expr | None) -> str:
+    """`torch.cuda.device_count()`, whatever its module is called; empty for anything else."""
+    if not isinstance(value, ast.Call):
+        return ""
+    name = ast.unparse(value.func)
+    if name in _CONVERSIONS and len(value.args) == 1:
+        return _count_source(value.args[0])
+    return f"{name}()" if name.rpartition(".")[2] == "device_count" and not value.args else ""
+
+
+def _counted_world(job: Job) -> Iterator[Finding]:
+    """The number of a node's devices stands where that of ranks belongs, in a job that has a rank per process."""
+    for process in job.processes:
+        if not job.is_launched(process):
+            continue
+        for site, name, value in _world_sizes(process):
+            source = _resolve(site.file, value, _count_source)
+            if source:
+                what = f"{name} is {source}, which counts the GPUs of one node"
+                yield Finding("world-size-from-device-count", (site,), what)
+
+
+def _world_sizes(process: Process) -> Iterator[tuple[Site, str, ast.expr | None]]:
+    """Lines that ran, what has the number of ranks there, and its expression."""
+    for event in process.of("count"):
+        assert event.site is not None
+        for name, value in assignments_at(event.site.file, event.site.line):
+            assigned = assigned_values(event.site.file, name)
+            if _WORLD_NAME.search(name) and all(map(_count_source, assigned)):
+                yield event.site, name, value
+    for event in process.of("init"):
+        yield from _world_argument(event.site, "init_process_group", "world_size", 3)
+    for event in process.of("pass"):
+        maker = Site.load(event.data["sampler"][0]) if event.data["sampler"] else None
+        yield from _world_argument(maker, "DistributedSampler", "num_replicas", 1)
+    for event in process.of("reduced"):
+        for site in map(Site.load, event.data["divided_at"]):
+            for divisor in divisors_at(site.file, site.line):
+                yield site, "the divisor of a sum over ranks", divisor
+
+
+def _world_argument(
+    site: Site | None, function: str, name: str, position: int
+) -> Iterator[tuple[Site, str, ast.expr | None]]:
+    """An argument of a call, unless it is a name that says so: then the line where that is assigned is found."""
+    argument = None if site is None else argument_at(site.file, site.line, function, name, position)
+    if site is not None and argument is not None and not _WORLD_NAME.search(ast.unparse(argument)):
+        yield site, name, argument
+
+
 def _wrong_slurm_world(job: Job) -> Iterator[Finding]:
     """Each Slurm task starts several ranks, and the number of tasks is given for the number of ranks."""
     tasks = {
         event.data["value"]
         for _, event in job.each("variable")
-        if event.data["name"] in ("SLURM_NPROCS", "SLURM_NTASKS")
+        if event.data["name"] in ("SLURM_NPROCS", "SLURM_NTASKS") and event.data["value"]
     }
     children = max((event.data["nprocs"] for _, event in job.each("spawn")), default=1)
     if children < 2 or len(tasks) != 1:
@@ -112,6 +183,14 @@ KINDS = (
         "it works on one node; on the second, numbers go on where the first node's ended, and there is no such GPU",
         "take LOCAL_RANK (SLURM_LOCALID under srun, hvd.local_rank() with Horovod), or what lockstep.init() returns",
         _local_from_global,
+    ),
+    Kind(
+        "world-size-from-device-count",
+        "the number of this node's GPUs is taken for the world size",
+        "it is right on one node; on two, half of the ranks have no place in the group or the sampler, and means are "
+        "divided by too little",
+        'take dist.get_world_size(), or int(os.environ["WORLD_SIZE"]) before there is a group',
+        _counted_world,
     ),
     Kind(
         "slurm-world-size",

@@ -38,6 +38,9 @@ class Kind:
         why: what it does to a job on a cluster.
         fix: what to write instead.
         judge: finds all of this kind in what a job's processes saw.
+        by_path: who called the blamed line is to blame, too: the same line on another path is another finding.
+        spans_families: it compares ranks that were started apart, too; see `Job.families`.
+        is_failure: the script has failed, even where its exit code is 0.
     """
 
     id: str
@@ -45,3 +48,6 @@ class Kind:
     why: str
     fix: str
     judge: Callable[[Job], Iterable[Finding]]
+    by_path: bool = False
+    spans_families: bool = False
+    is_failure: bool = False

@@ -58,5 +58,6 @@ KINDS = (
         "divide the sum by the count of all ranks: loss = lockstep.mean(loss_sum, count), or lockstep.sum(loss) for a "
         "sum; both work under torch's DistributedDataParallel, too",
         _judge,
+        by_path=True,
     ),
 )

@@ -77,5 +77,6 @@ KINDS = (
         "reduce the sum and the count in one collective and divide afterwards (lockstep.metrics.Mean does); for "
         "gradients use lockstep.DistributedDataParallel with lockstep.DataLoader, which weight by the global count",
         _judge,
+        by_path=True,
     ),
 )

@@ -47,6 +47,7 @@ KINDS = (
         "the ranks wait for each other and the result is dropped: what is logged is one rank's own value",
         "use what the reduction returns (or, with all_reduce, the tensor that it was given), or leave it out",
         _thrown_away,
+        by_path=True,
     ),
     Kind(
         "reductions-one-by-one",
@@ -55,5 +56,6 @@ KINDS = (
         "changes nothing, as a reduction waits too",
         "stack the numbers into one tensor and reduce it once, without a barrier; best once per epoch",
         _bursts,
+        by_path=True,
     ),
 )

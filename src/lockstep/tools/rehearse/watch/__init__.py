@@ -11,11 +11,21 @@ def install(*, with_horovod: bool) -> None:
     Args:
         with_horovod: the script is one for Horovod.
     """
-    from lockstep.tools.rehearse.watch import collectives, draws, environment, files, losses, passes, training
+    from lockstep.tools.rehearse.watch import (
+        children,
+        collectives,
+        draws,
+        environment,
+        files,
+        losses,
+        older_torch,
+        passes,
+        training,
+    )
     from lockstep.tools.rehearse.watch.recorder import recorder
 
     recorder.install()
-    for watcher in (passes, losses, training, collectives, files, environment, draws):
+    for watcher in (passes, losses, training, collectives, files, environment, draws, older_torch, children):
         watcher.install()
     if with_horovod:
         from lockstep.tools.rehearse.watch import horovod

@@ -4,7 +4,8 @@ Notes
 * `sequence`: per group (its name and `ranks`), `calls` is a list of [index into `texts`, index into `sites`], in order;
 * `reduced`: per line that reduces: `instances`, `reads` (of them, whose value anything has looked at), `root` (the rank
   that gets it; None for all), and `means`, one for each call whose result was divided by the number of ranks:
-  [number of the call, samples in this rank's batch, samples of the pass so far, whether the pass had ended];
+  [number of the call, samples in this rank's batch, samples of the pass so far, whether the pass had ended]; and
+  `divided_at`, the lines that divided;
 * `burst`: several reductions of single numbers in a row, none of them looked at before the next: `reductions`,
   `barrier`, `times`.
 
@@ -27,8 +28,8 @@ from lockstep.comm.flight import Flight
 from lockstep.tools.rehearse.devices.marks import storage_of
 from lockstep.tools.rehearse.devices.mode import observers
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.patching import wrap
-from lockstep.tools.rehearse.sites import chain
+from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
+from lockstep.tools.rehearse.sites import chain, is_own_file, site
 from lockstep.tools.rehearse.watch import passes, training
 from lockstep.tools.rehearse.watch.recorder import recorder
 
@@ -57,6 +58,7 @@ class Reduced:
         instances: of them, those whose value should matter to somebody.
         reads: how many of the results anything has looked at.
         means: of those divided by the number of ranks; see `reduced` in the module's docstring.
+        divided_at: the lines that divided them.
     """
 
     def __init__(self, sites: tuple[Site, ...], root: int | None) -> None:
@@ -64,6 +66,7 @@ class Reduced:
         self.root = root
         self.calls = self.instances = self.reads = 0
         self.means: list[list[Any]] = []
+        self.divided_at: set[Site] = set()
 
 
 class _Tag:
@@ -89,6 +92,7 @@ class _Tag:
             self.is_mean = True
             if len(self.line.means) < _MAX_INSTANCES:
                 self.line.means.append(self.moment)
+                self.line.divided_at.update(chain(1))
 
 
 _lines: dict[tuple[tuple[Site, ...], int | None], Reduced] = {}
@@ -250,17 +254,23 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     return barrier
 
 
+def _own_line(line: tuple[str, int, str]) -> tuple[str, int, str]:
+    """The user's line that led to a line of a library; itself where that is the user's."""
+    own = None if is_own_file(line[0]) else site()
+    return line if own is None else (own.file, own.line, own.function)
+
+
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Every collective of every front door comes by here before it waits for anybody."""
 
-    def enter(self: Any, key: Any, describe: Callable[[], str], site: Any, *rest: Any) -> Any:
+    def enter(self: Any, key: Any, describe: Callable[[], str], line: Any, *rest: Any) -> Any:
         calls = _sequences.setdefault((self.group_name, self._global_ranks), [])
         if len(calls) < _MAX_CALLS:
             text = _described.get(key)
             if text is None:
                 text = _described[key] = describe()
-            calls.append((_texts.setdefault(text, len(_texts)), _sites.setdefault(site, len(_sites))))
-        return original(self, key, describe, site, *rest)
+            calls.append((_texts.setdefault(text, len(_texts)), _sites.setdefault(_own_line(line), len(_sites))))
+        return original(self, key, describe, line, *rest)
 
     return enter
 
@@ -281,17 +291,18 @@ def _finish() -> None:
     _bursts.end()
     for line in _lines.values():
         recorder.note(
-            "reduced", line.sites, instances=line.instances, reads=line.reads, root=line.root, means=line.means
+            "reduced",
+            line.sites,
+            instances=line.instances,
+            reads=line.reads,
+            root=line.root,
+            means=line.means,
+            divided_at=[[one.file, one.line, one.function] for one in sorted(line.divided_at)],
         )
     for (sites, number, has_barrier), times in _bursts.counts.items():
         recorder.note("burst", sites, reductions=number, barrier=has_barrier, times=times)
     for (group, ranks), calls in _sequences.items():
         recorder.note("sequence", (), group=group, ranks=ranks, calls=calls, texts=list(_texts), lines=list(_sites))
-
-
-def _wrap_in_torch(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    wrap(distributed_c10d, name, make)
-    setattr(dist, name, getattr(distributed_c10d, name))
 
 
 def install() -> None:
@@ -302,7 +313,7 @@ def install() -> None:
         ("barrier", _barrier),
         ("init_process_group", _join),
     ):
-        _wrap_in_torch(name, make)
+        wrap_everywhere(distributed_c10d, name, make)
     for name in ("numpy", "tolist", "__array__", "__reduce_ex__"):
         wrap(torch.Tensor, name, _reads)
     wrap(Flight, "enter", _enter)

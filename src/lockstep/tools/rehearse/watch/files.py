@@ -1,14 +1,18 @@
 """Checkpoints: who writes which file, what is in it, and onto which device it comes back.
 
-Notes `save` (`path`, or None for what is no file; `prefixed`: names that begin with `module.`, of `names`) and `load`
-(`has_map_location`, `has_weights_only`, `foreign`: devices other than its own onto which this rank loaded).
+Notes `save` (`path`, or None for what is no file; `is_local`: each node may have a file of that name to itself;
+`prefixed`: names that begin with `module.`, of `names`) and, of the user's own calls, `load` (`has_map_location`,
+`has_weights_only`, `foreign`: devices other than its own onto which this rank loaded).
 """
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,15 +21,23 @@ from lockstep.comm.callsite import is_users
 from lockstep.tools.rehearse.devices import files
 from lockstep.tools.rehearse.devices.place import devices
 from lockstep.tools.rehearse.patching import replace, wrap
-from lockstep.tools.rehearse.sites import chain
+from lockstep.tools.rehearse.sites import chain, is_own
 from lockstep.tools.rehearse.watch.recorder import recorder
 
-__all__ = ["install"]
+__all__ = ["install", "on_load"]
 
 _PREFIX = "module."
 _MAX_DEPTH = 3
+# Where nodes have disks of their own, or may have.
+_LOCAL_FOLDER = re.compile(r"/(tmp|var/tmp|dev|run|local\w*|scratch\w*|ssd\w*|nvme\w*)/")
 
 _restored: list[int] = []
+_listeners: list[Callable[[Any, Mapping[str, Any]], None]] = []
+
+
+def on_load(listener: Callable[[Any, Mapping[str, Any]], None]) -> None:
+    """Call `listener` with the file and the keyword arguments of every load that went well, of the user's own."""
+    _listeners.append(listener)
 
 
 def _path_of(target: Any) -> str | None:
@@ -33,6 +45,19 @@ def _path_of(target: Any) -> str | None:
     if not isinstance(name, str | os.PathLike):
         return None
     return os.path.realpath(os.fspath(name))
+
+
+def _is_local(path: str | None) -> bool:
+    """Whether each node may have its own: on a disk of its own, or by a name with the host's in it.
+
+    The folder that the job runs in is where all nodes find the script.
+    """
+    if path is None:
+        return False
+    name = path.removeprefix(os.path.realpath(os.getcwd()) + os.sep)
+    if name != path or socket.gethostname() in name:
+        return socket.gethostname() in name
+    return bool(_LOCAL_FOLDER.match(path)) or path.startswith(os.path.realpath(tempfile.gettempdir()) + os.sep)
 
 
 def _state_dicts(thing: Any, depth: int = 0) -> Iterator[list[str]]:
@@ -49,12 +74,15 @@ def _state_dicts(thing: Any, depth: int = 0) -> Iterator[list[str]]:
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if is_users(sys._getframe(1).f_code):
-            dicts = list(_state_dicts(obj))
+            # A library that saves its own wrapper's state loads it into the wrapper again.
+            dicts = list(_state_dicts(obj)) if is_own(sys._getframe(1)) else []
+            path = _path_of(f)
             prefixed = [names for names in dicts if all(name.startswith(_PREFIX) for name in names)]
             recorder.note(
                 "save",
                 chain(),
-                path=_path_of(f),
+                path=path,
+                is_local=_is_local(path),
                 prefixed=sum(map(len, prefixed)),
                 example=prefixed[0][0] if prefixed else "",
             )
@@ -65,12 +93,12 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not is_users(sys._getframe(1).f_code):
+        if not is_own(sys._getframe(1)):
             return original(f, map_location, *args, **kwargs)
         _restored.clear()
         sites = chain()
         try:
-            return original(f, map_location, *args, **kwargs)
+            result = original(f, map_location, *args, **kwargs)
         finally:
             recorder.note(
                 "load",
@@ -80,6 +108,9 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
                 foreign=sorted({index for index in _restored if index != devices.current}),
                 own=devices.current,
             )
+        for listener in _listeners:
+            listener(f, kwargs)
+        return result
 
     return load
 

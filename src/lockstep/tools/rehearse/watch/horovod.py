@@ -1,6 +1,6 @@
-"""Horovod's allreduce, which returns its result: whether anybody looks at it.
+"""Horovod's allreduce, which returns its result: whether anybody looks at it. And its optimizer: which model it trains.
 
-Adds to the events of `collectives`.
+Adds to the events of `collectives` and `passes`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from lockstep.comm.callsite import is_users
 from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.rehearse.watch import passes
 from lockstep.tools.rehearse.watch.collectives import saw_reduction
 
 __all__ = ["install"]
@@ -31,9 +32,20 @@ def _returning(original: Callable[..., Any]) -> Callable[..., Any]:
     return allreduce
 
 
+def _trains(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("process_set") is None:
+            passes.add_model(None)
+        return original(*args, **kwargs)
+
+    return make
+
+
 def install() -> None:
     """Watch the door."""
     import lockstep.compat.horovod.torch as hvd
+
+    wrap(hvd, "DistributedOptimizer", _trains)
 
     for name in ("allreduce", "allreduce_"):
         wrap(hvd, name, _returning)

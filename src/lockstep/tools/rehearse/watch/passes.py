@@ -2,8 +2,8 @@
 
 Notes `pass` for every pass over a `torch.utils.data.DataLoader`: `number` (of the loader's passes), `epoch`,
 `shuffles`, `was_told` (the sampler's `set_epoch` was ever called), `padding` (samples that the sampler adds), `length`
-(of the data set), `batches`, `samples`, `trained` (optimizer steps meanwhile), `finished`; and under `made` where
-the loader and its sampler were made.
+(of the data set), `batches`, `samples`, `trained` (optimizer steps meanwhile), `finished`, `content` (see `contents`;
+only of passes that evaluate a model which all ranks train together); and where loader and sampler were made.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.rehearse.sites import chain
+from lockstep.tools.rehearse.watch.contents import Contents
 from lockstep.tools.rehearse.watch.recorder import recorder
 
-__all__ = ["Pass", "current", "install", "loader_of_data", "made_at", "on_batch", "size_of"]
+__all__ = ["Pass", "add_model", "current", "install", "loader_of_data", "made_at", "on_batch", "size_of"]
 
 _MADE = "_lockstep_made_at"
 _TOLD = "_lockstep_was_told"
@@ -39,6 +40,7 @@ class Pass:
         backwards: backward passes meanwhile.
         steps: optimizer steps meanwhile.
         is_finished: the loader has nothing more.
+        contents: which samples; None after a batch that may not have been for evaluation.
     """
 
     def __init__(self, loader: Any, sites: tuple[Site, ...], number: int) -> None:
@@ -47,6 +49,7 @@ class Pass:
         self.number = number
         self.batches = self.samples = self.last_size = self.backwards = self.steps = 0
         self.is_finished = False
+        self.contents: Contents | None = Contents()
         self.sampler = _distributed_sampler(loader)
         self.epoch = None if self.sampler is None else self.sampler.epoch
 
@@ -56,6 +59,11 @@ class Pass:
         self.batches += 1
         self.last_size = 0 if size is None else size
         self.samples += self.last_size
+        if self.contents is not None:
+            if _evaluates():
+                self.contents.add(batch, self.last_size)
+            else:
+                self.contents = None
 
 
 class _Current:
@@ -68,6 +76,17 @@ class _Current:
 
 _current = _Current()
 _passes: list[Pass] = []
+
+
+class _Shared:
+    """What all ranks train together: whether there is any such model, and those that are known."""
+
+    def __init__(self) -> None:
+        self.is_trained = False
+        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+_shared = _Shared()
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # Id of a data set -> where the loader over it was made, for its workers, which see no loader.
 loader_of_data: dict[int, tuple[Site, ...]] = {}
@@ -76,6 +95,19 @@ loader_of_data: dict[int, tuple[Site, ...]] = {}
 def current() -> Pass | None:
     """The pass that the script is in or has just finished."""
     return _current.value
+
+
+def add_model(model: torch.nn.Module | None) -> None:
+    """Say that all ranks train this model together, each on samples of its own; None for one that is not known."""
+    _shared.is_trained = True
+    if model is not None:
+        _shared.models.add(model)
+
+
+def _evaluates() -> bool:
+    """Whether what the script does with its next batch is no training: it asks for no gradients, or says so."""
+    is_said = any(not model.training for model in _shared.models)
+    return _shared.is_trained and (is_said or not torch.is_grad_enabled())
 
 
 def size_of(batch: Any) -> int | None:
@@ -196,6 +228,7 @@ def _finish() -> None:
             backwards=one.backwards,
             trained=one.steps,
             finished=one.is_finished,
+            content="" if one.contents is None else one.contents.text(),
         )
 
 

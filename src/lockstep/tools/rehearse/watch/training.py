@@ -13,16 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from lockstep.comm.callsite import is_users
+from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
 from lockstep.tools.rehearse.devices.groups import nominal_backend
 from lockstep.tools.rehearse.devices.marks import mark_of
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.patching import replace, wrap
-from lockstep.tools.rehearse.sites import chain
+from lockstep.tools.rehearse.sites import chain, is_own
 from lockstep.tools.rehearse.watch import passes
 from lockstep.tools.rehearse.watch.recorder import recorder
 
@@ -107,7 +108,8 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _scheduler_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code):
+        # A library that steps a schedule, such as Accelerate's once for each rank, has its own idea of one.
+        if is_own(sys._getframe(1)):
             known = _schedulers.get(id(self))
             if known is None:
                 known = _schedulers[id(self)] = _Scheduler(self.optimizer, chain())
@@ -157,8 +159,22 @@ def _ddp_init(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         _torch_ddp.append(sites)
         original(self, module, *args, **kwargs)
+        _note_model(self)
 
     return init
+
+
+def _own_ddp_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _note_model(self)
+
+    return init
+
+
+def _note_model(engine: Any) -> None:
+    if engine.process_group.size() == dist.get_world_size():
+        passes.add_model(engine.module)
 
 
 def _finish() -> None:
@@ -189,4 +205,5 @@ def install() -> None:
         replace(torch.nn.utils, name, getattr(torch.nn.utils.clip_grad, name))
     wrap(torch.amp.GradScaler, "step", _scaler_step)
     wrap(DistributedDataParallel, "__init__", _ddp_init)
+    wrap(OwnDistributedDataParallel, "__init__", _own_ddp_init)
     recorder.finishers.append(_finish)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.compat.horovod.common.exceptions import HorovodInternalError as HorovodInternalError
+from lockstep.compat.horovod.common.exceptions import HorovodInternalError
 from lockstep.compat.horovod.torch.context import (
     ccl_built,
     cross_rank,

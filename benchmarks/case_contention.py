@@ -1,0 +1,181 @@
+"""all_reduce beside programs that compute, and what ranks that wait take from the one that computes.
+
+Beside 0, 1, 2 and 4 busy processes on this host, as the workers of a data loader are, contestants are `gloo` and
+`lockstep`: `dist.all_reduce` of a float32 tensor, synchronous, with SUM, checked once before it is timed.
+
+Then, without neighbours, rank 0 computes for a second of its own CPU time while all others wait for it, in `barrier` or
+in `recv`. Of each such round there are two samples: under `measure: work` how long the second took, under
+`measure: waiter` the CPU seconds that a waiting rank spent for each second of it, on the average of these ranks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+import lockstep.comm.backend  # noqa: F401  registers the backend
+from benchmarks.harness import Budget, Configuration, all_reduce_of, measure
+from benchmarks.ranks import Job, run_ranks
+from benchmarks.results import Environment, Parameters, Result, Series
+
+__all__ = ["FULL", "QUICK", "Plan", "run"]
+
+KIB, MIB = 1024, 1024 * 1024
+# Ends with the rank that started it, however that happens.
+_NEIGHBOUR = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(10000))"
+_WAITS = ("barrier", "recv")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure and for how long.
+
+    Attributes:
+        sizes_bytes: for each world size the sizes of the tensor; multiples of 4.
+        neighbours: for each world size the numbers of busy processes beside it.
+        budget: per world size, size and number of neighbours.
+        work_s: CPU time of rank 0 while the others wait.
+        work_rounds: for each world size how often; absent for never.
+    """
+
+    sizes_bytes: Mapping[int, tuple[int, ...]]
+    neighbours: Mapping[int, tuple[int, ...]]
+    budget: Budget
+    work_s: float
+    work_rounds: Mapping[int, int]
+
+
+_SIZES = (4, 64 * KIB, MIB, 25 * MIB)
+_NEIGHBOURS = (0, 1, 2, 4)
+FULL = Plan(
+    {2: _SIZES, 4: _SIZES, 8: (4, MIB), 16: (4,), 32: (4,)},
+    {2: _NEIGHBOURS, 4: _NEIGHBOURS, 8: (0, 2), 16: (0, 2), 32: (0, 2)},
+    Budget(seconds=2.4, sample_s=0.02, sweeps=2, min_rounds=4, max_rounds=40),
+    1.0,
+    {8: 3, 16: 2, 32: 2},
+)
+QUICK = Plan({2: (4, MIB)}, {2: (0, 2)}, Budget(seconds=0.5, sample_s=0.004, max_rounds=8, sweeps=1), 0.2, {2: 2})
+
+
+def run(plan: Plan, *, quick: bool = False) -> Result:
+    """Measure a plan. Starts the ranks of each world size once.
+
+    Raises:
+        RankFailed: a rank failed, for instance because a sum was wrong.
+    """
+    environment = Environment.read()
+    series: list[Series] = []
+    for world_size, sizes_bytes in plan.sizes_bytes.items():
+        job = {
+            "sizes_bytes": sizes_bytes,
+            "neighbours": plan.neighbours[world_size],
+            "budget": asdict(plan.budget),
+            "work_s": plan.work_s,
+            "work_rounds": plan.work_rounds.get(world_size, 0),
+        }
+        num_configurations = len(sizes_bytes) * len(plan.neighbours[world_size])
+        timeout_s = 300 + 10 * num_configurations * (plan.budget.seconds + 5)
+        answer = run_ranks(_measure_on_rank, world_size, job, threads=1, timeout_s=timeout_s)
+        assert isinstance(answer, list)
+        series += [Series(**item) for item in answer]
+    settings = {
+        "dtype": "float32",
+        "op": "SUM",
+        "threads_per_rank": 1,
+        "budget": asdict(plan.budget),
+        "work_s": plan.work_s,
+    }
+    return Result("contention", quick, environment, settings, series)
+
+
+def _measure_on_rank(job: Job) -> object:
+    """Body of one rank: all_reduce beside neighbours, then waits for a rank that computes."""
+    sizes, neighbours, budget = job["sizes_bytes"], job["neighbours"], job["budget"]
+    work_s, work_rounds = job["work_s"], job["work_rounds"]
+    assert isinstance(sizes, list)
+    assert isinstance(neighbours, list)
+    assert isinstance(budget, dict)
+    assert isinstance(work_s, float)
+    assert isinstance(work_rounds, int)
+    groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "lockstep")}
+    world_size = dist.get_world_size()
+    series: list[Series] = []
+    for count in neighbours:
+        configurations = []
+        for size in sizes:
+            contestants = [all_reduce_of(name, torch.empty(size // 4), group) for name, group in groups.items()]
+            parameters: Parameters = {"world_size": world_size, "bytes": size, "neighbours": count}
+            configurations.append(Configuration(parameters, contestants))
+        with _busy_neighbours(count if dist.get_rank() == 0 else 0):
+            series += measure(configurations, Budget(**budget))
+    if work_rounds:
+        for wait in _WAITS:
+            series += _measure_waits(wait, groups, work_s, work_rounds)
+    return [asdict(item) for item in series]
+
+
+@contextmanager
+def _busy_neighbours(count: int) -> Iterator[None]:
+    """So many processes of this host compute meanwhile."""
+    processes = [subprocess.Popen([sys.executable, "-c", _NEIGHBOUR]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _measure_waits(wait: str, groups: Mapping[str, dist.ProcessGroup], work_s: float, rounds: int) -> Iterator[Series]:
+    """Rank 0 computes, the others wait for it. Collective; the same on all ranks."""
+    took: dict[str, list[float]] = {name: [] for name in groups}
+    spent: dict[str, list[float]] = {name: [] for name in groups}
+    for _ in range(rounds):
+        for name, group in groups.items():
+            meet = _barrier if wait == "barrier" else _message
+            meet(group)  # lines them up, and makes the connections
+            dist.barrier()
+            seconds, share = _wait_once(lambda meet=meet, group=group: meet(group), work_s)  # type: ignore[misc]
+            took[name].append(seconds)
+            spent[name].append(share)
+    for name in groups:
+        for what, samples in (("work", took[name]), ("waiter", spent[name])):
+            parameters: Parameters = {"world_size": dist.get_world_size(), "wait": wait, "measure": what}
+            yield Series(parameters, name, 1, samples)
+
+
+def _wait_once(meet: Callable[[], None], work_s: float) -> tuple[float, float]:
+    """Wall seconds of rank 0's work, and CPU seconds of a waiter for each of them. Collective."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    if dist.get_rank() == 0:
+        while time.process_time() - cpu_start < work_s:
+            sum(range(1000))
+    seconds = time.perf_counter() - start
+    meet()
+    is_waiter = dist.get_rank() != 0
+    values = [0.0 if is_waiter else seconds, (time.process_time() - cpu_start) * is_waiter]
+    totals = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(totals)
+    took, cpu = totals.tolist()
+    return took, cpu / max(dist.get_world_size() - 1, 1) / took
+
+
+def _barrier(group: dist.ProcessGroup) -> None:
+    dist.barrier(group)
+
+
+def _message(group: dist.ProcessGroup) -> None:
+    """All others wait for a message of rank 0."""
+    tensor = torch.zeros(1)
+    if dist.get_rank() != 0:
+        dist.recv(tensor, 0, group=group)
+        return
+    for peer in range(1, dist.get_world_size()):
+        dist.send(tensor, peer, group=group)

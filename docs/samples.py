@@ -1,0 +1,109 @@
+"""What README shows of programs' output, by running these programs.
+
+A sample stands between `<!-- sample: NAME -->` and `<!-- /sample -->`. `python -m docs.samples` runs all of them and
+writes what they print to the page; tests/examples/test_samples.py runs them and compares. Times, rates and rounding are
+not the same twice, nor on two machines: these numbers are masked in the comparison, all others must be right.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+__all__ = ["PAGE", "SAMPLES", "fill", "masked", "samples_in"]
+
+PAGE = Path(__file__).parents[1] / "README.md"
+
+_SAMPLE = re.compile(r"(<!-- sample: (?P<name>\w+) -->\n```\n)(?P<text>.*?)(```\n<!-- /sample -->)", re.DOTALL)
+
+# Line 81 is where the ranks disagree, in their 57th collective.
+_MISMATCH = (
+    "import torch, torch.distributed as dist, lockstep\n"
+    + "from lockstep.errors import CollectiveMismatch\n"
+    + "\n" * 74
+    + """
+def step(numel):
+    tensor = torch.ones(numel)
+
+    dist.all_reduce(tensor)
+
+
+with lockstep.init(device="cpu") as world:
+    for _ in range(56):
+        dist.barrier()
+    try:
+        step(500 if world.rank else 1000)
+    except CollectiveMismatch as error:
+        if world.rank == 0:
+            print(f"{type(error).__name__}: {error}")
+"""
+)
+
+
+def _train() -> str:
+    """The beginning and the end of what `make train` prints."""
+    epochs, _, tables = _output_of("train", "digits", "--nproc", "2").partition("\n\n")
+    lines = epochs.splitlines()
+    return "\n".join((lines[0], "…", lines[-1], "", tables))
+
+
+def _mismatch() -> str:
+    """Two ranks that reduce tensors of different sizes; with made-up names of host and processes."""
+    printed = _output_of("run", "--nproc", "2", "--no-prefix", "train.py")
+    for pid in ("4711", "4712"):
+        printed = re.sub(r"\((?!node1)\S+, pid \d+\)", f"(node1, pid {pid})", printed, count=1)
+    return printed
+
+
+SAMPLES: Mapping[str, Callable[[], str]] = {"train": _train, "mismatch": _mismatch}
+
+
+def _output_of(*arguments: str) -> str:
+    """What a `lockstep` command prints, in a folder with a train.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(_MISMATCH)
+        command = [sys.executable, "-m", "lockstep", *arguments]
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.replace(f"{folder}/", "")
+
+
+def samples_in(page: str) -> dict[str, str]:
+    """The samples of a page, by name.
+
+    >>> samples_in("Like this:\\n<!-- sample: x -->\\n```\\none\\ntwo\\n```\\n<!-- /sample -->\\nOr not.")
+    {'x': 'one\\ntwo\\n'}
+    """
+    return {found["name"]: found["text"] for found in _SAMPLE.finditer(page)}
+
+
+def fill(page: str, outputs: Mapping[str, str]) -> str:
+    """The page with these outputs in place of its samples."""
+    return _SAMPLE.sub(lambda found: found[1] + outputs[found["name"]] + found[4], page)
+
+
+def masked(text: str) -> str:
+    """A sample without what differs from run to run.
+
+    Numbers with a fraction are measured or rounded, and so are rates and how many images were recognized. Cells of
+    tables are as wide as what stands in them.
+
+    >>> masked("training  460 steps in 17.6 s   1,631 samples/s")
+    'training 460 steps in # s # samples/s'
+    >>> masked("held out  99.16% (356/359)"), masked("99.16%   356 of 359 images")
+    ('held out #% (#/359)', '#% # of 359 images')
+    """
+    text = re.sub(r"\d[\d,]*\.\d+|\d[\d,]*(?= samples/s)|\d+(?=/359| of 359)", "#", text)
+    return re.sub(r"[ ─]+", " ", text)
+
+
+def main() -> None:
+    """Run every sample and write the page."""
+    PAGE.write_text(fill(PAGE.read_text(), {name: run() for name, run in SAMPLES.items()}))
+
+
+if __name__ == "__main__":
+    main()

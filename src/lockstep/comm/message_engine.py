@@ -1,0 +1,71 @@
+"""The engine of a group whose ranks talk in messages, over MPI or between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import cast
+
+from lockstep.comm.callsite import CallSite
+from lockstep.comm.engine import Engine
+from lockstep.comm.flight import Flight
+from lockstep.comm.message_team import MessageTeam
+from lockstep.comm.p2p import PointToPoint
+from lockstep.errors import CollectiveAborted, LockstepError
+from lockstep.shm.base_mailbox import BaseMailbox
+from lockstep.shm.team import Team
+
+__all__ = ["MessageEngine"]
+
+
+class MessageEngine(Engine):
+    """The op table of such a group.
+
+    Args:
+        team: the ranks of the group.
+        flight: its flight record.
+        timeout_s: default seconds until a rank that does not come is an error.
+        algorithms: as for `Engine`.
+        make_mailbox: makes what moves messages of point to point, when the first is sent.
+        failure: what the library raises that moves tensors; a call that it comes out of is aborted.
+        library: begins what is said of such a failure.
+    """
+
+    def __init__(
+        self,
+        team: MessageTeam,
+        flight: Flight,
+        timeout_s: float,
+        algorithms: ModuleType,
+        make_mailbox: Callable[[], BaseMailbox],
+        failure: type[Exception],
+        library: str = "",
+    ) -> None:
+        # A MessageTeam has what engine and flight record use of a team, save for symmetric memory.
+        super().__init__(cast(Team, team), flight, timeout_s, algorithms)
+        self._message_team = team
+        self._make_mailbox = make_mailbox
+        self._failure = failure
+        self._library = library
+
+    def _run(
+        self,
+        key: object,
+        describe: Callable[[], str],
+        body: Callable[[float], None],
+        site: CallSite,
+        limit_s: float,
+    ) -> None:
+        try:
+            super()._run(key, describe, body, site, limit_s)
+        except LockstepError:
+            raise
+        except self._failure as error:
+            message = f"{describe()} of {self.flight.group_name}: {self._library}{error}"
+            raise CollectiveAborted(message) from error
+        finally:
+            # What a rank that gave up has told its peers about this is said before.
+            self._message_team.finished = self.flight.number
+
+    def _make_point_to_point(self) -> PointToPoint:
+        return PointToPoint(self.team, self.flight, self._make_mailbox())

@@ -1,0 +1,80 @@
+"""Has torch make the groups beside ours in "cpu:lockstep,cuda:nccl".
+
+[Note: mixed groups] torch keeps one backend for each kind of device inside of a group of its own, but puts a group
+written in Python in the place of the whole: tensors of GPUs would come to ours, though the user has named NCCL for
+them. So the function that makes groups is called again for each of the other kinds, and ours (`mixed_group.py`) hands
+on to what it returns whatever is not its own. torch knows the group behind by the name of ours with the device added,
+and ends it with all groups, or ours does when it is destroyed alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from lockstep.torch_private.patching import wrap
+
+__all__ = ["kinds_beside", "register"]
+
+_NAME = "_new_process_group_helper"
+_local = threading.local()
+
+
+def kinds_beside(name: str) -> dict[str, str]:
+    """Of the group that torch is making: kind of device -> backend, for those that are not of that name.
+
+    >>> kinds_beside("lockstep")
+    {}
+    """
+    return {device: kind for device, kind in getattr(_local, "kinds", {}).items() if kind != name}
+
+
+def _kinds(backend: object) -> dict[str, str]:
+    """What torch's form "cpu:lockstep,cuda:nccl" names for each kind of device; empty for one name for all."""
+    parts = [part.partition(":") for part in str(backend).lower().split(",")]
+    return {device: kind for device, _, kind in parts} if all(colon for _, colon, _ in parts) else {}
+
+
+def _is_there(device: str) -> bool:
+    """Whether there can be tensors of that kind: NCCL refuses to begin without GPUs."""
+    return device != "cuda" or bool(sys.modules["torch"].cuda.is_available())
+
+
+def _making_all(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    """The same; and behind a group of ours that takes some kinds of devices only, the groups for the others."""
+    signature = inspect.signature(torchs_own)
+
+    @functools.wraps(torchs_own)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        before, _local.kinds = getattr(_local, "kinds", {}), _kinds(given["backend"])
+        try:
+            result = torchs_own(*args, **kwargs)
+        finally:
+            _local.kinds = before
+        group = result[0]
+        for device, kind in getattr(group, "kinds_behind", {}).items():
+            if _is_there(device):
+                name = f"{given['group_name']}/{device}"
+                behind = {**given, "backend": kind, "group_name": name, "pg_tag": None}
+                group.put_behind(device, torchs_own(**behind)[0])
+        return result
+
+    make.knows_lockstep = True  # type: ignore[attr-defined]
+    return make
+
+
+def register(module: ModuleType) -> None:
+    """Make mixed groups whole. Local; may be called again.
+
+    Args:
+        module: `torch.distributed.distributed_c10d`.
+    """
+    torchs_own = getattr(module, _NAME, None)
+    if torchs_own is None or not hasattr(torchs_own, "knows_lockstep"):
+        wrap(f"torch.distributed.distributed_c10d.{_NAME}", _making_all)

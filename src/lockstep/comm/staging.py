@@ -1,0 +1,86 @@
+"""Tensors of a GPU on a group that moves memory of the host.
+
+[Note: staging] A tensor on a GPU is copied to pinned memory of the host, moved there as any other, and copied back. A
+call that has finished has left nothing queued on the GPU: its copies are waited for. So whatever the caller queues
+behind it sees the result, on any stream, and no memory of the tensor has to be kept for a stream. What the caller had
+queued before the call is seen by a call in another thread too: it runs on a stream of its own, behind an event that the
+caller's stream had reached. Not behind the caller's stream itself, which goes on computing meanwhile.
+
+It is for tensors that come now and then, and for ranks that share one GPU, which NCCL refuses. Between GPUs NCCL is
+faster: "cpu:lockstep,cuda:nccl", or `lockstep.init()`, which chooses it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lockstep.errors import InputError
+
+__all__ = ["behind_caller", "cuda_devices", "host_memory", "mark_now"]
+
+_local = threading.local()
+
+
+def host_memory(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
+    """Contiguous memory of the host for a tensor on a GPU.
+
+    Args:
+        tensor: on a GPU; any shape and dtype.
+        is_read: whether to fill it with the tensor's values, once the current stream has come to them.
+
+    Raises:
+        InputError: the stream is being recorded as a CUDA graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            "a lockstep group copies tensors of a GPU through memory of the host, which a CUDA graph cannot record; "
+            "use nccl inside of graphs"
+        )
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor) if is_read else host
+
+
+def cuda_devices(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """The GPUs on which some of the tensors lie."""
+    return sorted({tensor.device for tensor in tensors if not tensor.is_cpu}, key=str)
+
+
+def mark_now(device: torch.device) -> Any:
+    """An event behind what this thread's stream of that GPU has queued by now."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def behind_caller(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> Callable[[], None]:
+    """`call` for another thread, behind what this thread has queued by now for the GPUs of these tensors.
+
+    Returns:
+        `call` itself where no tensor is on a GPU.
+    """
+    events = [(device, mark_now(device)) for device in cuda_devices(tensors)]
+    for device, event in events:
+        call = _behind(device, event, call)
+    return call
+
+
+def _behind(device: torch.device, event: Any, call: Callable[[], None]) -> Callable[[], None]:
+    def ordered() -> None:
+        stream = _own_stream(device)
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            call()
+
+    return ordered
+
+
+def _own_stream(device: torch.device) -> Any:
+    """A stream that this thread shares with no other."""
+    streams: dict[torch.device, Any] = _local.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams[device]

@@ -1,0 +1,27 @@
+"""How messages call a group and a tensor. Imports no torch, for the record of torch's own groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["describe_group", "describe_tensor"]
+
+
+def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> str:
+    """How errors call a group.
+
+    Args:
+        group_name: torch's name for it.
+        ranks: global rank of each of its ranks.
+        is_default: whether it is the default group.
+    """
+    return "the default group" if is_default else f"group {group_name} of ranks {list(ranks)}"
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """`float32[2, 3]`: the form in which errors name a tensor."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

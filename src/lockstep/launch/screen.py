@@ -1,0 +1,161 @@
+"""Where the lines of the ranks go: the launcher's stdout and stderr, and what stands at the bottom of a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from typing import TextIO
+
+__all__ = ["FileSink", "Screen", "Sink", "say", "write_all"]
+
+_ERASE_REST = b"\x1b[K"
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write everything, waiting as long as the reader needs, also where `fd` is non-blocking.
+
+    Raises:
+        OSError: the other end is gone or the disk is full.
+    """
+    view = memoryview(data)
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    while view:
+        with contextlib.suppress(BlockingIOError):
+            view = view[os.write(fd, view) :]
+            continue
+        poll.poll()
+
+
+def say(text: str) -> None:
+    """Write to stderr past Python's buffers; without a reader there is nobody to tell."""
+    with contextlib.suppress(OSError):
+        write_all(2, text.encode("utf-8", "backslashreplace"))
+
+
+class Screen:
+    """The bottom of a terminal. Shared by stdout and stderr if they go to the same one.
+
+    Attributes:
+        is_dirty: the line of the cursor shows something that the next write overwrites.
+        is_behind: the cursor stands behind what is shown there, not at the start of the line.
+        owner: the stream that wrote the last lines.
+        rows: how many lines of its own it has right above the cursor.
+        below: how many it has below the cursor, since it went up.
+    """
+
+    def __init__(self) -> None:
+        self.is_dirty = False
+        self.is_behind = False
+        self.owner: object = None
+        self.rows = 0
+        self.below = 0
+
+    def take_over(self, owner: object) -> bytes:
+        """Make `owner` the one who writes; what to write first, to get below the lines of the one before."""
+        if owner is self.owner:
+            return b""
+        leave = b"\x1b[%dB\n" % self.below if self.below else b""
+        self.is_dirty = self.is_dirty and not leave
+        self.owner, self.rows, self.below = owner, 0, 0
+        return leave
+
+
+class Sink:
+    """Where lines go: the launcher's stdout or stderr.
+
+    Attributes:
+        error: why it cannot be written any more, or None.
+        is_terminal: it is one, so ranks get one, too.
+        can_overwrite: it shows what a later text overwrites.
+    """
+
+    def __init__(self, fd: int, screen: Screen) -> None:
+        self.fd = fd
+        self.screen = screen
+        self.error: OSError | None = None
+        try:
+            self.is_terminal = os.isatty(fd)
+        except OSError:
+            self.is_terminal = False
+        self.can_overwrite = self.is_terminal
+
+    def write(self, data: bytes) -> None:
+        """Write, or drop it if this sink is broken."""
+        if self.error is None and data:
+            try:
+                write_all(self.fd, data)
+            except OSError as error:
+                self.error = error
+
+    def write_lines(self, prefix: bytes, lines: list[bytes], owner: object = None) -> None:
+        """Write complete lines, each given without its newline."""
+        if not lines:
+            return
+        screen = self.screen
+        parts = [self._go_back(), screen.take_over(owner)]
+        for line in lines:
+            must_erase = screen.is_dirty or screen.below > 0
+            parts += [prefix, line, _ERASE_REST if must_erase else b"", b"\n"]
+            screen.is_dirty = False
+            screen.rows += 1
+            screen.below = max(screen.below - 1, 0)
+        self.write(b"".join(parts))
+
+    def write_provisional(self, prefix: bytes, text: bytes, owner: object = None, end: bytes = b"\r") -> None:
+        """Show text on a terminal that the next write overwrites."""
+        leave = self._go_back() + self.screen.take_over(owner)
+        self.screen.is_dirty = True
+        self.screen.is_behind = not end
+        self.write(leave + prefix + text + _ERASE_REST + end)
+
+    def _go_back(self) -> bytes:
+        """To the start of the line, if the cursor is elsewhere."""
+        is_behind, self.screen.is_behind = self.screen.is_behind, False
+        return b"\r" if is_behind else b""
+
+    def go_up(self, num_lines: int, owner: object) -> None:
+        """Let the next lines of `owner` overwrite its last ones, as far as nobody has written since."""
+        screen = self.screen
+        count = min(num_lines, screen.rows) if owner is screen.owner else 0
+        if count:
+            screen.rows -= count
+            screen.below += count
+            screen.is_dirty = True
+            self.write(b"\r\x1b[%dA" % count)
+
+
+class FileSink(Sink):
+    """Python's own `sys.stdout` or `sys.stderr`, where that is no descriptor: a notebook's cell, a test's ear."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.fd = -1
+        self.screen = Screen()
+        self.error = None
+        self.is_terminal = False
+        self.can_overwrite = type(file).__module__.startswith("ipykernel.")
+        self._file = file
+        self._width = 0  # of the text that the next one overwrites
+
+    def write(self, data: bytes) -> None:
+        """Write, or drop it if this sink is broken."""
+        if self.error is None and data:
+            try:
+                self._file.write(data.decode("utf-8", "replace"))
+                self._file.flush()
+            except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+                self.error = error if isinstance(error, OSError) else OSError(str(error))
+
+    def write_lines(self, prefix: bytes, lines: list[bytes], owner: object = None) -> None:
+        """Write complete lines, each given without its newline."""
+        if lines:
+            text = b"".join(prefix + line + b"\n" for line in lines)
+            width, self._width = self._width, 0
+            # No sequence erases here: spaces do.
+            self.write((b"\r" + b" " * width + b"\r" if width else b"") + text)
+
+    def write_provisional(self, prefix: bytes, text: bytes, owner: object = None, end: bytes = b"") -> None:
+        """Show text that the next write overwrites."""
+        width, self._width = self._width, len((prefix + text).decode("utf-8", "replace"))
+        self.write((b"\r" if width else b"") + prefix + text + b" " * (width - self._width))

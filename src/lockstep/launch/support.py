@@ -1,0 +1,38 @@
+"""Whether processes can be started and watched here."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from lockstep import libc
+from lockstep.errors import LaunchError
+
+__all__ = ["check"]
+
+_INSTEAD = (
+    "Start the ranks with `torchrun --nproc-per-node N script.py`, in which lockstep.init() joins them, or one process "
+    "with `python script.py`"
+)
+
+
+def check() -> None:
+    """Raise if the launcher cannot work on this system. Local.
+
+    Raises:
+        LaunchError: it is not Linux, or it is a Linux without pidfds; says how to start ranks all the same.
+    """
+    system = libc.foreign_system()
+    if system is not None:
+        raise LaunchError(f"lockstep starts processes on Linux only, and this is {system}. {_INSTEAD}")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except AttributeError:
+        raise LaunchError(f"this Python was built without pidfd_open (Linux 5.3). {_INSTEAD}") from None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return  # those who need descriptors say so better
+        raise LaunchError(
+            f"this system refuses pidfd_open ({error.strerror}), which watches processes: it needs Linux 5.3, and a "
+            f"sandbox that lets the call pass. {_INSTEAD}"
+        ) from None

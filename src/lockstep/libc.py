@@ -1,0 +1,103 @@
+"""The C library of this process: the calls of Linux that Python has no name for.
+
+Importing it works on every system. A system that lacks a call raises `OSError` (ENOSYS) when it is called, like a
+sandbox whose filter refuses it, so that callers have one case and not two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from typing import Any
+
+__all__ = ["advise", "call", "foreign_system", "function", "map_memory", "remap", "unmap"]
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _load() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except TypeError:  # Windows, where a process has no library of its own
+        return None
+
+
+_library = _load()
+
+
+def foreign_system() -> str | None:
+    """The name of this system for people, such as "macOS"; None on Linux. Local."""
+    return {"linux": None, "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+
+
+def function(name: str) -> Any:
+    """The function of that name, or None where there is none. Local."""
+    return getattr(_library, name, None)
+
+
+def call(name: str, *values: Any) -> int:
+    """Call a function that returns an int: what it returned, -1 included. Local.
+
+    Raises:
+        OSError: there is no such function (ENOSYS).
+    """
+    found = function(name)
+    if found is None:
+        raise OSError(errno.ENOSYS, f"no {name} on this system")
+    return int(found(*values))
+
+
+def map_memory(address: int | None, size_bytes: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
+    """mmap(2): the address at which the memory lies.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    if _mmap is None:
+        raise OSError(errno.ENOSYS, "no mmap on this system")
+    found = _mmap(address, size_bytes, protection, flags, fd, offset)
+    if found in (None, _FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)
+
+
+def remap(address: int, size_bytes: int, new_size_bytes: int, flags: int, new_address: int | None = None) -> int:
+    """mremap(2): the address at which the memory lies now.
+
+    Raises:
+        OSError: it cannot be mapped there.
+    """
+    if _mremap is None:
+        raise OSError(errno.ENOSYS, "no mremap on this system")
+    found = _mremap(address, size_bytes, new_size_bytes, flags, new_address)
+    if found in (None, _FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    """munmap(2) of what `map_memory` returned."""
+    _munmap(address, size_bytes)
+
+
+def advise(address: int, size_bytes: int, advice: int) -> bool:
+    """madvise(2): whether the kernel did as it was asked."""
+    return _madvise is not None and int(_madvise(address, size_bytes, advice)) == 0
+
+
+_mmap, _munmap, _madvise = function("mmap"), function("munmap"), function("madvise")
+_mremap = function("mremap")
+if _mmap is not None:
+    _mmap.restype = ctypes.c_void_p
+    _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+if _mremap is not None:
+    _mremap.restype = ctypes.c_void_p
+    _mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+if _munmap is not None:
+    _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+if _madvise is not None:
+    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -1,0 +1,90 @@
+"""Slices of a batch that go through a model one by one.
+
+[Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
+divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
+that together they are the batch. The first is checked at once, the second when other batches come. *Rejected:*
+weighting a slice by its own size: what one process would have had in its slice is unknown here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.batch import BatchShare, Tag
+from lockstep.errors import InputError
+
+__all__ = ["Parts", "describe_share"]
+
+
+def describe_share(share: BatchShare) -> str:
+    """`batch 3 of epoch 0: 128 samples`: the form in which errors name a batch."""
+    return f"{share.name}: {share.global_samples} samples" if share.name else f"{share.global_samples} samples"
+
+
+class Parts:
+    """Batches of which slices went through the model. See [Note: parts of a batch]."""
+
+    # Two loaders may take turns; a third batch shows that the slices of the first were all there will be.
+    _MAX_OPEN = 2
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Part] = {}
+
+    def add(self, found: tuple[torch.Tensor, Tag]) -> int:
+        """A forward pass on that tensor begins. Returns into how many parts its batch is cut.
+
+        Raises:
+            InputError: the parts cannot add up to the mean over the batch.
+        """
+        tensor, tag = found
+        rows = _rows_of(tensor, tag)
+        if rows is None or rows == tag.rows:
+            return 1
+        what = describe_share(tag.share)
+        part = self._open.setdefault(what, _Part(rows, tag.rows, set()))
+        if not rows or tag.rows % rows or rows != part.rows:
+            raise InputError(
+                f"this forward pass takes {rows} of the {tag.rows} samples that this rank holds of {what}. Parts of a "
+                "batch must have one size on every rank, and be the whole of it. For micro-batches let the loader make "
+                "them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean over: "
+                "`with model.samples(n):`"
+            )
+        part.offsets.add(int(tensor.storage_offset()))
+        if len(part.offsets) * rows == tag.rows:
+            del self._open[what]
+        elif len(self._open) > self._MAX_OPEN:
+            self._give_up()
+        return tag.rows // rows
+
+    def _give_up(self) -> None:
+        what, part = next(iter(self._open.items()))
+        self._open.clear()
+        raise InputError(
+            f"only {len(part.offsets) * part.rows} of the {part.of_rows} samples that this rank holds of {what} went "
+            "through the model, cut from the batch: which samples of the global batch that leaves out depends on the "
+            "number of ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the "
+            "mean over: `with model.samples(n):`"
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    rows: int
+    of_rows: int
+    offsets: set[int]  # of the slices that came, in elements of their memory
+
+
+def _rows_of(tensor: torch.Tensor, tag: Tag) -> int | None:
+    """How many rows of the tensor that was yielded this view of it has; None where that cannot be told, or is all."""
+    if tensor.numel() == tag.numel or tag.rows < 2 or tag.rows != (tag.share.local_samples or tag.rows):
+        return None
+    strides = list(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, size in strides:
+        if stride == tag.stride:
+            return size
+    for stride, size in strides:  # every second row
+        if stride > tag.stride and stride % tag.stride == 0:
+            return size
+    return 1 if tensor.numel() * tag.rows == tag.numel else None

@@ -1,0 +1,64 @@
+"""Top-1, top-5 and loss over the validation images, each counted once at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import lockstep
+from lockstep.metrics import Accuracy, Mean, Sum, synchronize
+
+__all__ = ["evaluate"]
+
+_MOST_GUESSES = 5
+
+
+def evaluate(
+    module: nn.Module,
+    loader: lockstep.DataLoader[Any],
+    forward: Callable[[nn.Module, Tensor], Tensor],
+    num_classes: int,
+    note: Callable[[Tensor, Tensor], None] | None = None,
+) -> dict[str, float]:
+    """Evaluate a network. Collective: ranks may hold different numbers of batches, and meet at the end.
+
+    Args:
+        module: in evaluation mode.
+        loader: yields `(images, labels, indices)` of this rank, with `evaluation=True`; labels below 0 are of images
+            that could not be read.
+        forward: `forward(module, images)` gives logits, on the device where they are computed.
+        num_classes: of the images.
+        note: called with indices and labels of each batch.
+
+    Returns:
+        "loss", "accuracy" (top-1) and "top5" over the images that could be read; "correct" and "images", how many these
+        are; "expected", how many there are.
+    """
+    guesses = min(_MOST_GUESSES, num_classes)
+    loss, top1, top5, counted = Mean(), Accuracy(), Accuracy(top_k=guesses), Sum()
+    for images, labels, indices in loader:
+        if note is not None:
+            note(indices, labels)
+        logits = forward(module, images)
+        labels = labels.to(logits.device)
+        readable = labels >= 0
+        # Picking the readable rows would wait for the device; the others weigh nothing.
+        losses = cross_entropy(logits, labels.clamp_min(0), reduction="none")
+        loss.update(losses, weight=readable)
+        top1.update(logits, labels)  # no guess is below 0
+        top5.update(logits, labels)
+        counted.update(readable)
+    values = synchronize({"loss": loss, "accuracy": top1, "top5": top5, "images": counted})
+    expected, images = len(loader.dataset), values["images"]  # type: ignore[arg-type]
+    # The shares are of all rows so far, and unreadable ones are never right.
+    scale = expected / images if images else 0.0
+    return {
+        **values,
+        "accuracy": values["accuracy"] * scale,
+        "top5": values["top5"] * scale,
+        "correct": round(values["accuracy"] * expected),
+        "expected": expected,
+    }

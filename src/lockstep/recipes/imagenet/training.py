@@ -1,0 +1,352 @@
+"""What every rank of the ImageNet program does."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import lockstep
+from lockstep import checkpoint, env, seeding
+from lockstep.errors import CheckpointError, DataError, InputError, SetupError
+from lockstep.launch.config import resolve_nproc
+from lockstep.rank_zero import on_rank_zero
+from lockstep.recipes.imagenet.broken import BrokenImages
+from lockstep.recipes.imagenet.datasets import Images, check_classes, class_names_of, make_loader, open_images
+from lockstep.recipes.imagenet.evaluation import evaluate
+from lockstep.recipes.imagenet.images import normalize
+from lockstep.recipes.imagenet.models import create_model
+from lockstep.recipes.imagenet.options import ImagenetConfig, resolve_config
+from lockstep.recipes.imagenet.reporting import evaluation_line, heading, make_views
+from lockstep.recipes.imagenet.schedule import RateSchedule
+from lockstep.recipes.imagenet.starting import choose_strategy, meeting_url
+from lockstep.recipes.imagenet.strategies import Strategy, prepare
+from lockstep.recipes.runlog import folder_of_run
+from lockstep.recipes.summary import RankTimes
+from lockstep.train import Parallel, Trainer
+from lockstep.world import World
+
+__all__ = ["Job", "make_job", "run"]
+
+_MISTAKES = (InputError, CheckpointError, DataError, SetupError)
+
+
+@dataclass
+class Job:
+    """Everything ready to train, or to evaluate.
+
+    Attributes:
+        config: what the answer depends on.
+        strategy: the network, and how it is trained.
+        trainer: the loop.
+        evaluate: what the loop calls after each epoch.
+        broken: images that could not be read.
+        notes: lines for a person to know before the training begins.
+    """
+
+    config: ImagenetConfig
+    strategy: Strategy
+    trainer: Trainer
+    evaluate: Callable[[nn.Module], Mapping[str, float]]
+    broken: BrokenImages
+    notes: list[str] = field(default_factory=list)
+
+
+def run(options: argparse.Namespace, url: str | None = None) -> int:
+    """Train, show how it goes, and leave a run folder behind. Collective: every rank calls it.
+
+    Args:
+        options: as parsed.
+        url: where the ranks meet; None for the launcher's place.
+
+    Returns:
+        0; or 2 where the options cannot be used, which rank 0 has then said on stderr.
+    """
+    try:
+        strategy = choose_strategy(options)
+        place = _place(options, strategy, url)
+    except InputError as mistake:
+        _say_mistake(mistake, env.RANK.get() or 0)
+        return 2
+    backend, device, notes = _device(options)
+    with lockstep.init(backend, device=device, **place) as world:
+        try:
+            job = make_job(options, strategy, world)
+            folder = None if options.evaluate else folder_of_run(options, "imagenet")
+        except _MISTAKES as mistake:
+            # Every rank has found it. One line says more than a traceback of each.
+            _say_mistake(mistake, world.rank)
+            dist.barrier()  # or a launcher that sees another rank end first might end rank 0 before it has spoken
+            return 2
+        job.notes[:0] = notes
+        if folder is None:
+            _only_evaluate(options, strategy, job, world)
+        else:
+            _train(options, strategy, job, world, folder)
+        job.strategy.close()
+    return 0
+
+
+def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, folder: Path) -> None:
+    trainer = job.trainer
+    trainer.checkpoints = folder / "checkpoints"
+    with ExitStack() as stack:
+        views = make_views(options, strategy, job.config, world, trainer, folder, job.notes) if world.rank == 0 else []
+        for view in views:
+            stack.enter_context(view)
+        job.broken.report_to(folder, views)
+        times = RankTimes()
+        trainer.callbacks = (times, *views)
+        if not trainer.fit(job.config.epochs, options.max_steps):
+            for view in views:
+                view.stop(f"stopped after step {trainer.step:,}, as asked; go on with --resume {folder}")
+            return
+        summary = times.summary()
+        for view in views:
+            view.finish(summary)
+
+
+def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
+    """Data, network, strategy and loop, from the start or from a checkpoint. Collective: every rank calls it.
+
+    Raises:
+        InputError: the options contradict each other or the checkpoint that is resumed.
+        CheckpointError: it cannot be read, or is none of this program.
+        DataError: the images cannot be listed, or are not those of the checkpoint.
+        SetupError: a package is missing.
+    """
+    state = None if options.resume is None else checkpoint.load(options.resume)
+    config = resolve_config(options, None if state is None else _saved_config(state, options.resume))
+    replicas = resolve_nproc(options.processes, env.snapshot()) if strategy == "dp" else 1
+    _check(options, config, strategy, state)
+    parts, notes = open_images(options, config)
+    train_set, val_set = parts
+    module, optimizer = _network(options, config, train_set.num_classes, world)
+    chosen = prepare(
+        strategy,
+        module,
+        optimizer,
+        world,
+        precision=config.precision,
+        opt_level=options.opt_level,
+        replicas=replicas,
+        accumulate=config.accumulate,
+    )
+    notes += _batch_norm_note(config, module, max(world.world_size, replicas))
+    job = _assemble(options, config, chosen, world, train_set, val_set)
+    job.notes += notes
+    if state is not None:
+        check_classes(state, train_set, options.resume)
+        job.trainer.load_state_dict(state)
+    return job
+
+
+class _Task:
+    """What is computed of a batch, to train and to evaluate.
+
+    Args:
+        options: as parsed.
+        config: what the answer depends on.
+        strategy: the network, and how it is trained.
+        world: the ranks.
+        val_loader: of the validation images.
+        num_classes: of the images.
+        broken: takes note of images that could not be read.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        config: ImagenetConfig,
+        strategy: Strategy,
+        world: World,
+        val_loader: lockstep.DataLoader[Any],
+        num_classes: int,
+        broken: BrokenImages,
+    ) -> None:
+        self.strategy, self.device, self.val_loader = strategy, world.device, val_loader
+        self.num_classes, self.broken = num_classes, broken
+        self.skips, self.channels_last = options.skip_broken, options.channels_last
+        self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
+        self.autocast = _autocast(config, world.device)
+
+    def forward(self, model: Parallel | nn.Module, images: Tensor) -> Tensor:
+        """Logits `(n, classes)` of images `(n, height, width, 3)`, in the dtype in which losses are computed."""
+        inputs = normalize(images.to(self.device), self.dtype, channels_last=self.channels_last)
+        with self.autocast():
+            logits: Tensor = model(inputs)
+        return logits.to(self.dtype)
+
+    def loss(self, model: Parallel, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """The mean loss over the images of a batch; 0-dim."""
+        images, labels, indices = batch
+        labels = labels.to(self.device)
+        if not self.skips:
+            return cross_entropy(self.forward(model, images), labels)
+        self.broken.note("train", indices, labels)
+        # A sample without an image is one without a gradient: the mean stays one over the samples of the batch.
+        losses = cross_entropy(self.forward(model, images), labels.clamp_min(0), reduction="none")
+        return losses.where(labels >= 0, torch.zeros_like(losses)).mean()
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        """What a network is worth, over all validation images. Collective."""
+        self.strategy.align_buffers()
+        note = functools.partial(self.broken.note, "val") if self.skips else None
+        values = evaluate(module, self.val_loader, self.forward, self.num_classes, note)
+        return {**values, **self.broken.collect()}
+
+
+def _assemble(
+    options: argparse.Namespace,
+    config: ImagenetConfig,
+    strategy: Strategy,
+    world: World,
+    train_set: Images,
+    val_set: Images,
+) -> Job:
+    """The loop around a strategy."""
+    broken = BrokenImages({"train": train_set, "val": val_set}, world.device, options.skip_broken)
+    train_loader = make_loader(options, config, train_set, world, evaluation=False)
+    val_loader = make_loader(options, config, val_set, world, evaluation=True)
+    task = _Task(options, config, strategy, world, val_loader, train_set.num_classes, broken)
+    trainer = Trainer(
+        strategy.model,
+        strategy.optimizer,
+        train_loader,
+        task.loss,
+        evaluate=task.evaluate,
+        scheduler=RateSchedule(strategy.optimizer, config, -(-len(train_loader) // config.accumulate)),
+        update=strategy.update,
+        accumulate=config.accumulate,
+        log_every=options.print_freq,
+        save_every=options.save_every,
+        extra={"recipe": "imagenet", "config": config.as_dict(), "classes": class_names_of(train_set)},
+    )
+    return Job(config, strategy, trainer, task.evaluate, broken)
+
+
+def _network(
+    options: argparse.Namespace, config: ImagenetConfig, num_classes: int, world: World
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if config.pretrained:  # rank 0 downloads, for all that share its cache
+        on_rank_zero(lambda: str(create_model(config.arch, num_classes, pretrained=True) is not None))
+    seeding.begin_common_stream(config.seed, world.rank)
+    module = create_model(config.arch, num_classes, pretrained=config.pretrained)
+    if config.sync_bn:
+        module = lockstep.SyncBatchNorm.convert_sync_batchnorm(module)
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    module = module.to(world.device, dtype)
+    if options.channels_last:
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if options.compile:
+        module.compile()
+    if world.device.type == "cuda":
+        is_seeded = options.seed is not None  # as in the reference example
+        torch.backends.cudnn.set_flags(_deterministic=is_seeded, _benchmark=not is_seeded)  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.SGD(
+        module.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    return module, optimizer
+
+
+def _autocast(config: ImagenetConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+    return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype)
+
+
+def _place(options: argparse.Namespace, strategy: str, url: str | None) -> dict[str, Any]:
+    """Arguments of `lockstep.init` for a process that its options, or `spawn`, tell where it is.
+
+    Raises:
+        InputError: options that do not say enough.
+    """
+    if url is not None:
+        return {"init_method": url} if not url.startswith("env://") else {}
+    if strategy in ("single", "dp") or options.world_size <= 1:
+        return {}
+    if not 0 <= options.rank < options.world_size:
+        raise InputError(f"--rank is {options.rank}, of --world-size {options.world_size} processes; they count from 0")
+    place = {"rank": options.rank, "world_size": options.world_size}
+    return {**place, "init_method": meeting_url(options, options.world_size)}
+
+
+def _device(options: argparse.Namespace) -> tuple[str, str | None, list[str]]:
+    """Backend and device for `lockstep.init`, and what to say where they are not those that were asked for."""
+    if torch.cuda.is_available():
+        return options.backend, None if options.gpu is None else f"cuda:{options.gpu}", []
+    if options.backend == "nccl":
+        return "auto", None, ["there is no GPU here: training on the CPU, without nccl"]
+    if options.gpu is not None:
+        return options.backend, None, [f"there is no GPU here: training on the CPU, not on GPU {options.gpu}"]
+    return options.backend, None, []
+
+
+def _check(options: argparse.Namespace, config: ImagenetConfig, strategy: str, state: Mapping[str, Any] | None) -> None:
+    """Find what cannot be asked for together.
+
+    Raises:
+        InputError: names the options.
+    """
+    if strategy in ("single", "dp") and dist.get_world_size() > 1:
+        raise InputError(
+            f"--strategy {strategy} trains in one process, and here are {dist.get_world_size()}: start one, or choose "
+            "another strategy"
+        )
+    if strategy == "dp" and (config.sync_bn or options.compile):
+        option = "--sync-bn" if config.sync_bn else "--compile"
+        raise InputError(f"{option} is not for --strategy dp, whose replicas are threads: choose ddp")
+    if strategy != "apex" and options.opt_level != "O0":
+        raise InputError(f"--opt-level {options.opt_level} is Apex's: give --strategy apex, or --precision instead")
+    if options.evaluate:
+        return
+    if state is not None and state["epoch"] >= config.epochs:
+        done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
+        raise InputError(f"{options.resume} has done {done} already; give --epochs more than that to go on")
+    if state is not None and options.max_steps is not None and state["step"] >= options.max_steps:
+        raise InputError(f"{options.resume} has done {state['step']} steps already; --max-steps counts those, too")
+
+
+def _saved_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The configuration that a checkpoint was written with."""
+    extra = state.get("extra", {})
+    if extra.get("recipe") != "imagenet":
+        raise CheckpointError(
+            f"{path} was not written by the imagenet recipe; --resume takes a run of `train imagenet`"
+        )
+    config: dict[str, Any] = extra["config"]
+    return config
+
+
+def _batch_norm_note(config: ImagenetConfig, module: nn.Module, num_parts: int) -> list[str]:
+    normalizes = any(isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for each in module.modules())
+    if not normalizes or config.sync_bn or num_parts == 1:
+        return []
+    return [
+        f"batch normalization sees {config.batch_size} images in {num_parts} parts, so losses depend on how many parts "
+        "there are; --sync-bn makes it one"
+    ]
+
+
+def _only_evaluate(options: argparse.Namespace, strategy: str, job: Job, world: World) -> None:
+    module = job.trainer.model.module
+    module.eval()
+    with torch.no_grad():
+        values = job.evaluate(module)
+    if world.rank == 0:
+        lines = heading(strategy, job.config, world, job.trainer)
+        print(*([] if options.quiet else [*lines, *job.notes]), evaluation_line(values), sep="\n", flush=True)
+
+
+def _say_mistake(mistake: Exception, rank: int) -> None:
+    if rank == 0:
+        print(f"lockstep train imagenet: error: {mistake}", file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""What this system has of what ranks need to share memory, and what is used where a part is missing.
+
+| call | without it |
+|---|---|
+| memfd_create | segments are files in LOCKSTEP_SHM_DIR, else in /dev/shm |
+| pidfd_open | `/proc/<pid>/stat` says who is still there (`liveness.py`) |
+| futex | waits yield the core instead of sleeping (`sync.py`) |
+| `/proc`, Linux | no memory is shared: `lockstep.init()` takes gloo |
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from lockstep import env, libc
+
+__all__ = ["has_memfd", "lack", "segment_folder"]
+
+_FOLDER = "/dev/shm"
+
+
+@functools.cache
+def has_memfd() -> bool:
+    """Whether files without a name can be made here: not on other systems, and not where a filter refuses the call."""
+    try:
+        os.close(os.memfd_create("lockstep-probe", os.MFD_CLOEXEC))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def segment_folder() -> str | None:
+    """The folder for the files of segments; None where they need no name."""
+    chosen = env.LOCKSTEP_SHM_DIR.get()
+    return chosen if chosen is not None or has_memfd() else _FOLDER
+
+
+def lack() -> str | None:
+    """Why ranks cannot share memory here, as a clause; None if they can. Local."""
+    system = libc.foreign_system()
+    if system is not None:
+        return f"shared memory between ranks needs Linux, and this is {system}"
+    if not _can_see_processes():
+        return "shared memory between ranks needs /proc, which is not mounted here"
+    folder = segment_folder()
+    if folder == _FOLDER and not has_memfd() and not os.access(_FOLDER, os.W_OK):
+        return "this system refuses memfd_create, and /dev/shm cannot be written: set LOCKSTEP_SHM_DIR to a folder"
+    return None
+
+
+def _can_see_processes() -> bool:
+    return os.path.exists("/proc/self/stat") and os.path.exists("/proc/sys/kernel/random/boot_id")

@@ -1,0 +1,64 @@
+"""GPUs, the host's name, MPI, Slurm."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+
+from lockstep import env
+from lockstep.comm.mpi.library import is_installed
+from lockstep.launch.environment import visible_gpus
+from lockstep.tools.doctor.finding import Finding
+
+__all__ = ["look"]
+
+
+def look() -> Iterator[Finding]:
+    """What training on GPUs and on several hosts needs; absence is no fault."""
+    yield _gpus()
+    yield _name()
+    yield _mpi()
+    slurm = shutil.which("srun")
+    yield Finding("Slurm", slurm if slurm else "not there; `lockstep run --slurm` works on a cluster's login node")
+
+
+def _gpus() -> Finding:
+    gpus = visible_gpus(env.snapshot())
+    if gpus == 0:
+        return Finding("GPUs", "none; `lockstep rehearse` runs scripts for GPUs on the CPU")
+    import torch
+
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if usable < gpus:
+        reason = "a CPU build of torch" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        return Finding(
+            "GPUs",
+            f"{gpus}, of which torch ({reason}) can use {usable}",
+            "install a CUDA build of PyTorch that fits the driver, which nvidia-smi shows",
+            "pip install --force-reinstall torch",
+        )
+    return Finding("GPUs", f"{gpus}: {', '.join(sorted({torch.cuda.get_device_name(gpu) for gpu in range(gpus)}))}")
+
+
+def _name() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return Finding(
+            "host name",
+            f"{name}, which does not resolve",
+            "the ranks of other hosts, Gloo and MPI look it up",
+            f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
+        )
+    return Finding("host name", f"{name}, {address}")
+
+
+def _mpi() -> Finding:
+    program, has_module = shutil.which("mpirun"), is_installed()
+    if program and has_module:
+        return Finding("MPI", f"{program}, and mpi4py")
+    parts = [] if program else ["an MPI library (apt install openmpi-bin libopenmpi-dev)"]
+    parts += [] if has_module else ["pip install 'torch-lockstep[mpi]'"]
+    return Finding("MPI", f"not there; backend mpi needs {' and '.join(parts)}")

@@ -1,0 +1,117 @@
+"""The memory that ranks share, and that loader workers need; and two ranks that really meet."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+
+from lockstep.errors import LaunchError, LockstepError
+from lockstep.launch import support as launch_support
+from lockstep.shm import support
+from lockstep.tools.doctor.finding import Finding
+
+__all__ = ["look"]
+
+_MIB = 1 << 20
+_LITTLE_FOR_WORKERS_MIB = 1024
+_LITTLE_FOR_SEGMENTS_MIB = 256
+_LITTLE_FOR_FOLDER_MIB = 16
+_MEET_TIMEOUT_S = 60.0
+_WORKERS_FOLDER = "/dev/shm"
+_OTHER_FOLDER = "mkdir -p ~/tmp; export TMPDIR=~/tmp"
+
+
+def look() -> Iterator[Finding]:
+    """Shared memory, the launcher, two ranks."""
+    yield _segments()
+    yield _loader_workers()
+    yield _temporary_folder()
+    launcher = _launcher()
+    yield launcher
+    if not launcher.remedy:
+        yield _two_ranks()
+
+
+def _segments() -> Finding:
+    missing = support.lack()
+    if missing is not None:
+        return Finding("shared memory", f"none: {missing}", "ranks talk over gloo: the same answers, but slower")
+    from lockstep.shm.segment import Segment
+
+    try:
+        segment = Segment.create(_MIB)
+        segment.memory[0] = 1
+        segment.release()
+    except (LockstepError, OSError) as error:
+        return Finding("shared memory", str(error), "see the message", is_needed=True)
+    folder = support.segment_folder()
+    if folder is None:
+        return Finding("shared memory", "works, in files without a name (memfd), which no file system limits")
+    free = _free_mib(folder)
+    text = f"works, in files in {folder}, {free} MiB free"
+    if free is not None and free < _LITTLE_FOR_SEGMENTS_MIB:
+        remedy = "little for a group of several ranks"
+        return Finding("shared memory", text, remedy, f"mount -o remount,size=4G {folder}")
+    return Finding("shared memory", text)
+
+
+def _loader_workers() -> Finding:
+    free = _free_mib(_WORKERS_FOLDER)
+    if free is None:
+        return Finding("loader workers", f"{_WORKERS_FOLDER} cannot be looked at")
+    text = f"{_WORKERS_FOLDER}, through which workers of a DataLoader hand over batches, has {free} MiB free"
+    if free < _LITTLE_FOR_WORKERS_MIB:
+        return Finding(
+            "loader workers",
+            text,
+            "little for batches of images: give the container more (docker run --shm-size=8g), or use num_workers=0",
+            f"mount -o remount,size=8G {_WORKERS_FOLDER}",
+        )
+    return Finding("loader workers", text)
+
+
+def _temporary_folder() -> Finding:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            free = shutil.disk_usage(folder).free // _MIB
+    except OSError as error:
+        remedy = "the launcher needs a folder of its own there: set TMPDIR to one that can be written"
+        return Finding("temporary files", str(error), remedy, _OTHER_FOLDER, is_needed=True)
+    text = f"{tempfile.gettempdir()}, {free} MiB free"
+    if free < _LITTLE_FOR_FOLDER_MIB:
+        remedy = "almost full: free some, or set TMPDIR"
+        return Finding("temporary files", text, remedy, _OTHER_FOLDER, is_needed=True)
+    return Finding("temporary files", text)
+
+
+def _launcher() -> Finding:
+    try:
+        launch_support.check()
+    except LaunchError as error:
+        return Finding("launcher", "cannot work here", str(error))
+    return Finding("launcher", "can start and watch processes")
+
+
+def _two_ranks() -> Finding:
+    from lockstep.launch.spawn import spawn
+    from lockstep.tools.doctor.meeting import add_ones
+
+    begun_s = time.monotonic()
+    try:
+        sums = spawn(add_ones, nproc=2, timeout=_MEET_TIMEOUT_S)
+    except Exception as error:
+        text = f"two ranks did not meet: {type(error).__name__}: {str(error).splitlines()[0]}"
+        return Finding("two ranks", text, "see the message", "lockstep doctor --capabilities", is_needed=True)
+    if sums != [2.0, 2.0]:
+        text = f"added 1 and 1 to {sums}"
+        return Finding("two ranks", text, "a fault of Lockstep: please report it", is_needed=True)
+    return Finding("two ranks", f"started, met and added in {time.monotonic() - begun_s:.1f} s")
+
+
+def _free_mib(folder: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free // _MIB
+    return None

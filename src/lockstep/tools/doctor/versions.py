@@ -1,0 +1,66 @@
+"""Python, torch, and the packages that only some need."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterator
+
+from lockstep.comm.torch_version import NEWEST_TESTED, OLDEST, release_of
+from lockstep.launch.stacks import find_py_spy
+from lockstep.tools.doctor.finding import Finding
+
+__all__ = ["look", "look_at_extras"]
+
+_NEWEST_PYTHON_TESTED = (3, 13)
+
+# Extra of this package -> what it is for, and the modules that it brings.
+_EXTRAS = {
+    "train": ("`lockstep train`", ("sklearn", "rich", "matplotlib", "tensorboard")),
+}
+
+
+def look() -> Iterator[Finding]:
+    """Python and torch."""
+    yield _python()
+    yield _torch()
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()}, {sys.executable}"
+    if sys.version_info[:2] > _NEWEST_PYTHON_TESTED:
+        newest = ".".join(map(str, _NEWEST_PYTHON_TESTED))
+        return Finding("Python", text, f"newer than {newest}, the newest tested: compare with that if something fails")
+    return Finding("Python", text)
+
+
+def _torch() -> Finding:
+    oldest = ".".join(map(str, OLDEST))
+    install = f"pip install 'torch>={oldest}'"
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return Finding("torch", f"cannot be imported: {error}", f"install PyTorch {oldest} or newer", install, True)
+    release = release_of(torch.__version__)
+    if release < OLDEST:
+        return Finding("torch", torch.__version__, f"older than {oldest}, the oldest that works", install, True)
+    kinds = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    built = ", ".join(name for name, is_there in kinds.items() if is_there) or "no backend"
+    text = f"{torch.__version__} with {built}"
+    if release > NEWEST_TESTED:
+        newest = ".".join(map(str, NEWEST_TESTED))
+        return Finding("torch", text, f"newer than {newest}, the newest tested: compare with that if something fails")
+    return Finding("torch", text)
+
+
+def look_at_extras() -> Iterator[Finding]:
+    """Packages whose absence is no fault."""
+    for extra, (use, modules) in _EXTRAS.items():
+        absent = [name for name in modules if importlib.util.find_spec(name) is None]
+        install = f"pip install 'torch-lockstep[{extra}]'"
+        text = "there" if not absent else f"without {', '.join(absent)}, which {use} needs: {install}"
+        yield Finding(f"[{extra}]", text)
+    is_there = find_py_spy() is not None
+    yield Finding("py-spy", "there" if is_there else "not there; for --stacks-on-timeout: pip install py-spy")

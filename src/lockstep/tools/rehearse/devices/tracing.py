@@ -1,0 +1,65 @@
+"""Programs that torch records instead of running: what is compiled, exported, or computed on fake tensors.
+
+A recorded program sees the CPU. Fake tensors are memory of no device, so there is nothing to mark, and autograd would
+look for the GPU that they claim to be on; torch ends the whole process when it finds none. What runs in the end are
+operators on tensors that are there, and these hand on marks as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.meta_utils import MetaTensorDescriber
+
+from lockstep.tools.rehearse.devices.mode import mixing
+from lockstep.tools.rehearse.devices.place import CPU
+from lockstep.tools.rehearse.patching import wrap
+
+__all__ = ["install"]
+
+
+def _describe_as_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    def describe_tensor(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        description = original(self, tensor, *args, **kwargs)
+        if description.device.type != "cuda":
+            return description
+        return dataclasses.replace(description, device=CPU)
+
+    return describe_tensor
+
+
+def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchScript knows the type of a device by its identity: annotations in torch's own code have the one before."""
+
+    def convert(annotation: Any, *rest: Any) -> Any:
+        return original(torch.device if annotation == torch.device else annotation, *rest)
+
+    return convert
+
+
+def _unchecked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Constants of a recorded program lie on the CPU; that it mixes them with others is no mistake of the script's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mixing():
+            return original(*args, **kwargs)
+
+    return call
+
+
+def _no_compile(model: object = None, **options: object) -> object:
+    """`torch.compile`, as a function and as a decorator with options."""
+    return (lambda function: function) if model is None else model
+
+
+def install() -> None:
+    """Leave `torch.compile` out, and let fake tensors lie on the CPU."""
+    # What is compiled would bypass the mode; eager execution computes the same.
+    wrap(torch, "compile", lambda original: _no_compile)
+    wrap(torch.jit.annotations, "try_ann_to_type", _with_own_device)
+    wrap(torch.fx.graph_module._WrappedCall, "__call__", _unchecked)
+    wrap(MetaTensorDescriber, "describe_tensor", _describe_as_on_cpu)

@@ -1,0 +1,40 @@
+"""Processes of the script's own that died while it went on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.record import Job
+
+__all__ = ["KINDS"]
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    known = [one.name for one in signal.Signals if one == -code]
+    return f"was killed by signal {-code}" + "".join(f" ({name})" for name in known)
+
+
+def _died(job: Job) -> Iterator[Finding]:
+    """Children that failed, and that nobody asked how they had ended, of a script that came to its end."""
+    for sites, seen in job.by_sites("child").items():
+        children = [event.data for process, event in seen if process.finished]
+        if not children:
+            continue
+        told = [f"{child['name']}, which ran {child['function']}, {_ending(child['code'])}" for child in children]
+        yield Finding("child-failed", sites, "; ".join(told) + ", and the script went on")
+
+
+KINDS = (
+    Kind(
+        "child-failed",
+        "a process of the script's own failed, and nobody looked",
+        "join() returns whatever happened: the script goes on without that process's work and says that all is well",
+        "start them with torch.multiprocessing.spawn, which raises what they raised; or look at exitcode after join()",
+        _died,
+        is_failure=True,
+    ),
+)

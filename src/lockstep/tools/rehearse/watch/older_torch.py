@@ -1,0 +1,163 @@
+"""Calls that Lockstep's doors for old scripts let through, and that torch by itself would turn away.
+
+Notes `older`: `change`, a name of `compat.legacy.needs.CHANGES`, and `error`, what torch would have said or lacked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.compat.legacy import multigpu, patches
+from lockstep.tools.rehearse.devices.marks import storage_of
+from lockstep.tools.rehearse.patching import replace, wrap
+from lockstep.tools.rehearse.sites import chain, is_own
+from lockstep.tools.rehearse.watch import files
+from lockstep.tools.rehearse.watch.recorder import recorder
+
+__all__ = ["install"]
+
+_LAYOUT = "_lockstep_plain_layout"
+_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated")
+_ERRORS = {
+    "init_process_group": 'torch knows no backend "tcp", and of a file:// URL wants the whole path',
+    "batch_size": "torch takes no float as batch_size",
+    "sampler": "torch's Sampler takes no data_source",
+    "verbose": "torch's schedulers take no verbose=",
+    "multigpu": "torch.distributed has no {name}",
+    "reduce_op": "torch.distributed has no reduce_op",
+    "eq": "the result of Tensor.eq lies in memory as its operands do since torch 1.7: {name}",
+    "load": "torch.load reads tensors and plain values alone: the file holds {name}",
+}
+
+_seen: set[Any] = set()
+
+
+def _note(change: str, name: str = "") -> None:
+    sites = chain()
+    if sites and (change, sites) not in _seen:
+        _seen.add((change, sites))
+        error = f"torch has no module {change}" if change in _MODULES else _ERRORS[change].format(name=name)
+        recorder.note("older", sites, change=change, error=error)
+
+
+class _Module(ModuleType):
+    """A module that torch lacks. Who takes a name from it is noted, and who only imports it is not."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            _note(ModuleType.__getattribute__(self, "__name__"))
+        return ModuleType.__getattribute__(self, name)
+
+
+class _ReduceOps(SimpleNamespace):
+    """`torch.distributed.reduce_op` where torch lacks it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            _note("reduce_op")
+        return SimpleNamespace.__getattribute__(self, name)
+
+
+def _noting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _note("multigpu", name)
+            return original(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+def _watch_names(changes: frozenset[str]) -> None:
+    for name in changes.intersection(_MODULES):
+        module = sys.modules.get(name)
+        if type(module) is ModuleType and (module.__doc__ or "").endswith(f"added by {patches.__name__}."):
+            module.__class__ = _Module
+    if type(ops := vars(dist).get("reduce_op")) is SimpleNamespace:
+        replace(dist, "reduce_op", _ReduceOps(**vars(ops)))
+    for name in multigpu.__all__:
+        if getattr(dist, name, None) is getattr(multigpu, name):
+            wrap(dist, name, _noting(name))
+
+
+# ---- results of Tensor.eq ----------------------------------------------------------------------------
+
+
+def _remember_layout(original: Callable[..., Any]) -> Callable[..., Any]:
+    def eq(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if is_own(sys._getframe(1)) and type(result) is torch.Tensor and result.dim() == 2:
+            plain = torch.eq(self, *args, **kwargs).stride()  # What is not changed says what torch would give.
+            if plain != result.stride():
+                setattr(storage_of(result), _LAYOUT, (result.stride(), plain))
+        return result
+
+    return eq
+
+
+def _check_view(original: Callable[..., Any]) -> Callable[..., Any]:
+    def view(self: torch.Tensor, *shape: Any, **kwargs: Any) -> Any:
+        layout = getattr(storage_of(self), _LAYOUT, None)
+        if layout is not None and self.stride() == layout[0]:  # All of it, or some rows or columns.
+            plain = torch.empty_strided(self.size(), layout[1], dtype=self.dtype, device="meta")
+            try:
+                original(plain, *shape, **kwargs)
+            except RuntimeError as error:
+                _note("eq", str(error).splitlines()[0].rstrip("."))
+        return original(self, *shape, **kwargs)
+
+    return view
+
+
+# ---- what files hold ---------------------------------------------------------------------------------
+
+
+def _check_files() -> None:
+    known = frozenset(torch.serialization.get_safe_globals())
+
+    def check(file: Any, options: Mapping[str, Any]) -> None:
+        if options.get("weights_only") is not False and isinstance(file, str | os.PathLike):
+            others = _names_beyond_torch(os.fspath(file), known)
+            if others:
+                _note("load", ", ".join(sorted(others)))
+
+    files.on_load(check)
+
+
+def _names_beyond_torch(path: str, known: frozenset[Any]) -> list[str]:
+    """Classes in a file that torch would refuse if nothing but the script itself had declared any safe.
+
+    Args:
+        path: of a checkpoint.
+        known: what had been declared before the script began.
+    """
+    declared = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([one for one in declared if one not in known])
+    try:
+        return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except (ValueError, RuntimeError, OSError):  # torch's old format, which it does not look into
+        return []
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(declared)
+
+
+def install() -> None:
+    """Watch what Lockstep has changed for an old script in this process; nothing for any other."""
+    changes = patches.installed()
+    patches.listeners.append(_note)
+    _watch_names(changes)
+    if "eq" in changes:
+        wrap(torch.Tensor, "eq", _remember_layout)
+        wrap(torch.Tensor, "view", _check_view)
+    if "load" in changes:
+        _check_files()

@@ -1,0 +1,148 @@
+"""The two commands that documents of the field print for ImageNet, as printed, on CPUs and rehearsed; and each strategy
+as a user starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
+from lockstep.testing import limit_s
+
+PROGRAM = ("train", "imagenet")
+ONE_NODE = (
+    "-a resnet50 --dist-url tcp://127.0.0.1:FREEPORT --dist-backend nccl --multiprocessing-distributed --world-size 1 "
+    "--rank 0"
+)
+NODE = (
+    "-a resnet50 --dist-url tcp://IP_OF_NODE0:FREEPORT --dist-backend nccl --multiprocessing-distributed "
+    "--world-size 2 --rank {node}"
+)
+# What is not printed: little data, so that it ends soon.
+LITTLE = ("--size", "32", "--epochs", "1", "-b", "8", "-j", "0", "--out", "runs")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shapes(ShapesFolder(tmp_path / "images", classes=2, images=8, val_images=3, size=32))
+    return tmp_path
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "lockstep", *words]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def end(*started: subprocess.Popen[str]) -> list[str]:
+    """What they wrote, once all have ended well."""
+    try:
+        written = [one.communicate(timeout=limit_s(150))[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    for one, text in zip(started, written, strict=True):
+        assert one.returncode == 0, text
+    return written
+
+
+def result(folder: Path) -> dict[str, Any]:
+    (metrics,) = (folder / "runs").glob("imagenet*/metrics.jsonl")
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {**records[-1], "strategy": records[0]["strategy"], "backend": records[0]["backend"]}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_one_node(folder: Path) -> None:
+    (text,) = end(start(folder, *PROGRAM, "--nproc", "2", *ONE_NODE.split(), "images", *LITTLE))
+    ended = result(folder)
+    assert (ended["kind"], len(ended["ranks"]), ended["strategy"]) == ("result", 2, "spawn")
+    assert (ended["total"], ended["backend"]) == (3, "lockstep")
+    assert "there is no GPU here: training on the CPU, without nccl" in text
+
+
+def test_two_nodes(folder: Path) -> None:
+    """Two launchers that know each other by address and port alone; here on one machine."""
+    port = free_port()
+    commands = [NODE.format(node=node).replace("IP_OF_NODE0:FREEPORT", f"127.0.0.1:{port}") for node in (0, 1)]
+    end(*(start(folder, *PROGRAM, "--nproc", "1", *words.split(), "images", *LITTLE) for words in commands))
+    ended = result(folder)
+    assert ([rank["samples"] for rank in ended["ranks"]], ended["total"]) == ([4, 4], 3)
+
+
+def test_one_node_rehearsed(folder: Path) -> None:
+    """As on a node with two GPUs and nccl."""
+    words = ("rehearse", "--nproc", "2", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet")
+    (text,) = end(start(folder, *words, *ONE_NODE.split(), "images", *LITTLE))
+    assert "nothing found in lockstep.recipes.imagenet on 2 ranks" in text
+    assert (result(folder)["backend"], len(result(folder)["ranks"])) == ("nccl", 2)
+
+
+def test_two_nodes_rehearsed(folder: Path) -> None:
+    words = ("rehearse", "--nproc", "1", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet")
+    port = free_port()
+    commands = [NODE.format(node=node).replace("IP_OF_NODE0:FREEPORT", f"127.0.0.1:{port}") for node in (0, 1)]
+    for text in end(*(start(folder, *words, *command.split(), "images", *LITTLE) for command in commands)):
+        assert "nothing found in lockstep.recipes.imagenet" in text
+    assert (result(folder)["backend"], len(result(folder)["ranks"])) == ("nccl", 2)
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "apex"])
+def test_through_the_doors(folder: Path, strategy: str) -> None:
+    """The ranks that `lockstep train` starts import Horovod and Apex by their own names."""
+    words = ("--nproc", "2", "--strategy", strategy, "-a", "tiny", "images", *LITTLE)
+    (text,) = end(start(folder, *PROGRAM, *words))
+    assert result(folder)["strategy"] == strategy
+    assert f"import {strategy}" in text, "the notice of the door"
+
+
+def test_without_a_door(folder: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.recipes.imagenet",
+        "--strategy",
+        "horovod",
+        "-a",
+        "tiny",
+        "images",
+        *LITTLE,
+    ]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s(60))
+    assert ended.returncode == 2
+    assert "Horovod is not installed, and Lockstep's own door" in ended.stderr
+
+
+def test_ranks_that_are_told_who_they_are(folder: Path) -> None:
+    """The example's third way: a command for each process."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    words = ("--dist-url", url, "--world-size", "2", "-a", "tiny", "images", *LITTLE)
+    end(*(start(folder, *PROGRAM, *words, "--rank", str(rank)) for rank in (0, 1)))
+    assert len(result(folder)["ranks"]) == 2
+
+
+@pytest.mark.parametrize(("strategy", "start_as"), [("dp", "once"), ("horovod", "ranks"), ("apex", "ranks")])
+def test_rehearsed_strategies(folder: Path, strategy: str, start_as: str) -> None:
+    """What would stay in host memory on a machine with GPUs is an error in a rehearsal."""
+    words = ("rehearse", "--nproc", "2", "--start", start_as, "--strict", "-m", "lockstep.recipes.imagenet")
+    options = ("-a", "tiny-bn", "--skip-broken", "--channels-last", "--strategy", strategy)
+    sync = () if strategy == "dp" else ("--sync-bn",)
+    (text,) = end(start(folder, *words, *options, *sync, "images", *LITTLE))
+    assert "nothing found in lockstep.recipes.imagenet" in text
+    assert (result(folder)["strategy"], result(folder)["backend"]) == (strategy, "nccl")

@@ -1,0 +1,79 @@
+"""How jobs on a GPU end: killed ranks, too few GPUs, children of one's own; and what `lockstep doctor` sees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lockstep
+from check_groups import expect_nccl_error
+from gpu_context import Context, same
+from lockstep.errors import SetupError
+
+
+def killed(run: Context, backend: str) -> dict[str, Any]:
+    """The last rank kills itself between two calls; the others wait for it."""
+    world = run.init(backend)
+    tensor = torch.ones(4, device=run.device)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    run.synchronize()
+    if world.rank == world.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(tensor)
+    raise AssertionError("nobody noticed")
+
+
+def too_few_gpus(run: Context) -> dict[str, Any]:
+    """Without a device given, each rank would take a GPU of its own."""
+    if torch.cuda.device_count() >= 2:
+        return {"note": f"{torch.cuda.device_count()} GPUs are enough for two ranks"}
+    try:
+        lockstep.init()
+    except SetupError as error:
+        text = str(error)
+    else:
+        raise AssertionError("two ranks were started on one GPU without a word")
+    assert "Start at most 1 ranks here" in text, text
+    return {"error": text}
+
+
+def nccl_on_one_gpu(run: Context) -> dict[str, Any]:
+    """Both ranks take the first GPU."""
+    run.init("nccl")
+    error = expect_nccl_error(run)
+    sys.stdout.flush()
+    return {"error": error}
+
+
+def _double(value: float, device: str) -> torch.Tensor:
+    with lockstep.init(backend="lockstep", device=device) as world:
+        tensor = torch.tensor([value + world.rank], device=device)
+        dist.all_reduce(tensor)
+        return tensor.cpu()
+
+
+def spawned(run: Context) -> dict[str, Any]:
+    """Two children share the GPU, though this process has used it already."""
+    torch.ones(3, device=run.device).sum().item()
+    found = lockstep.spawn(_double, (1.0, str(run.device)), 2, timeout=50)
+    same([each.item() for each in found], [3.0, 3.0], "sums of the children")
+    return {}
+
+
+def doctor(run: Context) -> dict[str, Any]:
+    """Its line of GPUs."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "doctor"], capture_output=True, text=True, timeout=50, check=False
+    )
+    lines = [line.strip() for line in done.stdout.splitlines() if "GPU" in line]
+    assert lines, done.stdout + done.stderr
+    if run.is_cuda:
+        assert torch.cuda.get_device_name(0) in done.stdout, done.stdout
+    return {"says": lines[0][:200]}

@@ -1,0 +1,245 @@
+"""A pytest plugin that knows what each test took before. It says how long a run will take, and can make one short.
+
+On a terminal a bar stands in the last line; elsewhere a plain line comes now and then. Failures are named at once. It
+takes the place of pytest's dots; with `-v` or `-s` it keeps silent and pytest's own progress is there.
+
+`--minutes 7`, which is `make test`, leaves out the longest tests until the others fit. Those marked `core` stay: a
+short run, too, sees every part of the package at work.
+
+What tests took is in durations.json beside this file, written by `make test-all ARGS=--store-durations` on a machine
+with nothing else to do; with fewer tests, it replaces what is stored of their files. It need not be exact: what the
+tests of this run have taken, over what they took then, is the pace of this machine; the rest is expected to keep it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STORED = Path(__file__).with_name("durations.json")
+# Tests below this are not stored, so that the file stays small; and what they take on average.
+STORED_FROM_S = 0.5
+OTHERS_S = 0.03
+# How much of the pace is taken on trust: that of so many seconds is 1, before anything is measured.
+TRUSTED_S = 10.0
+PLAIN_LINE_EVERY_S = 30.0
+REDRAW_EVERY_S = 0.1
+BAR_WIDTH = 30
+
+
+@dataclass
+class Forecast:
+    """How long a run will take.
+
+    Attributes:
+        stored: seconds by the id of a test, of those that take long.
+    """
+
+    stored: Mapping[str, float]
+    _left: dict[str, float] = field(default_factory=dict)
+    _done_s: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path | None = None) -> Forecast:
+        """From a file that `store` has written; STORED if none is given."""
+        path = path or STORED
+        return cls(json.loads(path.read_text()) if path.exists() else {})
+
+    def expected_s(self, name: str) -> float:
+        """What a test takes."""
+        return self.stored.get(name, OTHERS_S)
+
+    def fitting(self, names: Sequence[str], core: Set[str], budget_s: float) -> set[str]:
+        """The tests that remain when the longest are left out, but for those of `core`, until all fit."""
+        total_s = sum(map(self.expected_s, names))
+        kept = set(names)
+        for name in sorted(kept - core, key=self.expected_s, reverse=True):
+            if total_s <= budget_s:
+                break
+            kept.remove(name)
+            total_s -= self.expected_s(name)
+        return kept
+
+    def begin(self, names: list[str]) -> None:
+        """These tests will run."""
+        self._left = {name: self.expected_s(name) for name in names}
+        self._done_s = 0.0
+
+    def finish(self, name: str) -> None:
+        """This test is over."""
+        self._done_s += self._left.pop(name, 0.0)
+
+    def left_s(self, elapsed_s: float) -> float:
+        """Seconds until the end, when the tests that are over have taken so long together."""
+        pace = (elapsed_s + TRUSTED_S) / (self._done_s + TRUSTED_S)
+        return pace * sum(self._left.values())
+
+    def share_done(self) -> float:
+        """How much of the work is done, 0 … 1."""
+        whole_s = self._done_s + sum(self._left.values())
+        return self._done_s / whole_s if whole_s else 1.0
+
+
+def store(took_s: Mapping[str, float], path: Path | None = None) -> None:
+    """Write what tests took, for `Forecast.read`; what is stored of other files stays."""
+    path = path or STORED
+    ran = {file_of(name) for name in took_s}
+    kept = {name: seconds for name, seconds in Forecast.read(path).stored.items() if file_of(name) not in ran}
+    new = {name: round(seconds, 1) for name, seconds in took_s.items() if seconds >= STORED_FROM_S}
+    path.write_text(json.dumps(kept | new, indent=0, sort_keys=True) + "\n")
+
+
+def file_of(name: str) -> str:
+    """Where a test stands.
+
+    >>> file_of("tests/unit/test_x.py::TestY::test_z[a::b]")
+    'tests/unit/test_x.py'
+    """
+    return name.partition("::")[0]
+
+
+def in_words(seconds: float) -> str:
+    """A time for people.
+
+    >>> in_words(4.4), in_words(61), in_words(170), in_words(5400)
+    ('4 s', '1 min', '3 min', '90 min')
+    """
+    return f"{seconds:.0f} s" if seconds < 59.5 else f"{seconds / 60:.0f} min"
+
+
+class TimeLeft:
+    """Listens to a run and says how far it is.
+
+    Args:
+        config: pytest's.
+        forecast: how long tests take.
+    """
+
+    def __init__(self, config: pytest.Config, forecast: Forecast) -> None:
+        self._config = config
+        self._forecast = forecast
+        self._terminal: Any = None  # what pytest writes with, which its types do not name
+        self._names: list[str] = []
+        self._num_left_out = 0
+        self._took_s: dict[str, float] = {}
+        self._failed: set[str] = set()
+        self._num_done = 0
+        self._start_s = self._shown_s = 0.0
+        self._is_bar_shown = self._is_over = False
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Some will not run."""
+        self._num_left_out += len(items)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """What will run is known."""
+        self._names = [item.nodeid for item in session.items]
+        self._forecast.begin(self._names)
+        self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        self._start_s = self._shown_s = time.monotonic()
+        if self._names and not self._config.option.collectonly:
+            left_out = f" ({self._num_left_out} others are left out)" if self._num_left_out else ""
+            self._say(f"{len(self._names)} tests, about {in_words(self._forecast.left_s(0.0))}{left_out}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self, report: Any) -> Generator[None, Any, Any]:
+        """pytest counts results as ever, and writes no letters for them; a failure is named at once."""
+        category, letter, word = yield
+        if self._is_over:
+            return category, letter, word  # pytest asks again for its summary
+        if letter and category in ("failed", "error") and isinstance(report, pytest.TestReport):
+            self._failed.add(report.nodeid)
+            self._say(f"{category.upper()} {report.nodeid}", red=True)
+        return category, "", ""
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins."""
+        self._show(nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test was set up, has run, or was torn down."""
+        self._took_s[report.nodeid] = self._took_s.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """A test is over."""
+        self._num_done += 1
+        self._forecast.finish(nodeid)
+        if self._num_done == len(self._names):
+            self._erase()
+            self._terminal.write_line(f"{self._num_done} tests in {in_words(time.monotonic() - self._start_s)}")
+
+    def pytest_sessionfinish(self) -> None:
+        """All that will run has run."""
+        self._is_over = True
+        self._erase()
+        if self._config.option.store_durations and self._took_s:
+            store(self._took_s)
+
+    def _show(self, nodeid: str) -> None:
+        now_s = time.monotonic()
+        is_terminal = self._terminal.isatty
+        if now_s - self._shown_s < (REDRAW_EVERY_S if is_terminal else PLAIN_LINE_EVERY_S):
+            return
+        self._shown_s = now_s
+        left = in_words(self._forecast.left_s(now_s - self._start_s))
+        failed = f"{len(self._failed)} failed, " if self._failed else ""
+        text = f"{self._num_done} of {len(self._names)} tests, {failed}about {left} left"
+        if not is_terminal:
+            self._terminal.write_line(f"{text}; at {file_of(nodeid)}")
+            return
+        filled = round(self._forecast.share_done() * BAR_WIDTH)
+        line = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {text}  {file_of(nodeid)}"
+        width = self._terminal._tw.fullwidth - 1
+        self._terminal.rewrite(line[:width].ljust(width), red=bool(self._failed), green=not self._failed)
+        self._terminal.flush()
+        self._is_bar_shown = True
+
+    def _say(self, text: str, **markup: bool) -> None:
+        self._erase()
+        self._terminal.write_line(text, **markup)
+
+    def _erase(self) -> None:
+        if self._is_bar_shown:
+            self._is_bar_shown = False
+            self._terminal.rewrite("", erase=True)
+            self._terminal.rewrite("")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options."""
+    parser.addoption(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="leave out the longest tests, except those marked `core`, until the others fit, on a quiet machine",
+    )
+    parser.addoption(
+        "--store-durations",
+        action="store_true",
+        help="write what each test took to tests/durations.json; run whole files, on a quiet machine",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--minutes` has no time for."""
+    if config.option.minutes is None:
+        return
+    core = {item.nodeid for item in items if item.get_closest_marker("core")}
+    kept = Forecast.read().fitting([item.nodeid for item in items], core, 60 * config.option.minutes)
+    left_out = [item for item in items if item.nodeid not in kept]
+    if left_out:
+        items[:] = [item for item in items if item.nodeid in kept]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where pytest would write dots, say how far the run is."""
+    if config.get_verbosity() < 0 and config.option.capture != "no":
+        config.pluginmanager.register(TimeLeft(config, Forecast.read()), "time_left_of_run")

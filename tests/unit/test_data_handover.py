@@ -1,0 +1,69 @@
+"""What goes wrong between a worker and the training process comes out as an error, and not as a wait without end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lockstep.data import DataLoader
+from lockstep.errors import DataError
+
+# torch's own deadline for a batch, far more than any takes: a lost error fails the test instead of hanging it.
+DEADLINE_S = 60
+
+FULL_MEMORY = """
+import sys
+import torch
+import lockstep
+
+class Plain(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 128, 128)
+
+dataset = Plain() if sys.argv[1] == "plain" else torch.utils.data.TensorDataset(torch.zeros(64, 3, 128, 128))
+for batch in lockstep.DataLoader(dataset, batch_size=32, num_workers=1, timeout=60):
+    pass
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "tensors"])
+def test_full_shared_memory_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+    alone = ["unshare", "--mount", "--map-root-user"]
+    mount = "mount -t tmpfs -o size=1m none /dev/shm"
+    if subprocess.run([*alone, "sh", "-c", mount], capture_output=True).returncode != 0:
+        pytest.skip("no mount namespaces for this user")
+    program = tmp_path / "program.py"
+    program.write_text(FULL_MEMORY)
+    command = [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, str(program), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert done.returncode == 1
+    assert "/dev/shm (1 MiB in all) has no room for the next batch" in done.stderr
+    assert "num_workers or prefetch_factor" in done.stderr
+    assert "timed out" not in done.stderr
+
+
+def test_batch_that_cannot_be_sent_is_an_error() -> None:
+    loader = DataLoader(range(4), 2, num_workers=1, collate_fn=lambda samples: lambda: samples, timeout=DEADLINE_S)
+    with pytest.raises(DataError, match=r"batch of type function cannot be sent from its worker.*num_workers=0"):
+        list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_arrive_as_the_collate_function_made_them(num_workers: int) -> None:
+    def collate(samples: list[int]) -> dict[str, object]:
+        return {"tensor": torch.tensor(samples), "array": np.array(samples), "text": str(samples), "nothing": None}
+
+    first, second = DataLoader(range(4), 2, num_workers=num_workers, collate_fn=collate)
+    assert first["tensor"].tolist() == first["array"].tolist() == [0, 1]
+    assert (second["text"], second["nothing"]) == ("[2, 3]", None)
+    ((values,),) = DataLoader(TensorDataset(torch.arange(3)), 3, num_workers=num_workers)
+    assert values.tolist() == [0, 1, 2]

@@ -1,0 +1,153 @@
+"""The program behind `make gpu` on a machine without a GPU: what it starts, makes of it and writes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.testing import limit_s
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "gpu"))
+
+import gpu_jobs  # noqa: E402
+import gpu_run  # noqa: E402
+from gpu_jobs import Outcome, judge, run_job  # noqa: E402
+from gpu_table import TABLE, Check  # noqa: E402
+
+PLAIN = Check("plain", "", "some:thing")
+BREAKING = replace(PLAIN, breaks=True, says=(r"rank \d was killed",))
+
+
+@pytest.mark.parametrize("check", TABLE, ids=lambda check: check.name)
+def test_every_check_names_a_function(check: Check) -> None:
+    module, _, function = check.function.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert check.why
+
+
+def test_names_are_unique_and_measures_come_last() -> None:
+    assert len({check.name for check in TABLE}) == len(TABLE)
+    assert [check.alone for check in TABLE] == sorted(check.alone for check in TABLE)
+
+
+@pytest.mark.parametrize(
+    ("check", "code", "text", "kind", "why"),
+    [
+        (PLAIN, 0, 'noise\nRESULT {"done": true, "ratio": 1.5}\n', "passed", ""),
+        (PLAIN, 0, '[0] RESULT {"done": true}', "passed", ""),
+        (PLAIN, 0, "noise", "failed", "no result"),
+        (PLAIN, 1, 'RESULT {"done": true}', "failed", "exit code 1"),
+        (PLAIN, None, "noise", "timed out", "not over after 3 s"),
+        (PLAIN, 0, 'RESULT {"done": true, "skipped": "no triton"}', "skipped", "no triton"),
+        (BREAKING, 1, "rank 1 was killed", "passed", ""),
+        (BREAKING, 0, "rank 1 was killed", "failed", "exit code 0, though a rank broke"),
+        (BREAKING, 1, "noise", "failed", "does not say"),
+    ],
+)
+def test_judgement(check: Check, code: int | None, text: str, kind: str, why: str) -> None:
+    outcome = judge(check, code, text, 3.0)
+    assert outcome.kind == kind
+    assert outcome.why.startswith(why)
+    assert bool(outcome.tail) == (kind in ("failed", "timed out"))
+    assert "done" not in outcome.facts
+
+
+def start(monkeypatch: pytest.MonkeyPatch, code: str, limit_s: float) -> Outcome:
+    monkeypatch.setattr(gpu_jobs, "command_of", lambda *_: [sys.executable, "-c", code])
+    return run_job(PLAIN, "cpu", limit_s, sys.executable, ROOT)
+
+
+def test_a_job_that_hangs_is_ended_with_all_it_has_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = "import time; time.sleep(600)"
+    code = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "print('waiting', flush=True)\n"
+        "child.wait()\n"
+    )
+    outcome = start(monkeypatch, code, 3.0)
+    assert (outcome.kind, outcome.tail) == ("timed out", "waiting\n")
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+
+
+def test_a_job_that_fails_leaves_the_end_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = start(monkeypatch, "raise SystemExit('no such kernel')", 60.0)
+    assert (outcome.kind, outcome.why) == ("failed", "exit code 1; no result")
+    assert outcome.tail == "no such kernel\n"
+
+
+class Counting(gpu_run.Session):
+    """Notes what would be run."""
+
+    def __init__(self, device: str, budget_s: float) -> None:
+        super().__init__(device, budget_s, sys.executable)
+        self.limits: dict[str, float] = {}
+
+
+def test_what_the_time_does_not_suffice_for_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Counting("cuda", 100.0)
+
+    def pretend(check: Check, device: str, limit_s: float, *_: Any) -> Outcome:
+        session.limits[check.name] = limit_s
+        session._ends_s -= 40
+        return Outcome("passed", 40.0)
+
+    monkeypatch.setattr(gpu_run, "run_job", pretend)
+    checks = [
+        *(replace(PLAIN, name=name, limit_s=60) for name in ("first", "second", "third")),
+        replace(PLAIN, name="measure", limit_s=30, alone=True),
+    ]
+    gpu_run.run_all(session, checks, 1)
+    # Of 100 s 30 are kept for the measure: 70 for the first, which takes 40, 30 for the second; none for the third.
+    assert {name: round(limit) for name, limit in session.limits.items()} == {"first": 60, "second": 30, "measure": 20}
+    written = gpu_run.report(session, checks, {"name": "H100"}, 100.0)
+    assert [entry["outcome"] for entry in written["checks"]] == ["passed", "passed", "skipped", "passed"]
+    assert written["checks"][2]["reason"] == "the time was spent"
+    assert written["environment"]["name"] == "H100"
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "tests/gpu/gpu_run.py", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=limit_s(300), check=False
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_without_a_gpu_it_says_so() -> None:
+    done = run_program()
+    assert done.returncode == 3
+    assert "torch sees no GPU here" in done.stderr
+
+
+def test_checks_run_on_the_cpu(tmp_path: Path) -> None:
+    """Real jobs: one rank, two ranks, a rank that is killed, and one that needs a GPU."""
+    output = tmp_path / "gpu.json"
+    words = ["mixed-one-rank", "staged-verbs", "killed-staged", "cuda-graph"]
+    done = run_program(
+        "--device", "cpu", "--at-once", "2", "--budget", "280", "--output", str(output), "--only", *words
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(output.read_text())
+    outcomes = {entry["name"]: entry["outcome"] for entry in written["checks"]}
+    assert outcomes == {
+        "staged-verbs": "passed",
+        "mixed-one-rank": "skipped",
+        "killed-staged": "passed",
+        "cuda-graph": "skipped",
+    }
+    assert written["environment"]["torch"] == torch.__version__
+    assert next(entry for entry in written["checks"] if entry["name"] == "staged-verbs")["facts"]["verbs"] == 23
