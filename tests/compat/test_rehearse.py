@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,10 +220,8 @@ def test_nothing_is_found_where_it_only_looks_wrong(tmp_path: Path, name: str) -
 
 
 def test_nothing_is_found_where_nodes_and_ranks_are_told_apart(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"  # under the folder of temporary files, and not under that of the job
-    disk.mkdir()
-    job = tmp_path / "job"
-    job.mkdir()
-    words = ("--nodes", "2", "--nproc", "2", "--strict", str(PROGRAMS / "clean_worlds.py"), "--node-disk", str(disk))
-    done = rehearse(job, *words)
+    # Wherever the folders of tests are, a folder of temporary files is one that a node has for itself.
+    with tempfile.TemporaryDirectory() as disk:
+        words = ("--nodes", "2", "--nproc", "2", "--strict", str(PROGRAMS / "clean_worlds.py"), "--node-disk", disk)
+        done = rehearse(tmp_path, *words)
     assert (done.report["findings"], done.code) == ([], 0), done.output
