@@ -2,18 +2,14 @@
 
 Run them with `python -m benchmarks` (or `make bench`); `python -m benchmarks --help` lists the rest.
 
-General layout, from the bottom up:
+What measures is `lockstep.bench`, which `lockstep bench` uses as well. Here lie:
 
-- `stats`: median, spread, bootstrap intervals. Pure functions over samples.
-- `results`: what one run leaves behind: environment, parameters and every sample, as JSON.
-- `ranks`: starts rank processes and brings rank 0's answer back. No measuring in it.
-- `harness`: runs inside the ranks; warms up, calibrates and times contestants round-robin.
 - `case_all_reduce`, `case_train_step`, `case_horovod`, `case_startup`, `case_record`, `case_hosts`, `case_contention`:
   what is measured.
 - `report`, `plots`: tables and pictures, generated from the JSON files and nothing else.
 - `startup_scripts/`: the two scripts that `case_startup` starts.
 
-`stats`, `results`, `report` and `plots` do not import torch.
+`report` and `plots` do not import torch.
 """
 
 from __future__ import annotations

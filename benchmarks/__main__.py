@@ -12,7 +12,7 @@ from types import ModuleType
 
 from benchmarks import CASES, REPOSITORY, RESULTS, report
 from benchmarks.plots import draw
-from benchmarks.results import Result
+from lockstep.bench.results import Result
 
 README = REPOSITORY / "README.md"
 _BUSY_LOAD = 0.5

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
-from benchmarks.harness import Budget, Configuration, Contestant, agree_on_maximum, all_reduce_of, measure
-from benchmarks.ranks import Job, run_ranks
-from benchmarks.results import Environment, Result, Series, Skipped
+from lockstep.bench.harness import Budget, Configuration, Contestant, agree_on_maximum, all_reduce_of, measure
+from lockstep.bench.ranks import Job, run_ranks
+from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.errors import SharedMemoryError
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import lockstep.comm.backend  # noqa: F401  registers the backend
-from benchmarks.harness import Budget, Configuration, all_reduce_of, measure
-from benchmarks.ranks import Job, run_ranks
-from benchmarks.results import Environment, Parameters, Result, Series
+from lockstep.bench.harness import Budget, Configuration, all_reduce_of, measure
+from lockstep.bench.ranks import Job, run_ranks
+from lockstep.bench.results import Environment, Parameters, Result, Series
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 

@@ -34,9 +34,9 @@ from benchmarks.case_train_step import (
     build_model,
     require_agreement,
 )
-from benchmarks.harness import Budget, Configuration, Contestant, measure
-from benchmarks.ranks import Job, run_ranks
-from benchmarks.results import Environment, Result, Series
+from lockstep.bench.harness import Budget, Configuration, Contestant, measure
+from lockstep.bench.ranks import Job, run_ranks
+from lockstep.bench.results import Environment, Result, Series
 
 __all__ = ["FULL", "QUICK", "run"]
 

@@ -34,9 +34,9 @@ import lockstep
 import lockstep.comm.backend  # registers the backend
 from benchmarks import REPOSITORY
 from benchmarks.case_train_step import MODELS, NUM_CLASSES, WARMUP_STEPS, _step, build_model, require_agreement
-from benchmarks.harness import Budget, Configuration, Contestant, measure
-from benchmarks.ranks import Job, RankFailed
-from benchmarks.results import Environment, Result, Series, Skipped
+from lockstep.bench.harness import Budget, Configuration, Contestant, measure
+from lockstep.bench.ranks import Job, RankFailed
+from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.comm.wire import choose_wire, find_wire
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]

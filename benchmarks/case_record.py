@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Budget, Configuration, Contestant, measure
-from benchmarks.ranks import Job, run_ranks
-from benchmarks.results import Environment, Result, Series
 from lockstep import env
+from lockstep.bench.harness import Budget, Configuration, Contestant, measure
+from lockstep.bench.ranks import Job, run_ranks
+from lockstep.bench.results import Environment, Result, Series
 from lockstep.blackbox import make_boxes
 from lockstep.comm.callsite import CallSite
 from lockstep.comm.flight import Flight

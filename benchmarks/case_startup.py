@@ -22,9 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import REPOSITORY, stats
-from benchmarks.results import Environment, Result, Series
+from benchmarks import REPOSITORY
 from lockstep import env
+from lockstep.bench import stats
+from lockstep.bench.results import Environment, Result, Series
 from lockstep.launch.rendezvous import find_free_port
 
 __all__ = ["FULL", "QUICK", "LaunchFailed", "Plan", "run"]

@@ -26,9 +26,9 @@ from torch.nn.functional import cross_entropy
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
-from benchmarks.harness import Budget, Configuration, Contestant, measure
-from benchmarks.ranks import Job, run_ranks
-from benchmarks.results import Environment, Result, Series
+from lockstep.bench.harness import Budget, Configuration, Contestant, measure
+from lockstep.bench.ranks import Job, run_ranks
+from lockstep.bench.results import Environment, Result, Series
 
 __all__ = ["FULL", "MODELS", "QUICK", "Plan", "build_model", "require_agreement", "run"]
 

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from benchmarks import stats
 from benchmarks.report import (
     CONTESTANT_NAMES,
     HOROVOD_LIMIT,
@@ -23,8 +22,9 @@ from benchmarks.report import (
     format_bytes,
     format_seconds,
 )
-from benchmarks.results import Result
-from benchmarks.stats import Estimate
+from lockstep.bench import stats
+from lockstep.bench.results import Result
+from lockstep.bench.stats import Estimate
 
 __all__ = ["draw"]
 

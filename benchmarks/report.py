@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import stats
-from benchmarks.results import Result
-from benchmarks.stats import Estimate
+from lockstep.bench import stats
+from lockstep.bench.results import Result
+from lockstep.bench.stats import Estimate
 
 __all__ = ["Section", "Verdict", "fill_markers", "format_bytes", "format_seconds", "render", "sections", "verdicts"]
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from benchmarks import report, results, stats
+from benchmarks import report
 from benchmarks.__main__ import main, regenerate
-from benchmarks.harness import Budget, Configuration, Contestant, measure
 from benchmarks.plots import draw
-from benchmarks.ranks import RankFailed, run_ranks
-from benchmarks.results import Environment, Result, Series, Skipped
+from lockstep.bench import results, stats
+from lockstep.bench.harness import Budget, Configuration, Contestant, measure
+from lockstep.bench.ranks import RankFailed, run_ranks
+from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.testing import limit_s
 
 MIB = 1024 * 1024

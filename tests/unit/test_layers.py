@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.launch",),
     ("lockstep",),
     ("lockstep.compat", "lockstep.recipes", "lockstep.testing"),
-    ("lockstep.tools",),
+    ("lockstep.tools", "lockstep.bench"),
     ("lockstep.commands",),
     ("lockstep.launch.cli", "lockstep.__main__"),
 )

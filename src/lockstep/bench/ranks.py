@@ -1,8 +1,8 @@
-"""Rank processes for the benchmarks: start them, wait with a deadline, bring rank 0's answer back.
+"""Rank processes for measurements: start them, wait with a deadline, bring rank 0's answer back.
 
 Written apart from Lockstep's own launcher on purpose: what is measured should not also carry the
 measurement. The parent holds a TCP store on a free local port and puts the job into it. A rank is
-`python -m benchmarks.ranks …`; it takes the job from the store, joins a gloo group over it (the
+`python -m lockstep.bench.ranks …`; it takes the job from the store, joins a gloo group over it (the
 control plane), calls one function, and rank 0 puts the answer back.
 
 Nothing outlives the parent, however it ends: ranks ask the kernel to be killed with it, and no file
@@ -22,15 +22,15 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 
-from benchmarks import REPOSITORY
 from lockstep import env
 
 __all__ = ["RankFailed", "run_ranks"]
 
 _PR_SET_PDEATHSIG = 1
 _HOST = "127.0.0.1"
-_JOB_KEY, _ANSWER_KEY = "benchmark/job", "benchmark/answer"
+_JOB_KEY, _ANSWER_KEY = "bench/job", "bench/answer"
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 Job = Mapping[str, object]
@@ -38,7 +38,7 @@ RankFunction = Callable[[Job], object]
 
 
 class RankFailed(RuntimeError):
-    """A rank of a benchmark failed or did not finish in time; its own output says why."""
+    """A rank failed or did not finish in time; its own output says why."""
 
 
 def run_ranks(
@@ -67,19 +67,29 @@ def run_ranks(
     store.set(_JOB_KEY, json.dumps(dict(job)))
     variables = env.snapshot()
     env.OMP_NUM_THREADS.set(str(threads), variables)
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_root_of(function), variables.get("PYTHONPATH", "")]))
     entry = f"{function.__module__}:{function.__qualname__}"
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
             numbers = (store.port, rank, world_size, threads, os.getpid())
-            command = [sys.executable, "-m", "benchmarks.ranks", entry, backend, *map(str, numbers)]
-            processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdin=subprocess.DEVNULL))
+            command = [sys.executable, "-m", "lockstep.bench.ranks", entry, backend, *map(str, numbers)]
+            processes.append(subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL))
         _wait(processes, time.monotonic() + timeout_s)
     finally:
         for process in processes:
             process.kill()
             process.wait()
     return json.loads(store.get(_ANSWER_KEY))
+
+
+def _root_of(function: RankFunction) -> str:
+    """The folder from which a rank can import the function's module."""
+    module = sys.modules[function.__module__]
+    if module.__file__ is None:
+        return ""
+    path = Path(module.__file__).resolve()
+    return str(path.parents[function.__module__.count(".")])
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from benchmarks import stats
-from benchmarks.results import Parameters, Series
+from lockstep.bench import stats
+from lockstep.bench.results import Parameters, Series
 
 __all__ = ["Budget", "Configuration", "Contestant", "agree_on_maximum", "all_reduce_of", "measure"]
 

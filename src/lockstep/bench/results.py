@@ -18,12 +18,12 @@ from importlib import metadata
 from pathlib import Path
 
 import lockstep
-from benchmarks import REPOSITORY
 
 __all__ = ["Environment", "Parameters", "Result", "Series", "Skipped"]
 
 SCHEMA = 1
 _SIGNIFICANT_DIGITS = 6
+_SOURCES = Path(lockstep.__file__).resolve().parents[2]  # where a checkout has its .git; anything, once installed
 
 Parameters = dict[str, int | str]
 """What tells one configuration of a case from another, e.g. `{"world_size": 2, "bytes": 4096}`."""
@@ -34,7 +34,7 @@ class Environment:
     """The machine and the software that the samples come from.
 
     Attributes:
-        commit: full hash, or "unknown" outside a git checkout.
+        commit: full hash of the package's sources, or "unknown" where they are in no git checkout.
         dirty: whether tracked files differ from that commit; what benchmarks write does not count.
         date: UTC, ISO 8601, seconds.
         lockstep, torch, numpy, python: versions.
@@ -188,9 +188,11 @@ class Result:
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the source tree; empty where there is no git or no checkout."""
+    """Output of a git command in the source tree; empty where there is no git, or the package is not in a checkout."""
+    if not (_SOURCES / ".git").exists():
+        return ""
     try:
-        command = ["git", "-C", str(REPOSITORY), *arguments]
+        command = ["git", "-C", str(_SOURCES), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

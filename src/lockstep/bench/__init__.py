@@ -1,0 +1,11 @@
+"""Measuring training and its communication: what `lockstep bench` and the repository's own benchmarks share.
+
+General layout, from the bottom up:
+
+* `stats`: median, spread, bootstrap intervals. Pure functions over samples.
+* `results`: what one run leaves behind: environment, parameters and every sample, as JSON.
+* `ranks`: starts rank processes and brings rank 0's answer back. No measuring in it.
+* `harness`: runs inside the ranks; warms up, calibrates and times contestants round-robin.
+
+`stats` and `results` do not import torch.
+"""
