@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -19,10 +18,10 @@ from benchmarks.report import (
     MODEL_NAMES,
     OVERHEAD_TARGETS,
     RECORD_LIMIT,
-    format_bytes,
-    format_seconds,
 )
 from lockstep.bench import stats
+from lockstep.bench.figures import GRID, new_figure, save, tidy
+from lockstep.bench.pages import format_bytes, format_seconds
 from lockstep.bench.results import Result
 from lockstep.bench.stats import Estimate
 
@@ -51,30 +50,11 @@ _RATIO_TARGET = 4
 _ENGINES = ("lockstep_ddp", "torch_ddp_lockstep", "torch_ddp_gloo")
 _BAR_WIDTH = 0.26
 _TARGET_DASHES = (0, (3, 2))
-_GRID = "#E4E4E4"
 
 
 def draw(result: Result, path: Path) -> None:
     """Draw the picture of a case into a PNG file."""
-    figure = _DRAWERS[result.case](result)
-    title = figure.get_suptitle() + (" (quick run)" if result.quick else "")
-    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-    figure.text(0.01, 0.005, result.environment.summary(), fontsize=6, color="#777777", ha="left", va="bottom")
-    # No version of matplotlib in the file: the same numbers give the same bytes.
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
-def _new_figure(width: float, height: float, title: str) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(rect=(0.0, 0.03, 1.0, 0.96))  # type: ignore[union-attr, call-arg]
-    figure.suptitle(title)
-    return figure
-
-
-def _tidy(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    save(_DRAWERS[result.case](result), result, path)
 
 
 # ---------------------------------------------------------------- all_reduce
@@ -83,7 +63,7 @@ def _tidy(axes: Axes) -> None:
 def _draw_all_reduce(result: Result) -> Figure:
     """Time over size above, gloo's multiple of Lockstep's time below; one column per world size."""
     world_sizes = [int(value) for value in result.values("world_size")]
-    figure = _new_figure(5.4 * len(world_sizes), 6.6, "all_reduce: time per call")
+    figure = new_figure(5.4 * len(world_sizes), 6.6, "all_reduce: time per call")
     grid = figure.subplots(2, len(world_sizes), sharex=True, sharey="row", squeeze=False, height_ratios=[1.6, 1])
     for column, world_size in enumerate(world_sizes):
         times, ratios = grid[0][column], grid[1][column]
@@ -115,9 +95,9 @@ def _plot_times(axes: Axes, result: Result, world_size: int) -> None:
         axes.plot(sizes, medians, style, marker=marker, markersize=4, color=COLOURS[name], label=label, linewidth=1.5)
         if marker:
             axes.fill_between(sizes, lows, highs, color=COLOURS[name], alpha=0.18, linewidth=0)
-    axes.grid(color=_GRID, linewidth=0.7)
+    axes.grid(color=GRID, linewidth=0.7)
     axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds).replace(".00 ", " ").replace(".0 ", " "))
-    _tidy(axes)
+    tidy(axes)
 
 
 def _plot_ratios(axes: Axes, result: Result, world_size: int) -> None:
@@ -143,7 +123,7 @@ def _plot_ratios(axes: Axes, result: Result, world_size: int) -> None:
     axes.set_ylim(bottom=min(0.7, axes.get_ylim()[0]))
     for height, text, colour in ((1, "gloo", COLOURS["gloo"]), (_RATIO_TARGET, f"target {_RATIO_TARGET}x", "black")):
         _label_line(axes, height, text, colour)
-    axes.grid(color=_GRID, linewidth=0.7)
+    axes.grid(color=GRID, linewidth=0.7)
     axes.set_xlabel("tensor")
     sizes_shown = [int(size) for size in result.values("bytes")]
     axes.set_xticks(sizes_shown, [format_bytes(size) for size in sizes_shown], rotation=45, ha="right", fontsize=8)
@@ -152,7 +132,7 @@ def _plot_ratios(axes: Axes, result: Result, world_size: int) -> None:
     low, high = axes.get_ylim()
     shown = [tick for tick in ticks if low <= tick <= high]
     axes.set_yticks(shown, [f"{tick}x" for tick in shown])
-    _tidy(axes)
+    tidy(axes)
 
 
 def _label_line(axes: Axes, height: float, text: str, colour: str) -> None:
@@ -167,7 +147,7 @@ def _label_line(axes: Axes, height: float, text: str, colour: str) -> None:
 def _draw_train_step(result: Result) -> Figure:
     """What each engine adds to a step, in percent of the step without communication."""
     models = [str(value) for value in result.values("model")]
-    figure = _new_figure(8.6, 4.2, "train_step: what communication adds to a step, 2 ranks")
+    figure = new_figure(8.6, 4.2, "train_step: what communication adds to a step, 2 ranks")
     axes = figure.subplots()
     for offset, engine in enumerate(_ENGINES):
         for position, model in enumerate(models):
@@ -184,9 +164,9 @@ def _draw_train_step(result: Result) -> Figure:
     axes.set_xticks(range(len(models)), names, fontsize=9)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
     axes.set_ylabel("added to the step")
-    axes.grid(axis="y", color=_GRID, linewidth=0.7)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.margins(y=0.12)
-    _tidy(axes)
+    tidy(axes)
     return figure
 
 
@@ -214,7 +194,7 @@ def _floor_label(result: Result, model: str) -> str:
 def _draw_horovod(result: Result) -> Figure:
     """A Horovod step in multiples of one with DDP, under a line at the target."""
     models = [str(value) for value in result.values("model")]
-    figure = _new_figure(6.4, 3.2, "horovod: its step beside lockstep DDP's, 2 ranks")
+    figure = new_figure(6.4, 3.2, "horovod: its step beside lockstep DDP's, 2 ranks")
     axes = figure.subplots()
     for position, model in enumerate(models):
         own, ddp = result.samples("horovod", model=model), result.samples("lockstep_ddp", model=model)
@@ -228,9 +208,9 @@ def _draw_horovod(result: Result) -> Figure:
     axes.axhline(HOROVOD_LIMIT, color="black", linewidth=1.4, linestyle=_TARGET_DASHES)
     axes.set_xticks(range(len(models)), [MODEL_NAMES.get(model, model) for model in models], fontsize=9)
     axes.set_ylabel("step time / DDP's")
-    axes.grid(axis="y", color=_GRID, linewidth=0.7)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.margins(y=0.15)
-    _tidy(axes)
+    tidy(axes)
     return figure
 
 
@@ -239,7 +219,7 @@ def _draw_horovod(result: Result) -> Figure:
 
 def _draw_startup(result: Result) -> Figure:
     """Every sample as a dot over the bar of its median."""
-    figure = _new_figure(8.6, 2.7, "startup: from the command line to the first finished all_reduce")
+    figure = new_figure(8.6, 2.7, "startup: from the command line to the first finished all_reduce")
     axes = figure.subplots()
     labels: list[str] = []
     for nproc in result.values("nproc"):
@@ -261,8 +241,8 @@ def _draw_startup(result: Result) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds")
-    axes.grid(axis="x", color=_GRID, linewidth=0.7)
-    _tidy(axes)
+    axes.grid(axis="x", color=GRID, linewidth=0.7)
+    tidy(axes)
     return figure
 
 
@@ -271,7 +251,7 @@ def _draw_startup(result: Result) -> Figure:
 
 def _draw_record(result: Result) -> Figure:
     """What each form of the record adds to the smallest all_reduce, in percent, under a line at the target."""
-    figure = _new_figure(6.4, 2.6, "record: what the flight record adds to an all_reduce of 4 B")
+    figure = new_figure(6.4, 2.6, "record: what the flight record adds to an all_reduce of 4 B")
     axes = figure.subplots()
     labels: list[str] = []
     for world_size in result.values("world_size"):
@@ -290,8 +270,8 @@ def _draw_record(result: Result) -> Figure:
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
-    axes.grid(axis="x", color=_GRID, linewidth=0.7)
-    _tidy(axes)
+    axes.grid(axis="x", color=GRID, linewidth=0.7)
+    tidy(axes)
     return figure
 
 
@@ -300,7 +280,7 @@ def _draw_record(result: Result) -> Figure:
 
 def _draw_hosts(result: Result) -> Figure:
     """How many times as fast as its rival each contestant is, with a tick at what it should be."""
-    figure = _new_figure(6.4, 3.2, "hosts: 2 hosts with 2 ranks each at 1 Gbit/s")
+    figure = new_figure(6.4, 3.2, "hosts: 2 hosts with 2 ranks each at 1 Gbit/s")
     axes = figure.subplots()
     samples = {one.contestant: one.samples_s for one in result.series}
     labels: list[str] = []
@@ -317,9 +297,9 @@ def _draw_hosts(result: Result) -> Figure:
         labels.append(f"{CONTESTANT_NAMES[name]}\nagainst {CONTESTANT_NAMES[rival]}")
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
-    axes.grid(axis="x", color=_GRID, linewidth=0.7)
+    axes.grid(axis="x", color=GRID, linewidth=0.7)
     axes.margins(x=0.15)
-    _tidy(axes)
+    tidy(axes)
     return figure
 
 
@@ -329,7 +309,7 @@ def _draw_hosts(result: Result) -> Figure:
 def _draw_contention(result: Result) -> Figure:
     """gloo's multiple of Lockstep's time over the number of busy neighbours; a column for each world size."""
     world_sizes = [int(value) for value in result.values("world_size")]
-    figure = _new_figure(2.6 * len(world_sizes) + 1.0, 3.6, "contention: all_reduce beside busy processes")
+    figure = new_figure(2.6 * len(world_sizes) + 1.0, 3.6, "contention: all_reduce beside busy processes")
     row = figure.subplots(1, len(world_sizes), sharey=True, squeeze=False)[0]
     for axes, world_size in zip(row, world_sizes, strict=True):
         axes.set_yscale("log")
@@ -349,9 +329,9 @@ def _draw_contention(result: Result) -> Figure:
         axes.set_title(f"{world_size} ranks", fontsize=10)
         axes.set_xlabel("busy processes")
         axes.set_xticks([int(count) for count in result.values("neighbours")])
-        axes.grid(color=_GRID, linewidth=0.7)
+        axes.grid(color=GRID, linewidth=0.7)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        _tidy(axes)
+        tidy(axes)
     row[0].set_ylabel("times as fast as gloo")
     row[0].legend(fontsize=8, frameon=False)
     return figure

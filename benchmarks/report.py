@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.bench import stats
+from lockstep.bench.pages import format_bytes, format_seconds, markdown_table, three_digits
 from lockstep.bench.results import Result
 from lockstep.bench.stats import Estimate
 
-__all__ = ["Section", "Verdict", "fill_markers", "format_bytes", "format_seconds", "render", "sections", "verdicts"]
+__all__ = ["Section", "Verdict", "fill_markers", "render", "sections", "verdicts"]
 
 MIB = 1024 * 1024
 MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters", "thin_100": "100 thin layers"}
@@ -95,7 +96,7 @@ def render(result: Result) -> str:
 def sections(result: Result) -> dict[str, Section]:
     """The parts that a marker can ask for: `summary`, `targets`, `full`."""
     summary, tables = _TABLES[result.case](result)
-    targets = _table(
+    targets = markdown_table(
         ["target", "measured", "met"],
         [[verdict.target, verdict.measured, "yes" if verdict.met else "**no**"] for verdict in verdicts(result)],
     )
@@ -150,7 +151,7 @@ def _all_reduce_tables(result: Result) -> tuple[Section, Section]:
             row += [_time(gloo), _time(own), _speedup(gloo, own)]
         rows.append(row)
     full = "\n\n".join(_all_reduce_table(result, world_size) for world_size in world_sizes)
-    return _table(header, rows), full
+    return markdown_table(header, rows), full
 
 
 def _all_reduce_table(result: Result, world_size: int) -> Section:
@@ -171,7 +172,7 @@ def _all_reduce_table(result: Result, world_size: int) -> Section:
     header = ["tensor", *(CONTESTANT_NAMES[name] for name in names)]
     header += ["gloo / lockstep", "gloo / symmetric", "symmetric / memcpy"]
     caption = "Median, and 10th to 90th percentile of the samples; float32, SUM, in place, 1 thread per rank."
-    return f"## {world_size} ranks\n\n{caption}\n\n{_table(header, rows)}"
+    return f"## {world_size} ranks\n\n{caption}\n\n{markdown_table(header, rows)}"
 
 
 def _all_reduce_verdicts(result: Result) -> list[Verdict]:
@@ -226,8 +227,10 @@ def _train_step_tables(result: Result) -> tuple[Section, Section]:
         overhead_rows.append([label, _time(floor), *overheads])
         time_rows.append([label, *(_time_with_spread(samples) for samples in (floor, *engines))])
     names = [CONTESTANT_NAMES[name] for name in _ENGINES]
-    summary = _table(["model", "step without communication", *(f"{name} adds" for name in names)], overhead_rows)
-    times = _table(["model", CONTESTANT_NAMES["none"], *names], time_rows)
+    summary = markdown_table(
+        ["model", "step without communication", *(f"{name} adds" for name in names)], overhead_rows
+    )
+    times = markdown_table(["model", CONTESTANT_NAMES["none"], *names], time_rows)
     caption = "Median, and 10th to 90th percentile of the samples."
     return summary, f"## Time per step\n\n{caption}\n\n{times}"
 
@@ -265,7 +268,7 @@ def _horovod_tables(result: Result) -> tuple[Section, Section]:
         ratio = _format_ratio(stats.ratio(times[2], times[1])) if times[1] and times[2] else "–"
         rows.append([MODEL_NAMES.get(model, model), *map(_time_with_spread, times), ratio])
     header = ["model", *(CONTESTANT_NAMES[name] for name in _HOROVOD), "Horovod's optimizer / lockstep DDP"]
-    return _table(header, rows), ""
+    return markdown_table(header, rows), ""
 
 
 def _horovod_verdicts(result: Result) -> list[Verdict]:
@@ -290,7 +293,7 @@ def _startup_tables(result: Result) -> tuple[Section, Section]:
             samples = result.samples(name, nproc=nproc)
             rows.append([label, str(nproc), _time_with_spread(samples), _speedup(peer, samples, interval=True)])
     header = ["launched with", "ranks", "until the first all_reduce is done", "times as fast as torchrun"]
-    return _table(header, rows), ""
+    return markdown_table(header, rows), ""
 
 
 def _startup_verdicts(result: Result) -> list[Verdict]:
@@ -319,7 +322,7 @@ def _record_tables(result: Result) -> tuple[Section, Section]:
             [f"{world_size} ranks, {format_bytes(int(size))}", times[0], times[1], costs[0], times[2], costs[1]]
         )
     names = [CONTESTANT_NAMES[name] for name in _RECORDS]
-    return _table(["all_reduce", names[0], names[1], "adds", names[2], "adds"], rows), ""
+    return markdown_table(["all_reduce", names[0], names[1], "adds", names[2], "adds"], rows), ""
 
 
 def _record_verdicts(result: Result) -> list[Verdict]:
@@ -352,7 +355,7 @@ def _hosts_tables(result: Result) -> tuple[Section, Section]:
                 own, first = found[name].samples_s, found[names[0]].samples_s
                 rows.append([CONTESTANT_NAMES[name], _time_with_spread(own), _speedup(first, own, interval=True)])
         if rows:
-            tables.append(_table([f"{title}, {_describe(found[names[0]].parameters)}", "time", "ratio"], rows))
+            tables.append(markdown_table([f"{title}, {_describe(found[names[0]].parameters)}", "time", "ratio"], rows))
     return "\n\n".join(tables), ""
 
 
@@ -389,10 +392,13 @@ def _contention_tables(result: Result) -> tuple[Section, Section]:
                 times = [_time_with_spread(gloo), _time_with_spread(own), _speedup(gloo, own, interval=True)]
                 full.append([f"{world_size} ranks, {format_bytes(size)}", str(count), *times])
         rows.append([f"{world_size} ranks, {format_bytes(size)}", *cells])
-    summary = _table(["all_reduce beside", *names], rows)
+    summary = markdown_table(["all_reduce beside", *names], rows)
     header = ["all_reduce", "busy processes", *(CONTESTANT_NAMES[name] for name in _CONTENDERS), "gloo / lockstep"]
     caption = "Median, and 10th to 90th percentile of the samples; float32, SUM, in place, 1 thread per rank."
-    return f"{summary}\n\n{_waits_table(result)}".rstrip(), f"## Time per call\n\n{caption}\n\n{_table(header, full)}"
+    return (
+        f"{summary}\n\n{_waits_table(result)}".rstrip(),
+        f"## Time per call\n\n{caption}\n\n{markdown_table(header, full)}",
+    )
 
 
 def _contention_sizes(result: Result) -> list[tuple[int, int]]:
@@ -426,7 +432,7 @@ def _waits_table(result: Result) -> Section:
     work_s = result.settings.get("work_s")
     header = ["who wait for one that computes", *(f"{name}: of a core, each" for name in _CONTENDERS)]
     header += [f"{name}: {work_s:g} s of work takes" for name in _CONTENDERS]
-    return _table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _contention_verdicts(result: Result) -> list[Verdict]:
@@ -472,40 +478,8 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
 # ---------------------------------------------------------------- formatting
 
 
-def format_seconds(seconds: float) -> str:
-    """Three significant digits with a fitting unit.
-
-    >>> format_seconds(0.0000213), format_seconds(0.1234), format_seconds(5.0)
-    ('21.3 µs', '123 ms', '5.00 s')
-    """
-    unit, factor = next(
-        ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * factor >= 0.9995),
-        ("ns", 1e9),
-    )
-    return f"{_three_digits(seconds * factor)} {unit}"
-
-
-def format_bytes(count: int) -> str:
-    """A size in binary units.
-
-    >>> format_bytes(4), format_bytes(65536), format_bytes(26214400)
-    ('4 B', '64 KiB', '25 MiB')
-    """
-    for unit, factor in (("MiB", MIB), ("KiB", 1024)):
-        if count >= factor:
-            return f"{count / factor:g} {unit}"
-    return f"{count} B"
-
-
-def _three_digits(value: float) -> str:
-    for limit, digits in ((9.995, 2), (99.95, 1)):
-        if abs(value) < limit:
-            return f"{value:.{digits}f}"
-    return f"{value:.0f}"
-
-
 def _format_ratio(estimate: Estimate, note: str = "") -> str:
-    value, low, high = (_three_digits(number) for number in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (three_digits(number) for number in (estimate.value, estimate.low, estimate.high))
     return f"{value}x{note} [{low}–{high}]"
 
 
@@ -532,16 +506,10 @@ def _speedup(slow: Sequence[float] | None, fast: Sequence[float] | None, *, inte
     if not slow or not fast:
         return "–"
     estimate = stats.ratio(slow, fast)
-    return _format_ratio(estimate) if interval else f"{_three_digits(estimate.value)}x"
+    return _format_ratio(estimate) if interval else f"{three_digits(estimate.value)}x"
 
 
 def _describe(parameters: dict[str, int | str]) -> str:
     return ", ".join(
         f"{name} {format_bytes(int(value)) if name == 'bytes' else value}" for name, value in parameters.items()
     )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; numbers, that is all columns but the first, to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

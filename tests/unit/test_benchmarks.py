@@ -15,9 +15,9 @@ import torch.distributed as dist
 from benchmarks import report
 from benchmarks.__main__ import main, regenerate
 from benchmarks.plots import draw
-from lockstep.bench import results, stats
+from lockstep.bench import pages, results, session, stats
 from lockstep.bench.harness import Budget, Configuration, Contestant, measure
-from lockstep.bench.ranks import RankFailed, run_ranks
+from lockstep.bench.ranks import Job, RankFailed, run_ranks, tell
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.testing import limit_s
 
@@ -136,7 +136,7 @@ def test_horovod_step_is_held_against_ddps() -> None:
 # ---------------------------------------------------------------- statistics
 
 
-@pytest.mark.parametrize("module", [stats, report])
+@pytest.mark.parametrize("module", [stats, pages, session])
 def test_docstring_examples_hold(module: object) -> None:
     tried = doctest.testmod(module)  # type: ignore[arg-type]
     assert tried.attempted > 0
@@ -391,6 +391,20 @@ def test_rank_zero_answers_and_failures_are_raised(capfd: pytest.CaptureFixture[
     assert "TypeError" in capfd.readouterr().err
     with pytest.raises(RankFailed, match=r"ranks \[0, 1\] did not finish"):
         run_ranks(json.dumps, 2, {}, threads=1, timeout_s=0)
+
+
+def _tell_and_fail(job: Job) -> object:
+    tell({"rank": dist.get_rank(), "job": dict(job)})
+    tell("x" * (1 << 20))  # more than a pipe holds
+    raise RuntimeError("after it has told")
+
+
+def test_what_rank_zero_tells_is_heard_though_it_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    parts: list[object] = []
+    with pytest.raises(RankFailed):
+        run_ranks(_tell_and_fail, 2, {"a": 1}, threads=1, timeout_s=limit_s(60), on_part=parts.append)
+    assert parts == [{"rank": 0, "job": {"a": 1}}, "x" * (1 << 20)]
+    assert "after it has told" in capfd.readouterr().err
 
 
 def test_all_reduce_end_to_end(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ measurement. The parent holds a TCP store on a free local port and puts the job 
 `python -m lockstep.bench.ranks …`; it takes the job from the store, joins a gloo group over it (the
 control plane), calls one function, and rank 0 puts the answer back.
 
+What rank 0 tells on the way (`tell`) reaches the parent by a pipe, so that it has it even if the run ends early.
+Ctrl-C reaches the parent alone: ranks are in sessions of their own.
+
 Nothing outlives the parent, however it ends: ranks ask the kernel to be killed with it, and no file
 is written.
 """
@@ -23,10 +26,11 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 from lockstep import env
 
-__all__ = ["RankFailed", "run_ranks"]
+__all__ = ["Job", "RankFailed", "run_ranks", "tell"]
 
 _PR_SET_PDEATHSIG = 1
 _HOST = "127.0.0.1"
@@ -36,13 +40,34 @@ _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 Job = Mapping[str, object]
 RankFunction = Callable[[Job], object]
 
+_to_parent: int | None = None  # a pipe; rank 0 has it, if the parent listens
+
 
 class RankFailed(RuntimeError):
     """A rank failed or did not finish in time; its own output says why."""
 
 
+def tell(part: object) -> None:
+    """Hand the parent something before the end. Rank 0 is heard, all others say nothing. Local.
+
+    Args:
+        part: JSON-able.
+    """
+    if _to_parent is not None:
+        data = json.dumps(part).encode() + b"\n"
+        while data:
+            data = data[os.write(_to_parent, data) :]
+
+
 def run_ranks(
-    function: RankFunction, world_size: int, job: Job, *, threads: int, timeout_s: float, backend: str = "gloo"
+    function: RankFunction,
+    world_size: int,
+    job: Job,
+    *,
+    threads: int,
+    timeout_s: float,
+    backend: str = "gloo",
+    on_part: Callable[[Any], object] | None = None,
 ) -> object:
     """Run a function on `world_size` fresh processes of this host.
 
@@ -54,6 +79,8 @@ def run_ranks(
         threads: intra-op threads of each rank.
         timeout_s: deadline for all of it, process start included.
         backend: of the default group.
+        on_part: called in this process with everything that rank 0 tells, as it comes, and before this function
+            returns or raises.
 
     Returns:
         What rank 0 returned.
@@ -70,17 +97,61 @@ def run_ranks(
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_root_of(function), variables.get("PYTHONPATH", "")]))
     entry = f"{function.__module__}:{function.__qualname__}"
     processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(world_size):
-            numbers = (store.port, rank, world_size, threads, os.getpid())
-            command = [sys.executable, "-m", "lockstep.bench.ranks", entry, backend, *map(str, numbers)]
-            processes.append(subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL))
-        _wait(processes, time.monotonic() + timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with _Parts(on_part) as parts:
+        try:
+            for rank in range(world_size):
+                numbers = (store.port, rank, world_size, threads, os.getpid(), parts.writer if rank == 0 else -1)
+                command = [sys.executable, "-m", "lockstep.bench.ranks", entry, backend, *map(str, numbers)]
+                kept = (parts.writer,) if rank == 0 else ()
+                processes.append(
+                    subprocess.Popen(
+                        command, env=variables, stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True
+                    )
+                )
+            parts.close_writer()
+            _wait(processes, parts, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     return json.loads(store.get(_ANSWER_KEY))
+
+
+class _Parts:
+    """The parent's end of the pipe by which rank 0 tells. Closed, it has handed on everything that was told."""
+
+    def __init__(self, on_part: Callable[[Any], object] | None) -> None:
+        self._on_part = on_part or (lambda part: None)
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self._rest = b""
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_writer()
+        self.receive()
+        os.close(self.reader)
+
+    def close_writer(self) -> None:
+        """Leave rank 0 the only one who writes."""
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+    def receive(self) -> bool:
+        """Hand on what has come; whether more may come."""
+        while True:
+            try:
+                data = os.read(self.reader, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._on_part(json.loads(line))
 
 
 def _root_of(function: RankFunction) -> str:
@@ -92,16 +163,20 @@ def _root_of(function: RankFunction) -> str:
     return str(path.parents[function.__module__.count(".")])
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], parts: _Parts, deadline: float) -> None:
     """Sleep until all ranks have exited well; raise as soon as one has not."""
     waiting = {os.pidfd_open(process.pid): rank for rank, process in enumerate(processes)}
+    heard = [parts.reader]
     try:
         while waiting:
-            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            ready = connection.wait([*waiting, *heard], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RankFailed(f"ranks {sorted(waiting.values())} did not finish before the deadline")
             for descriptor in ready:
                 assert isinstance(descriptor, int)
+                if descriptor == parts.reader:
+                    heard = heard if parts.receive() else []
+                    continue
                 rank = waiting.pop(descriptor)
                 os.close(descriptor)
                 if code := processes[rank].wait():
@@ -119,9 +194,15 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def _rank_main(entry: str, backend: str, port: int, rank: int, world_size: int, threads: int, parent_pid: int) -> None:
+def _rank_main(
+    entry: str, backend: str, port: int, rank: int, world_size: int, threads: int, parent_pid: int, pipe: int
+) -> None:
     """Body of one rank process."""
     _die_with_parent(parent_pid)  # before the imports below, which take seconds
+    if pipe >= 0:
+        global _to_parent
+        os.set_inheritable(pipe, False)
+        _to_parent = pipe
     import torch
     import torch.distributed as dist
 
@@ -137,5 +218,7 @@ def _rank_main(entry: str, backend: str, port: int, rank: int, world_size: int, 
 
 
 if __name__ == "__main__":
+    from lockstep.bench import ranks  # by the name under which others import `tell` from it
+
     _entry, _backend, *_numbers = sys.argv[1:]
-    _rank_main(_entry, _backend, *map(int, _numbers))
+    ranks._rank_main(_entry, _backend, *map(int, _numbers))

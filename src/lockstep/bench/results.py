@@ -101,12 +101,14 @@ class Series:
         iterations: calls that one sample averages over.
         samples_s: seconds per call, one per round, in the order measured; sample i of all
             contestants of a configuration belongs to the same round.
+        facts: what else was found about the contestant, each with its unit in its name: bytes, losses.
     """
 
     parameters: Parameters
     contestant: str
     iterations: int
     samples_s: list[float]
+    facts: dict[str, float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Result:
         settings: how it was measured: budgets, threads, and what the case adds.
         series: every sample.
         skipped: contestants without samples.
+        complete: whether the run came to its own end; else it has what was measured until then.
     """
 
     case: str
@@ -137,6 +140,7 @@ class Result:
     settings: Mapping[str, object]
     series: list[Series]
     skipped: list[Skipped] = field(default_factory=list)
+    complete: bool = True
 
     def samples(self, contestant: str, **parameters: int | str) -> list[float] | None:
         """The samples of one contestant in one configuration; None if there are none."""
@@ -163,6 +167,8 @@ class Result:
         document = {"schema": SCHEMA, **asdict(self)}
         for series in document["series"]:
             series["samples_s"] = [float(f"{sample:.{_SIGNIFICANT_DIGITS}g}") for sample in series["samples_s"]]
+            if not series["facts"]:
+                del series["facts"]
         text = json.dumps(document, indent=1)
         return re.sub(r"\[\n[^][{}\"]*\]", lambda match: re.sub(r"\s+", " ", match[0]), text) + "\n"
 
@@ -184,6 +190,7 @@ class Result:
             settings=document["settings"],
             series=[Series(**series) for series in document["series"]],
             skipped=[Skipped(**skipped) for skipped in document["skipped"]],
+            complete=document.get("complete", True),
         )
 
 

@@ -54,6 +54,7 @@ _COMMANDS = {
     "data": _Command(
         "lockstep.commands.data", "draw images to try a recipe with", "lockstep data make-imagenet shapes", starts=False
     ),
+    "bench": _Command("lockstep.commands.bench", "measure training on this machine", "lockstep bench strategies"),
     "doctor": _Command(
         "lockstep.commands.doctor",
         "look at this machine, or at every verb",

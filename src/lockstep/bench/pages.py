@@ -1,0 +1,163 @@
+"""Tables and pages: one description, shown as plain text on a terminal and as Markdown in a file.
+
+>>> table = Table("Sizes.", ["tensor", "time"], [["4 B", "25 µs"], ["1 MiB", "106 µs"]])
+>>> print(as_text([table]))
+tensor    time
+4 B      25 µs
+1 MiB   106 µs
+Sizes.
+>>> print(as_markdown([table]))
+| tensor | time |
+| --- | ---: |
+| 4 B | 25 µs |
+| 1 MiB | 106 µs |
+<BLANKLINE>
+Sizes.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.bench.results import Result
+
+__all__ = [
+    "Block",
+    "Table",
+    "as_markdown",
+    "as_text",
+    "format_bytes",
+    "format_seconds",
+    "markdown_page",
+    "markdown_table",
+    "notes_of",
+    "three_digits",
+]
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a header.
+
+    Attributes:
+        caption: a sentence that stands below; empty for none.
+        header: of each column.
+        rows: cells, as many in each as the header has.
+    """
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+Block = str | Table
+"""A part of a page: a table, or a paragraph of Markdown (`## …` is a heading)."""
+
+
+def as_text(blocks: Sequence[Block]) -> str:
+    """For a terminal: columns aligned by spaces, no marks of Markdown. Paragraphs without a line break are kept so."""
+    return "\n\n".join(_plain_table(block) if isinstance(block, Table) else _plain(block) for block in blocks)
+
+
+def as_markdown(blocks: Sequence[Block]) -> str:
+    """For a file."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, str):
+            parts.append(block)
+            continue
+        parts.append(markdown_table(block.header, block.rows))
+        if block.caption:
+            parts.append(block.caption)
+    return "\n\n".join(parts)
+
+
+def markdown_page(result: Result, blocks: Sequence[Block], *, has_plot: bool) -> str:
+    """The page beside a result: its tables, its picture and where it was measured."""
+    title = f"# {result.case}\n\nGenerated from [{result.case}.json]({result.case}.json); do not edit."
+    parts = [title, *(f"**{note}**" for note in notes_of(result)), as_markdown(blocks)]
+    if has_plot:
+        parts.append(f"![{result.case}]({result.case}.png)")
+    return "\n\n".join([*parts, f"<sub>{result.environment.summary()}.</sub>"]) + "\n"
+
+
+def notes_of(result: Result) -> list[str]:
+    """What a reader must know before the numbers: a run that was short, cut off, or on a busy machine."""
+    notes = []
+    if result.quick:
+        notes.append("A quick run: its numbers show that the benchmark works, nothing else.")
+    if not result.complete:
+        notes.append("This run was cut short: it has what was measured until then.")
+    if result.environment.load > 0.5:
+        notes.append(f"The machine was busy when the run began (load {result.environment.load}): expect noise.")
+    return notes
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; numbers, that is all columns but the first, to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits with a fitting unit.
+
+    >>> format_seconds(0.0000213), format_seconds(0.1234), format_seconds(5.0)
+    ('21.3 µs', '123 ms', '5.00 s')
+    """
+    unit, factor = next(
+        ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * factor >= 0.9995),
+        ("ns", 1e9),
+    )
+    return f"{three_digits(seconds * factor)} {unit}"
+
+
+def format_bytes(count: int) -> str:
+    """A size in binary units.
+
+    >>> format_bytes(4), format_bytes(65536), format_bytes(26214400)
+    ('4 B', '64 KiB', '25 MiB')
+    """
+    for unit, factor in (("MiB", _MIB), ("KiB", 1024)):
+        if count >= factor:
+            return f"{count / factor:g} {unit}"
+    return f"{count} B"
+
+
+def three_digits(value: float) -> str:
+    """A number with three significant digits, or all of its whole ones.
+
+    >>> three_digits(1.2345), three_digits(45.678), three_digits(1234.5)
+    ('1.23', '45.7', '1234')
+    """
+    for limit, digits in ((9.995, 2), (99.95, 1)):
+        if abs(value) < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.0f}"
+
+
+def _plain_table(table: Table) -> str:
+    """The first column to the left, all others to the right."""
+    lines = [[_plain(cell) for cell in line] for line in (table.header, *table.rows)]
+    widths = [max(_width(line[column]) for line in lines) for column in range(len(table.header))]
+    text = []
+    for first, *rest in lines:
+        cells = [first + " " * (widths[0] - _width(first))]
+        cells += [" " * (width - _width(cell)) + cell for cell, width in zip(rest, widths[1:], strict=True)]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join([*text, *([_plain(table.caption)] if table.caption else [])])
+
+
+def _plain(text: str) -> str:
+    """Markdown without its marks: emphasis, code, links, headings."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return re.sub(r"\*\*|`|^#+ ", "", text, flags=re.MULTILINE)
+
+
+def _width(text: str) -> int:
+    return sum(not unicodedata.combining(character) for character in text)
