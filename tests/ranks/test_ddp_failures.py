@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_checks import assert_averaged, backends, clear, data, error_of, mlp, twins
 from lockstep import DistributedDataParallel, batch
+from lockstep.comm import work
 from lockstep.errors import CollectiveMismatch, ModelError, RankLost
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
@@ -244,6 +245,9 @@ class Outputs(nn.Module):
 
 
 def num_tensors() -> int:
+    for runner in list(work._runners):  # with torch 2.6 they keep the last finished calls, a limited number
+        if runner._kept is not None:
+            runner._kept.clear()
     gc.collect()
     return sum(isinstance(each, Tensor) for each in gc.get_objects())
 
@@ -310,7 +314,7 @@ def let_go(ends_with: str) -> None:
     """Engines come and go around one module."""
     module = Outputs().double()
     counts, num_hooks = [], []
-    for _ in range(4):
+    for _ in range(6):
         model = DistributedDataParallel(module, bucket_cap_mb=0)
         loss_of(model, 0).backward()
         clear(model)
@@ -341,7 +345,7 @@ def let_go(ends_with: str) -> None:
     assert num_hooks[0] == num_hooks[-1], "hooks of engines that are gone stay on the parameters"
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
     if not (ends_with == "failure" and dist.get_backend() == "gloo"):  # whose threads may still hold some
-        assert abs(counts[-1] - counts[0]) <= 2, counts
+        assert abs(counts[-1] - counts[1]) <= 2, counts  # the first engine of a process leaves what all others find
 
 
 @backends
