@@ -246,8 +246,8 @@ class Outputs(nn.Module):
 
 def num_tensors() -> int:
     for runner in list(work._runners):  # with torch 2.6 they keep the last finished calls, a limited number
-        if runner._kept is not None:
-            runner._kept.clear()
+        for kept in runner._kept or ():
+            kept.clear()
     gc.collect()
     return sum(isinstance(each, Tensor) for each in gc.get_objects())
 

@@ -191,9 +191,12 @@ class PendingWork(_TorchWork):
 
 # C++ of torch 2.6 holds the C++ half of a Work and lets its Python half go. If that is gone when C++ comes to wait, it
 # waits for a C++ half that nobody ever finishes. torch's DDP waits so for the counts of used parameters, which it may
-# reduce before all of its buckets: so works with small results are kept for long.
+# reduce before all of its buckets: so works with small results are kept for long. Works with large results are kept for
+# a few calls: C++ waits for them soon, but broadcasts a module's state with two calls on their way at a time, and the
+# group's thread may have finished both before C++ comes to wait for the first.
 _MAX_KEPT = 1024
 _MAX_KEPT_NUMEL = 1 << 14
+_MAX_KEPT_LARGE = 3
 
 _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
@@ -216,9 +219,9 @@ class Runner:
         self.unfinished = 0
         self.is_awaited_by_main = False
         self._lock = threading.Lock()
-        self._kept: deque[PendingWork] | None = None
+        self._kept: tuple[deque[PendingWork], deque[PendingWork]] | None = None  # with small results, with large ones
         if drops_python_work(torch.__version__):
-            self._kept = deque(maxlen=_MAX_KEPT)
+            self._kept = deque(maxlen=_MAX_KEPT), deque(maxlen=_MAX_KEPT_LARGE)
         _runners.add(self)
 
     def has_unfinished_elsewhere(self) -> bool:
@@ -233,8 +236,8 @@ class Runner:
     def submit(self, work: PendingWork) -> None:
         """Queue `work`."""
         work.runner = self
-        if self._kept is not None and work.result_numel() <= _MAX_KEPT_NUMEL:
-            self._kept.append(work)
+        if self._kept is not None:
+            self._kept[work.result_numel() > _MAX_KEPT_NUMEL].append(work)
         with self._lock:
             self.unfinished += 1
             if self._thread is None:
