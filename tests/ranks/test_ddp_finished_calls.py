@@ -25,9 +25,7 @@ def train_with_torch() -> list[float]:
     """Wraps a module whose parameters travel in large broadcasts in torch's engine, and trains it for three steps."""
     torch.manual_seed(dist.get_rank())
     module = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 2))
-    module.register_buffer(
-        "steps", torch.zeros((), dtype=torch.int64)
-    )  # in a broadcast of its own, behind the large one
+    module.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # broadcast on its own, behind them
     with mock.patch.object(Runner, "submit", submit_and_finish):
         model = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.1, find_unused_parameters=True)
         for _ in range(3):
