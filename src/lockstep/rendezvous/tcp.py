@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lockstep.errors import RendezvousError
-from lockstep.torch_private.stores import PrefixStore, Store, TCPStore
+from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
 __all__ = ["listen", "open_brief_store", "open_store"]
 
@@ -75,17 +75,10 @@ def open_brief_store(
     if rank == 0 and listener is None:
         listener = listen(address, port)
     try:
-        return TCPStore(
-            address,
-            port,
-            world_size,
-            rank == 0,
-            timeout,
-            # A script that later asks torch for env:// at the same port shares what listens there.
-            multi_tenant=True,
-            # The store takes the descriptor over and closes it.
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
+        # A script that later asks torch for env:// at the same port shares what listens there.
+        if listener is not None:
+            return serve_tcp_store(listener, address, port, world_size, timeout, multi_tenant=True)
+        return TCPStore(address, port, world_size, False, timeout, multi_tenant=True)
     except dist.DistError as error:
         raise RendezvousError(
             f"rank {rank} of {world_size} did not meet the others at {address}, port {port}, where rank 0 listens: "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,4 +20,49 @@ else:
     FileStore, HashStore, PrefixStore, TCPStore = dist.FileStore, dist.HashStore, dist.PrefixStore, dist.TCPStore
     GradBucket, Store, Work = dist.GradBucket, dist.Store, dist.Work
 
-__all__ = ["FileStore", "GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore", "Work"]
+__all__ = ["FileStore", "GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore", "Work", "serve_tcp_store"]
+
+
+def serve_tcp_store(
+    listener: socket.socket,
+    address: str,
+    port: int,
+    world_size: int | None,
+    timeout: timedelta,
+    *,
+    wait_for_workers: bool = True,
+    multi_tenant: bool = False,
+) -> Store:
+    """A TCPStore behind a socket that listens already. Collective where it waits for the others.
+
+    Args:
+        listener: the socket; the store takes it over and closes it.
+        address: of the store, as this process reaches it.
+        port: of the store.
+        world_size: how many come; None for any number.
+        timeout: of what is asked of the store.
+        wait_for_workers: return when all have come.
+        multi_tenant: share a store of this process at the same port.
+
+    Raises:
+        dist.DistError: not all came in time.
+    """
+    descriptor = listener.detach()
+
+    def serve(**backend: bool) -> Store:
+        return TCPStore(
+            address,
+            port,
+            world_size,
+            True,
+            timeout,
+            wait_for_workers=wait_for_workers,
+            multi_tenant=multi_tenant,
+            master_listen_fd=descriptor,
+            **backend,
+        )
+
+    try:
+        return serve()
+    except NotImplementedError:  # the libuv backend of torch 2.6 opens its sockets itself
+        return serve(use_libuv=False)

@@ -199,7 +199,7 @@ class HostAgent(SimpleElasticAgent):
             return self._result(worker_group, WorkerState.SUCCEEDED)
         return RunResult(WorkerState.HEALTHY)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # torch 2.6 says which
         crew, self._crew = self._crew, None
         if crew is None:
             return
@@ -211,7 +211,7 @@ class HostAgent(SimpleElasticAgent):
         finally:
             crew.close()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, **_: Any) -> None:
         self._stop_workers(self.get_worker_group())
 
     def _exit_barrier(self) -> None:

@@ -20,7 +20,7 @@ from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
-from lockstep.torch_private.stores import PrefixStore, Store, TCPStore
+from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
 __all__ = ["Place", "PlaceLost"]
 
@@ -153,15 +153,7 @@ class Place:
 def _hold(config: HostsConfig) -> Store:
     """Start the store, listening on that address only."""
     listener = tcp.listen(config.address, config.port)
-    store = TCPStore(
-        config.address,
-        config.port,
-        None,
-        True,
-        _STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    store = serve_tcp_store(listener, config.address, config.port, None, _STORE_TIMEOUT, wait_for_workers=False)
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 
