@@ -17,6 +17,10 @@ already, or suspects nothing, must neither hang the others nor make their call a
 parameters are also hashed before each step that had a collective since the last. If all ranks had the same
 parameters at one of those points, somebody does average them, and the difference at the end is on purpose.
 
+[Note: engines that are gone] An engine that is part of a reference cycle lives until the garbage collector comes, which
+is another moment on each rank. What ranks decide by the engines of an optimizer they must decide alike. So who is about
+to communicate because of an engine, or to raise, collects garbage before; or goes by engines that were used just now.
+
 Not seen: parameters that nobody averages, in an optimizer that steps an engine's too or beside one that does, because
 there are collectives between its steps; a program that communicates within every step for another reason, such as a
 metric; and ranks that end without leaving their world.
@@ -57,8 +61,11 @@ __all__ = [
     "digest",
     "engines",
     "engines_of",
+    "engines_used",
     "is_engine",
+    "latest_use",
     "note_engine",
+    "note_use",
     "watch_optimizers",
 ]
 
@@ -73,10 +80,15 @@ _MAX_SYNCED = 16
 
 
 class AveragingModule(Protocol):
-    """What is known of an engine: it averages the gradients of its module's parameters over a group."""
+    """What is known of an engine: it averages the gradients of its module's parameters over a group.
+
+    Attributes:
+        last_used: the number of its last use (`note_use`); of two engines the one used later has the greater.
+    """
 
     module: torch.nn.Module
     process_group: dist.ProcessGroup
+    last_used: int
 
 
 class _Record:
@@ -99,6 +111,7 @@ class _Record:
 
 
 _engines: WeakSet[Any] = WeakSet()
+_num_uses = 0
 _records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
 _suspects: deque[_Record] = deque(maxlen=_MAX_SUSPECTS)
 _is_installed = False
@@ -108,7 +121,20 @@ _find_line = make_locator()
 
 def note_engine(engine: AveragingModule) -> None:
     """This engine averages the gradients of its module's parameters. Local."""
+    note_use(engine)
     _engines.add(engine)
+
+
+def note_use(engine: AveragingModule) -> None:
+    """This engine begins a forward pass. Local."""
+    global _num_uses
+    _num_uses += 1
+    engine.last_used = _num_uses
+
+
+def latest_use() -> int:
+    """The number of the last use of an engine. Local."""
+    return _num_uses
 
 
 def is_engine(module: torch.nn.Module) -> bool:
@@ -122,9 +148,14 @@ def engines() -> list[Any]:
 
 
 def engines_of(optimizer: Optimizer) -> list[Any]:
-    """The engines that average any of its parameters. Local."""
-    own = {id(parameter) for parameter in _parameters_of(optimizer)}
-    return [engine for engine in engines() if any(id(each) in own for each in engine.module.parameters())]
+    """The engines that average any of its parameters. Local. See [Note: engines that are gone]."""
+    own = set(map(id, _parameters_of(optimizer)))
+    return [engine for engine in engines() if not own.isdisjoint(map(id, engine.module.parameters()))]
+
+
+def engines_used(optimizer: Optimizer, after: int) -> list[Any]:
+    """The engines that average any of its parameters and were used after that number of `latest_use`. Local."""
+    return [engine for engine in engines_of(optimizer) if engine.last_used > after]
 
 
 def describe_step(optimizer: Optimizer) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ddp_checks import assert_same_on_all_ranks
+from ddp_checks import assert_same_on_all_ranks, num_collectives
 from lockstep import DistributedDataParallel, batch
 from lockstep.parallel.closures import averaged_closure
 from lockstep.testing import run_ranks
@@ -70,15 +70,89 @@ def test_several_ranks_end_where_one_does(
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+class LoggingLBFGS(torch.optim.LBFGS):
+    """Its step hands down another closure than it was given."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(lambda: float(closure()))
+
+
+class LocallyRegularisedLBFGS(torch.optim.LBFGS):
+    """What its step hands down is each rank's own again."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(lambda: closure().add_(dist.get_rank()))
+
+
+class DataLBFGS(torch.optim.LBFGS):
+    """Its step makes the closure itself."""
+
+    def step(self, model_and_inputs: Any) -> Any:
+        model, inputs = model_and_inputs
+
+        def closure() -> Tensor:
+            self.zero_grad()
+            loss: Tensor = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        return super().step(closure)
+
+
+def minimise_by_subclass(kind: type[torch.optim.LBFGS], ranks_with_lbfgs: list[int]) -> tuple[float, int]:
+    """The first loss by which a subclass decides, and how many collectives that took."""
+    if dist.get_rank() in ranks_with_lbfgs:
+        torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
+    net = nn.Linear(1, 1, bias=False)
+    model = DistributedDataParallel(net)
+    nn.init.ones_(net.weight)
+    optimizer = kind(model.parameters(), max_iter=1)
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    begin = num_collectives()
+    loss = optimizer.step((model, inputs) if kind is DataLBFGS else closure)
+    return float(loss), num_collectives() - begin
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("ranks_with_lbfgs", [[], [0], [0, 1]])
+@pytest.mark.parametrize(
+    ("kind", "loss", "num_means"),
+    [(OwnLBFGS, 2.5, 1), (LoggingLBFGS, 2.5, 2), (LocallyRegularisedLBFGS, 3.0, 2), (DataLBFGS, 2.5, 1)],
+)
+def test_means_do_not_depend_on_other_optimizers(
+    kind: type[torch.optim.LBFGS], loss: float, num_means: int, ranks_with_lbfgs: list[int]
+) -> None:
+    num_passes = 1
+    run_ranks(fail, 2, expect_errors=True)  # the next are new processes, which have made no optimizer
+    found = run_ranks(minimise_by_subclass, 2, kind, ranks_with_lbfgs)
+    assert found == [(loss, num_passes + num_means)] * 2
+
+
 def losses_of_closures() -> list[Any]:
     model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.LBFGS(model.parameters())
     rank = dist.get_rank()
+
+    def closure(loss: Any) -> Any:
+        model(torch.ones(1, 1))
+        return loss
+
     losses = [torch.tensor(1.0 + rank), torch.tensor([3.0 * rank], dtype=torch.float64, requires_grad=True), 4.0 * rank]
-    found: list[Any] = [averaged_closure(lambda loss=loss: loss, model)() for loss in losses]
+    found: list[Any] = [averaged_closure(lambda loss=loss: closure(loss), optimizer)() for loss in losses]
     # Rank 1 holds a filler, whose loss may be anything.
     filler = torch.tensor(2.0 if rank == 0 else torch.nan)
     with batch.hold(batch.BatchShare(2 * (rank == 0), 2, 2)):
-        found.append(averaged_closure(lambda: model(torch.ones(1, 1)).sum() * 0 + filler, model)())
+        found.append(averaged_closure(lambda: model(torch.ones(1, 1)).sum() * 0 + filler, optimizer)())
     return found
 
 

@@ -5,11 +5,22 @@ computes, but the loss that it returns is each rank's own: left at that, ranks t
 different parameters. So for optimizers whose parameters belong to an engine of more than one rank the closure is
 wrapped: it returns the mean over ranks, each weighted by its share of the samples, the same bits on all of them.
 
-Other optimizers do not judge the loss; their closures stay as they are.
+Other optimizers do not judge the loss; their closures stay as they are. So do closures that call no engine: what a
+rank minimises alone is its own.
+
+[Note: averaged once] How often a loss is averaged must not depend on what else a process did. torch calls hooks from
+the `step` of a class once an instance of that class was made. So a subclass whose own `step` calls that of LBFGS has
+them called twice in a process that has made a plain LBFGS before, and once in another. Here one is made in every
+process, and a loss that is a mean already is left alone. The step of the subclass is looked at because it may never
+call that of LBFGS; the step of LBFGS, because the subclass may hand another closure down than it was given.
+
+Engines that count are those that the closure has called: others may wait for the garbage collector, which comes at
+another moment on each rank ([Note: engines that are gone] in `drift.py`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +29,25 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep import batch
-from lockstep.drift import AveragingModule, engines_of
+from lockstep.drift import AveragingModule, engines_of, engines_used, latest_use
 from lockstep.parallel.checks import host_device
 from lockstep.parallel.losses import find_origin
+from lockstep.torch_private.autograd import version_of
 
 __all__ = ["averaged_closure", "install"]
 
 _is_installed = False
+
+
+class _Latest(threading.local):
+    """The mean that this thread has returned last."""
+
+    mean: Any = None
+    version: int = -1  # of a tensor, which may be written to since
+    group: dist.ProcessGroup | None = None
+
+
+_latest = _Latest()
 
 
 def install() -> None:
@@ -33,42 +56,58 @@ def install() -> None:
     if not _is_installed:
         _is_installed = True
         register_optimizer_step_pre_hook(_average_losses)
+        torch.optim.LBFGS([torch.nn.Parameter(torch.zeros((), device="cpu"))])  # see [Note: averaged once]
 
 
 def _average_losses(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of `optimizer.step`, with the closure wrapped; None to leave them alone."""
-    if not isinstance(optimizer, torch.optim.LBFGS):
+    if not isinstance(optimizer, torch.optim.LBFGS) or not engines_of(optimizer):
         return None
-    engines = [engine for engine in engines_of(optimizer) if engine.process_group.size() > 1]
-    if not engines:
-        return None
-    # The same one on all ranks.
-    engine = min(engines, key=lambda each: (-each.process_group.size(), str(each.process_group.group_name)))
     if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": averaged_closure(kwargs["closure"], engine)}
+        return args, {**kwargs, "closure": averaged_closure(kwargs["closure"], optimizer)}
     if len(args) > 1 and callable(args[1]):
-        return (args[0], averaged_closure(args[1], engine), *args[2:]), kwargs
+        return (args[0], averaged_closure(args[1], optimizer), *args[2:]), kwargs
     return None  # torch says itself what is missing.
 
 
-def averaged_closure(closure: Callable[[], Any], engine: AveragingModule) -> Callable[[], Any]:
-    """A closure that returns the mean of all ranks' losses. Calls of it are collective.
+def averaged_closure(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """A closure that returns the mean of all ranks' losses. Calls of it are collective if it calls an engine.
 
     Args:
         closure: computes gradients and returns the loss: a tensor of one element, or a number.
-        engine: over whose group to average.
+        optimizer: whose parameters belong to the engines over whose groups to average.
 
     Returns:
-        A function whose result has the loss's dtype, shape and device, and no graph.
+        A function whose result has the loss's dtype, shape and device, and no graph. Where `closure` has called no
+        engine of more than one rank, the result is that of `closure`.
     """
 
     def average() -> Any:
+        begin = latest_use()
         loss = closure()
-        return _mean_over_ranks(loss, engine, _weight_of(loss, engine))
+        engines = [each for each in engines_used(optimizer, begin) if each.process_group.size() > 1]
+        if not engines:
+            return loss
+        # The same one on all ranks.
+        engine = min(engines, key=lambda each: (-each.process_group.size(), str(each.process_group.group_name)))
+        if _is_mean(loss, engine.process_group):
+            return loss
+        mean = _mean_over_ranks(loss, engine, _weight_of(loss, engine))
+        _latest.mean, _latest.version, _latest.group = mean, _version_of(mean), engine.process_group
+        return mean
 
     return average
+
+
+def _is_mean(loss: Any, group: dist.ProcessGroup) -> bool:
+    """Whether it is the very mean over this group that was returned last, and nobody has written to it."""
+    return loss is _latest.mean and group is _latest.group and _version_of(loss) == _latest.version
+
+
+def _version_of(loss: Any) -> int:
+    return version_of(loss) if isinstance(loss, torch.Tensor) else 0
 
 
 def _weight_of(loss: Any, engine: AveragingModule) -> float:

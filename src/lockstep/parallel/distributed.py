@@ -24,6 +24,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
 from lockstep.batch import BatchShare
+from lockstep.drift import engines, note_use
 from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
@@ -125,6 +126,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # Where no loader says what ranks hold, they must come with equally many rows. Engines of others average plainly.
     _compares_rows = True
     _averages_at_once = True
+    last_used: int
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.process_group,
             may_go_early=not self.static_graph and self._world_size > 1,
             always_views=self._always_views,
-            unannounced=weakref.WeakMethod(self._backward_begins),
+            unannounced=weakref.WeakMethod(self._gradient_comes),
         )
         if self._world_size > 1:
             reducer.watch_all(_WATCHED_PASSES)
@@ -298,6 +300,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @left_out(with_what_it_calls=True)
     def _enter(self, inputs: Any, kwargs: Any) -> tuple[Passage, Any, Any]:
         """Who watches the forward pass, and what the module is called with. Local."""
+        note_use(self)
         if self._early_passes is not None and not self._early_passes.check(self):
             self._early_passes = None
         with_gradients = torch.is_grad_enabled()
@@ -427,6 +430,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
         else:
             self.changes.suspect()  # they may be others by now
+
+    def _gradient_comes(self, parameter: torch.Tensor) -> None:
+        """To a parameter, and not by the outputs: the business of another engine whose pass it is, or of this one."""
+        if not any(other is not self and other.brings_now(parameter) for other in engines()):
+            self._backward_begins()
+
+    def brings_now(self, parameter: torch.Tensor) -> bool:
+        """Whether the backward pass under way came by this engine, which averages the parameter. Local."""
+        tasks = (self._task if self._task_reaches else -1, self._begun_task)
+        return current_graph_task_id() in tasks and id(parameter) in self._own
 
     def _backward_begins(self) -> None:
         task = current_graph_task_id()

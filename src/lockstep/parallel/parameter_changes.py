@@ -9,6 +9,7 @@ backward pass that came from the model and reached none of its parameters.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Collection
 from typing import Any
@@ -35,23 +36,29 @@ def install() -> None:
 
 
 def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for engine in engines():
-        if engine.process_group.size() > 1:
-            engine.changes.look(optimizer)
+    found = [engine.changes.look() for engine in engines() if engine.process_group.size() > 1]  # all count their looks
+    if any(found):
+        gc.collect()  # what waits for that, on some ranks, averages nothing; see `drift.py`
+        for engine in engines():
+            if engine.process_group.size() > 1:
+                engine.changes.refuse(optimizer)
 
 
 class ParameterChanges:
-    """Looks for parameters of one model that require a gradient and are not averaged.
+    """Looks for parameters of one model that require a gradient and that no engine averages.
 
     Args:
         module: the model.
         own: `id` of the parameters that are averaged.
         ignored: names that the user has told the engine to leave alone.
+
+    Attributes:
+        own: as given.
     """
 
     def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str]) -> None:
         self._module = weakref.ref(module)
-        self._own = own
+        self.own = own
         self._ignored = frozenset(ignored)
         self._frozen = [
             weakref.ref(parameter)
@@ -65,24 +72,20 @@ class ParameterChanges:
         """A backward pass over the model's output reached no parameter: look before the next step. Local."""
         self._is_suspicious = True
 
-    def look(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step. Local.
+    def look(self) -> bool:
+        """An optimizer is about to step: whether this step is one to look in, and there are such parameters. Local."""
+        self._num_looks += 1
+        is_due = self._is_suspicious or self._num_looks <= _ALWAYS or self._num_looks % _EVERY == 0
+        self._is_suspicious = False
+        return bool((is_due or any(map(_requires_gradient, self._frozen))) and self._find())
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Local.
 
         Raises:
             ModelError: there are such parameters; names them.
         """
-        self._num_looks += 1
-        is_due = self._is_suspicious or self._num_looks <= _ALWAYS or self._num_looks % _EVERY == 0
-        self._is_suspicious = False
-        if not is_due and not any(map(_requires_gradient, self._frozen)):
-            return
-        module = self._module()
-        named = () if module is None else module.named_parameters()
-        new = [
-            name
-            for name, parameter in named
-            if parameter.requires_grad and id(parameter) not in self._own and name not in self._ignored
-        ]
+        new = self._find()
         if new:
             listed = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
             raise ModelError(
@@ -91,6 +94,16 @@ class ParameterChanges:
                 "parameters first (load_state_dict(assign=True) replaces all), then wrap the model: "
                 "lockstep.DistributedDataParallel(model.module), and make the optimizer anew"
             )
+
+    def _find(self) -> list[str]:
+        module = self._module()
+        found = [] if module is None else [each for each in module.named_parameters() if each[1].requires_grad]
+        found = [(name, each) for name, each in found if id(each) not in self.own and name not in self._ignored]
+        if not found:
+            return []
+        # The model may have been wrapped anew, as the error says to, while somebody keeps this engine.
+        others = [engine.changes.own for engine in engines()]
+        return [name for name, each in found if not any(id(each) in own for own in others)]
 
 
 def _requires_gradient(reference: weakref.ref[torch.nn.Parameter]) -> bool:

@@ -71,8 +71,8 @@ class Reducer:
         group: who averages.
         may_go_early: whether buckets may go out before the backward pass ends.
         always_views: gradients are views of buckets, whoever holds them.
-        unannounced: a weak reference to what to call when a backward pass is noticed that `begin` was not
-            called for; it calls `begin`.
+        unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
+            `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
 
     Attributes:
         has_strayed: gradients came outside of all forward passes, and no backward pass has averaged them since.
@@ -87,7 +87,7 @@ class Reducer:
         group: dist.ProcessGroup,
         may_go_early: bool,
         always_views: bool = False,
-        unannounced: Callable[[], Callable[[], None] | None] = lambda: None,
+        unannounced: Callable[[], Callable[[torch.Tensor], None] | None] = lambda: None,
     ) -> None:
         self._parameters = list(parameters)
         self._names = list(names)
@@ -131,7 +131,7 @@ class Reducer:
         reference = weakref.ref(self)
         is_last = bucket == len(self._plans) - 1  # It goes out at the end anyway.
 
-        def on_gradient(_: torch.Tensor) -> None:
+        def on_gradient(parameter: torch.Tensor) -> None:
             reducer = reference()
             if reducer is None:
                 return
@@ -139,7 +139,7 @@ class Reducer:
                 if not is_last:
                     reducer._try_bucket(bucket)
             elif reducer._phase is _Phase.READY:
-                reducer._announce()
+                reducer._announce(parameter)
             elif reducer._phase is _Phase.IDLE and not reducer._is_accumulating:
                 reducer.has_strayed = True
 
@@ -156,18 +156,19 @@ class Reducer:
             return
         reference = weakref.ref(self)
 
-        def on_gradient(_: torch.Tensor) -> None:
+        def on_gradient(parameter: torch.Tensor) -> None:
             reducer = reference()
             if reducer is not None and reducer._phase is _Phase.READY:
-                reducer._passes_to_watch = 0
-                reducer._announce()
+                reducer._announce(parameter, keeps_watching=True)
 
         self._watchers += [_call_after(parameter, on_gradient) for parameter in self._parameters]
 
-    def _announce(self) -> None:
+    def _announce(self, parameter: torch.Tensor, keeps_watching: bool = False) -> None:
         announce = self._unannounced()
         if announce is not None:
-            announce()
+            announce(parameter)
+        if keeps_watching and self._phase is not _Phase.READY:
+            self._passes_to_watch = 0
 
     def _try_bucket(self, bucket: int) -> None:
         """Send a bucket out if all its gradients are there."""

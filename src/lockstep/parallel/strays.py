@@ -11,6 +11,7 @@ Strayed gradients that a later pass of the engine has averaged with its own are 
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,19 +43,18 @@ def install() -> None:
 
 def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise if this optimizer steps strayed gradients that differ between ranks. Collective where some strayed."""
-    if any(engine.awaits_gradients for engine in engines()):
-        for engine in engines_of(optimizer):
-            if engine.awaits_gradients:
-                engine.refuse_step(describe_step(optimizer))
-    if not any(engine.has_strayed for engine in engines()):
+    if not any(engine.awaits_gradients or engine.has_strayed for engine in engines()):
         return
-    strayed = [each for each in engines_of(optimizer) if each.has_strayed and each.process_group.size() > 1]
-    for engine in sorted(strayed, key=lambda each: str(each.process_group.group_name)):
+    if not any(engine.awaits_gradients or _must_be_compared(engine) for engine in engines_of(optimizer)):
+        return
+    gc.collect()  # see [Note: engines that are gone] in `drift.py`
+    own = engines_of(optimizer)
+    for engine in own:
+        if engine.awaits_gradients:
+            engine.refuse_step(describe_step(optimizer))
+    for engine in sorted(filter(_must_be_compared, own), key=lambda each: str(each.process_group.group_name)):
         engine.forget_strayed()
-        num_compared = _comparisons.get(engine, 0)
-        if num_compared == _COMPARISONS:
-            continue
-        _comparisons[engine] = num_compared + 1
+        _comparisons[engine] = _comparisons.get(engine, 0) + 1
         if not _are_equal(engine):
             raise ModelError(
                 f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} differ between ranks, "
@@ -63,6 +63,16 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 "model.module(x); and where a loss contains gradients (create_graph=True), call backward() once, on "
                 "the whole loss"
             )
+
+
+def _must_be_compared(engine: Any) -> bool:
+    """Whether its gradients strayed, and were not taken for equal in every step. Local."""
+    if not engine.has_strayed or engine.process_group.size() == 1:
+        return False
+    if _comparisons.get(engine, 0) < _COMPARISONS:
+        return True
+    engine.forget_strayed()
+    return False
 
 
 def _are_equal(engine: Any) -> bool:
