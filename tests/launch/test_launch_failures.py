@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -180,7 +181,10 @@ def test_killed_rank(launches: Launches, number: int, words: str) -> None:
     assert done.returncode == 128 + number
     first = verdict_of(done.stderr).splitlines()[0]
     assert first.startswith("lockstep: rank 0 (pid ")
-    assert f"was killed by {words}; rank 1 failed after it" in first, "the next line tells of rank 2"
+    # The next line tells of rank 2; on a busy machine the others may be stopped before they fail.
+    assert re.search(
+        rf"was killed by {re.escape(words)}; (rank 1 failed after it|the other ranks were stopped)$", first
+    )
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,14 @@ def test_an_error_on_the_way_out_is_no_stop() -> None:
     assert lines[2] == "lockstep: the same error on rank 1"
 
 
+def test_echoes_are_told_apart_from_other_failures() -> None:
+    exits = {0: left(0, 137, 0, signal=9), 1: left(1, time=1), 2: left(2, time=1)}
+    reports = {1: wrote(1, 1, secondary=True), 2: wrote(2, 1)}
+    lines = format_verdict(find_first_failure(exits, reports, set()), 3).splitlines()
+    assert lines[1].endswith("was killed by signal 9 (SIGKILL; out of memory?); rank 1 failed after it")
+    assert lines[2] == "lockstep: after it, rank 2 (pid 1002) failed with ValueError at /x/train.py:8: text"
+
+
 def test_traceback_of_a_mismatch_is_that_of_who_came_for_something_else() -> None:
     kind, exits = "lockstep.errors.CollectiveMismatch", {rank: left(rank) for rank in range(3)}
     reports = {rank: replace(wrote(rank, rank), type=kind, culprits=(2,), traceback=f"of {rank}") for rank in range(3)}
