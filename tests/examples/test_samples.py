@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 
 from docs.samples import PAGE, SAMPLES, fill, masked, samples_in
+from lockstep.testing import limit_s
 
 
 def test_every_sample_is_on_the_page() -> None:
@@ -18,3 +22,27 @@ def test_every_sample_is_on_the_page() -> None:
 def test_sample_is_what_is_printed(name: str) -> None:
     """Run `python -m docs.samples` after a change of what is printed."""
     assert masked(SAMPLES[name]()) == masked(samples_in(PAGE.read_text())[name])
+
+
+@pytest.mark.parametrize(
+    ("target", "command"), [("train", "lockstep train digits --nproc 2"), ("test", "python -m pytest --minutes 6.5")]
+)
+def test_two_commands_do_what_the_page_says(target: str, command: str) -> None:
+    """And the first is the one whose output stands below it."""
+    assert f"\nmake {target} " in PAGE.read_text()
+    done = subprocess.run(
+        ["make", "-n", "--no-print-directory", target],
+        cwd=PAGE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=limit_s(30),
+    )
+    assert f"/{command}" in done.stdout.splitlines()[-1]
+
+
+def test_extras_of_the_page_exist() -> None:
+    extras = re.findall(r"torch-lockstep\[(\w+)\]", PAGE.read_text())
+    project = (PAGE.parent / "pyproject.toml").read_text()
+    assert len(extras) == 4
+    assert [name for name in extras if not re.search(rf"^{name} = \[", project, re.MULTILINE)] == []

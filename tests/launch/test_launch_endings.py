@@ -190,6 +190,38 @@ except KeyboardInterrupt:
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_error_of_a_rank_that_was_told_to_end_is_shown(launches: Launches, number: int) -> None:
+    """One that saves then, and cannot, must not end as one that has saved; an echo of it is not worth a word."""
+    script = launches.script(
+        NOTE_PID
+        + """
+from lockstep.errors import RankLost
+def raises(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, raises)
+try:
+    note(f'rank{RANK}')
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise RankLost('rank 0 left', (0,)) if RANK == 1 else OSError('cannot save: disk full')
+"""
+    )
+    process = launches.start("--nproc", "3", script)
+    launches.pids("rank0", "rank1", "rank2")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=limit_s(10))
+    assert process.returncode == 128 + number
+    told, rule, failed, alike, *shown = err.splitlines()
+    assert "the ranks were told to stop" in told
+    assert re.match(
+        r"lockstep: rank [02] \(pid \d+\) failed with OSError at script.py:\d+: cannot save: disk full$", failed
+    )
+    assert re.match("lockstep: the same error on rank [02]$", alike)
+    assert shown[-2:] == ["OSError: cannot save: disk full", rule]
+    assert "errors.RankLost:" not in err
+
+
 def test_second_ctrl_c_kills_at_once(launches: Launches) -> None:
     script = launches.script(
         NOTE_PID

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -81,20 +82,26 @@ def test_echoes_do_not_bury_the_cause(launches: Launches) -> None:
     assert done.returncode == 1
     verdict = verdict_of(done.stderr)
     assert verdict.startswith("lockstep: rank 2 ")
-    assert "failed with KeyError at script.py:7: 'lr'; other ranks failed after it\n\nTraceback" in verdict
+    assert "failed with KeyError at script.py:7: 'lr'; the other ranks failed after it\n\nTraceback" in verdict
     assert "RankLost" not in verdict
     assert "training failed" not in verdict
     assert "RankLost" not in done.stderr
 
 
 def test_second_cause_is_mentioned(launches: Launches) -> None:
-    script = launches.script("time.sleep(RANK * 0.3); raise ValueError(f'rate {RANK}')")
+    script = launches.script(
+        """
+        first = os.path.join(os.environ['LOCKSTEP_RENDEZVOUS'], 'error-rank0.json')
+        while RANK == 1 and not os.path.exists(first): time.sleep(0.005)
+        raise ValueError(f'rate {RANK}')
+        """
+    )
     done = launches.run("--nproc", "2", script)
     lines = verdict_of(done.stderr).splitlines()
     assert "rank 0 " in lines[0]
-    assert "rate 0; other ranks failed after it" in lines[0]
+    assert lines[0].endswith("rate 0"), "what comes next says what became of the other"
     assert lines[1].startswith("lockstep: after it, rank 1 ")
-    assert lines[1].endswith("failed with ValueError at script.py:3: rate 1")
+    assert lines[1].endswith("failed with ValueError at script.py:5: rate 1")
     assert done.stderr.count("Traceback") == 2, "each once, without a word of the ranks themselves"
     assert lines[-1] == "ValueError: rate 1"
 
@@ -118,7 +125,7 @@ def test_long_error_of_ours_is_said_once(launches: Launches) -> None:
     done = launches.run("--nproc", "2", script)
     lines = verdict_of(done.stderr).splitlines()
     assert lines[:4] == ["lockstep: different things:", "  rank 0: here", "  rank 1: there", "Look for a branch."]
-    assert lines[4].startswith("lockstep: the same error on rank ")
+    assert lines[4:6] == ["", "Traceback (most recent call last):"]
     assert lines[-1] == "lockstep.errors.CollectiveMismatch: see above"
     assert done.stderr.count("Look for a branch") == 1 + done.stderr.count("raise CollectiveMismatch(")
 
@@ -161,6 +168,9 @@ def test_killed_rank(launches: Launches, number: int, words: str) -> None:
     """The others notice and fail with an error of their own, later: the killed one is still the cause."""
     script = launches.script(
         f"""
+        open(f'up{{RANK}}', 'w').close()
+        while not all(os.path.exists(f'up{{rank}}') for rank in range(3)):
+            time.sleep(0.005)
         if RANK == 0:
             os.kill(os.getpid(), {int(number)})
         time.sleep(0.4)
@@ -171,7 +181,10 @@ def test_killed_rank(launches: Launches, number: int, words: str) -> None:
     assert done.returncode == 128 + number
     first = verdict_of(done.stderr).splitlines()[0]
     assert first.startswith("lockstep: rank 0 (pid ")
-    assert f"was killed by {words}; other ranks failed after it" in first
+    # The next line tells of rank 2; on a busy machine the others may be stopped before they fail.
+    assert re.search(
+        rf"was killed by {re.escape(words)}; (rank 1 failed after it|the other ranks were stopped)$", first
+    )
 
 
 @pytest.mark.parametrize(

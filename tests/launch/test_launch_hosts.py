@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -160,9 +161,11 @@ wait("never")
         assert first.endswith("; starting all ranks again (restart 1 of 1)")
         verdict = verdict_of(err)
         assert re.match(r"lockstep: rank 2 \(pid \d+ on \S+\) failed with ValueError at script.py:\d+: second", verdict)
-        assert verdict.endswith("\nValueError: second time")
-        assert "Traceback (most recent call last):" in verdict
-    assert verdict_of(ends[0][2]) == verdict_of(ends[1][2])
+    elsewhere, here = (verdict_of(err).splitlines() for _, _, err in ends)
+    assert elsewhere[0] == here[0]
+    assert elsewhere[1:] == [f"lockstep: the launcher on {socket.gethostname()} shows the traceback of rank 2"]
+    assert (here[-1], ends[1][2].count("Traceback")) == ("ValueError: second time", 1), "once, not by the rank, too"
+    assert "Traceback" not in ends[0][2]
 
 
 @pytest.mark.usefixtures("bystander")

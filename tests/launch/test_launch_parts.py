@@ -239,6 +239,55 @@ def test_verdict_mentions_a_few_more_and_counts_the_rest() -> None:
     assert "lockstep: and 3 more ranks" in text
 
 
+def test_ranks_that_exit_alike_are_said_together() -> None:
+    exits = {rank: left(rank, 3, time=rank) for rank in range(8)}
+    lines = format_verdict(find_first_failure(exits, {}, set()), 8).splitlines()
+    assert lines[1:-1] == [
+        "lockstep: rank 0 (pid 1000) exited with code 3",
+        "lockstep: the same end on ranks 1, 2, 3, 4, 5, 6, 7",
+    ]
+
+
+def test_an_error_on_the_way_out_is_no_stop() -> None:
+    """Ranks that fail alike may still be leaving when they are told to stop; those that only were told are others."""
+    exits = {0: left(0), 1: left(1, 143, 2, signal=15, stopped=True), 2: left(2, 143, 2, signal=15, stopped=True)}
+    lines = format_verdict(find_first_failure(exits, {0: wrote(0, 0), 1: wrote(1, 1)}, {0, 1}), 3).splitlines()
+    assert lines[1].endswith("failed with ValueError at /x/train.py:8: text; rank 2 was stopped")
+    assert lines[2] == "lockstep: the same error on rank 1"
+
+
+def test_echoes_are_told_apart_from_other_failures() -> None:
+    exits = {0: left(0, 137, 0, signal=9), 1: left(1, time=1), 2: left(2, time=1)}
+    reports = {1: wrote(1, 1, secondary=True), 2: wrote(2, 1)}
+    lines = format_verdict(find_first_failure(exits, reports, set()), 3).splitlines()
+    assert lines[1].endswith("was killed by signal 9 (SIGKILL; out of memory?); rank 1 failed after it")
+    assert lines[2] == "lockstep: after it, rank 2 (pid 1002) failed with ValueError at /x/train.py:8: text"
+
+
+def test_traceback_of_a_mismatch_is_that_of_who_came_for_something_else() -> None:
+    kind, exits = "lockstep.errors.CollectiveMismatch", {rank: left(rank) for rank in range(3)}
+    reports = {rank: replace(wrote(rank, rank), type=kind, culprits=(2,), traceback=f"of {rank}") for rank in range(3)}
+    lines = format_verdict(find_first_failure(exits, reports, set()), 3).splitlines()
+    assert lines[1:-1] == ["lockstep: text", "", "of 2"]
+
+
+def test_each_launcher_shows_the_tracebacks_of_its_own_host() -> None:
+    exits = {rank: replace(left(rank), host="north" if rank < 2 else "south") for rank in range(4)}
+    reports = {0: wrote(0, 0), 2: replace(wrote(2, 1), type="KeyError", traceback="of rank 2")}
+    failures = find_first_failure(exits, reports, set())
+    north, south = (format_verdict(failures, 4, "logs", ranks=ranks).splitlines() for ranks in ({0, 1}, {2, 3}))
+    assert north[1].startswith("lockstep: rank 0 (pid 1000 on north) failed with ValueError")
+    assert north[:3] == south[:3]
+    assert north[-4:-1] == ["lockstep: its output is in logs/rank0.log", "", "Traceback"]
+    assert south[-6:-1] == [
+        "lockstep: its output is in logs/rank0.log on north",
+        "lockstep: the launcher on north shows the traceback of rank 0",
+        "",
+        "rank 2:",
+        "of rank 2",
+    ]
+
+
 def test_ranks_that_left_early_are_named_once_and_the_one_that_missed_them_says_for_what() -> None:
     report = replace(wrote(0, 1, secondary=True), culprits=(1, 2, 3), traceback="Traceback: in checkpoint.save")
     exits = {0: left(0), **{rank: left(rank, 0) for rank in (1, 2, 3)}}

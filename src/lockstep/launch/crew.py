@@ -31,7 +31,7 @@ from lockstep.launch.report import ErrorReport, read_reports
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
-from lockstep.launch.verdict import Failure, find_first_failure
+from lockstep.launch.verdict import Failure, find_first_failure, format_last_words
 
 __all__ = ["Crew", "Outcome", "end_without_reader"]
 
@@ -46,6 +46,7 @@ class Outcome:
 
     Attributes:
         failures: of its ranks, the first one first; empty if none failed before anything else happened.
+        last_words: what ranks raised after they were told to end, as `format_last_words` says it.
         interrupted_by: a signal that somebody sent to the launcher, at whatever moment, or None.
         output_error: why the ranks' output could not be passed on, if that is what ended it.
     """
@@ -53,6 +54,7 @@ class Outcome:
     failures: list[Failure]
     interrupted_by: int | None = None
     output_error: OSError | None = None
+    last_words: str = ""
 
 
 class Crew:
@@ -124,6 +126,7 @@ class Crew:
         self._processes.close()
         self.reports = reports = read_reports(self.folder, attempt.pids)
         failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, self.places)
+        last_words = self.format_last_words() if attempt.is_cut_short and self._logs is None else ""
         failures = [] if attempt.is_cut_short else failures
         interrupted_by = attempt.interrupted_by
         if relay is not None:
@@ -132,7 +135,12 @@ class Crew:
             # A reader that went away has ended the job by SIGTERM, unless something else had ended it before.
             if relay.error is not None and not failures and interrupted_by in (None, signal.SIGTERM):
                 return Outcome([], output_error=relay.error)
-        return Outcome(failures, interrupted_by)
+        return Outcome(failures, interrupted_by, last_words=last_words)
+
+    def format_last_words(self) -> str:
+        """What ranks raised of themselves, for jobs that end by no failure of theirs; empty if nothing. After `end`."""
+        attempt = self.attempt
+        return format_last_words(find_first_failure(attempt.exits, self.reports, attempt.failed_ranks))
 
     def close(self) -> None:
         """End whatever is left of the ranks and release everything. May be called twice."""

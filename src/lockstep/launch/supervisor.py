@@ -73,6 +73,7 @@ class Supervisor:
                 outcome = self._run_attempt(restart_count, signals, guardian)
                 if outcome.output_error is not None:
                     return end_without_reader(outcome.output_error)
+                say(outcome.last_words)
                 if not outcome.failures:
                     return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
                 # Whoever interrupts a job that is failing does not want it to start again.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lockstep import env
@@ -31,7 +31,7 @@ from lockstep.launch.positions import (
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 
-__all__ = ["Failure", "find_first_failure", "format_verdict"]
+__all__ = ["Failure", "find_first_failure", "format_last_words", "format_verdict"]
 
 _WIDTH = 88
 _MAX_MESSAGE_CHARS = 500
@@ -111,6 +111,8 @@ class Failure:
         mine, yours = self.report, other.report
         if self.is_blamed and other.is_blamed:
             return True
+        if mine is None and yours is None:
+            return self.ended.signal is other.ended.signal is None and self.ended.code == other.ended.code
         if mine is None or yours is None or mine.type != yours.type:
             return False
         if mine.message == yours.message or (mine.is_timeout and yours.is_timeout):
@@ -175,17 +177,23 @@ def find_first_failure(
 
 
 def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
+    """Where the others were, else how they ended; those of whom `_after` tells are left to it."""
     first, others = failures[0], failures[1:]
     if num_ranks == 1:
         return ""
     places = describe_places({rank: place for rank, place in first.places.items() if rank != first.rank})
     if places:
         return f"; {places}"
-    if any(failure.ended.stopped for failure in others):
-        return "; the other ranks were stopped"
-    if others:
-        return "; other ranks failed after it"
-    return "; the other ranks had finished"
+    if not others:
+        return "; the other ranks had finished"
+    untold = [one for one in others if one not in _causes_among(failures)]
+    if not untold:
+        return ""
+    are_all = len(untold) == num_ranks - 1
+    who = "the other ranks" if are_all else name_ranks(sorted(one.rank for one in untold))
+    if any(one.ended.stopped for one in untold):
+        return f"; {who} {'were' if are_all or len(untold) > 1 else 'was'} stopped"
+    return f"; {who} failed after it"
 
 
 def _accuse_missing(first: Failure) -> str:
@@ -210,30 +218,35 @@ def _accuse_different(first: Failure) -> str:
     return (f"{names} came for something else: " if names else "") + first.report.message.strip()
 
 
+def _is_mismatch(failure: Failure) -> bool:
+    return failure.report is not None and failure.report.type == _MISMATCH
+
+
 def _opening(failures: list[Failure], num_ranks: int) -> str:
     """The paragraph with the root cause, and where the others were."""
     first = failures[0]
     if first.missing:
         return _accuse_missing(first)
-    if first.report is not None and first.report.type == _MISMATCH:
+    if _is_mismatch(first):
         return _accuse_different(first)
     return first.describe() + _fate_of_others(failures, num_ranks)
 
 
 def _causes_among(failures: list[Failure]) -> list[Failure]:
-    """Those that neither were stopped nor only echo another's."""
-    return [one for one in failures if not one.ended.stopped and not (one.report is not None and one.report.secondary)]
+    """The others that failed of themselves: no echo; and not stopped, unless with the error that the first one had."""
+    first, *others = failures
+    own = [one for one in others if one.report is None or not one.report.secondary]
+    return [one for one in own if not one.ended.stopped or one.is_like(first)]
 
 
 def _after(failures: list[Failure]) -> list[str]:
-    """What else failed, of itself and not for the same reason."""
-    first = failures[0]
-    own = _causes_among(failures[1:])
+    """What else failed of itself. Of a mismatch the message has said already who met it."""
+    first, own = failures[0], _causes_among(failures)
     alike = [other for other in own if other.is_like(first)]
     own = [other for other in own if not other.is_like(first)]
     lines = []
-    if alike:
-        what = "end" if first.is_blamed else "error"
+    if alike and not _is_mismatch(first):
+        what = "end" if first.report is None else "error"
         lines.append(f"lockstep: the same {what} on {name_ranks(sorted(other.rank for other in alike))}")
     lines += [f"lockstep: after it, {other.describe()}" for other in own[:_MAX_OTHERS]]
     if len(own) > _MAX_OTHERS:
@@ -241,17 +254,35 @@ def _after(failures: list[Failure]) -> list[str]:
     return lines
 
 
-def _tracebacks(failures: list[Failure]) -> list[str]:
-    """The traceback of the first failure, then those of others that failed of themselves in another way."""
-    first, *others = failures
-    shown = [] if first.report is None else ["", _without_what_was_said(first)]
-    told = [one for one in others if one.report is not None]
+def _teller(failures: list[Failure]) -> Failure:
+    """Whose traceback leads to the cause: of a mismatch, that of a rank which came for something else."""
+    first = failures[0]
+    if not _is_mismatch(first):
+        return first
+    assert first.report is not None
+    return next((one for one in failures if one.rank in first.report.culprits and _is_mismatch(one)), first)
+
+
+def _tracebacks(failures: list[Failure], ranks: Collection[int] | None) -> list[str]:
+    """The traceback that leads to the cause, then those of others that failed of themselves in another way."""
+    first, others = failures[0], failures[1:]
+    teller = _teller(failures)
+    shown = []
+    if teller.report is not None:
+        is_here = _is_here(teller, ranks)
+        elsewhere = f"lockstep: the launcher on {teller.ended.host} shows the traceback of rank {teller.rank}"
+        shown = ["", _without_what_was_said(teller)] if is_here else [elsewhere]
+    told = [one for one in others if one.report is not None and _is_here(one, ranks)]
     if first.is_blamed and told:  # it has nothing to say, and another says what it was needed for
         shown += _traceback_of(told[0])
-    for other in _causes_among(others)[:_MAX_OTHERS]:
-        if other.report is not None and not other.is_like(first):
+    for other in [one for one in _causes_among(failures) if one in told][:_MAX_OTHERS]:
+        if not other.is_like(first):
             shown += _traceback_of(other)
     return shown
+
+
+def _is_here(failure: Failure, ranks: Collection[int] | None) -> bool:
+    return ranks is None or failure.rank in ranks
 
 
 def _traceback_of(failure: Failure) -> list[str]:
@@ -283,7 +314,11 @@ def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
 
 
 def format_verdict(
-    failures: list[Failure], num_ranks: int, log_dir: str | None = None, script: str | None = None
+    failures: list[Failure],
+    num_ranks: int,
+    log_dir: str | None = None,
+    script: str | None = None,
+    ranks: Collection[int] | None = None,
 ) -> str:
     """The block that a failed job ends with: the verdict, then the tracebacks of those who failed of themselves.
 
@@ -292,10 +327,22 @@ def format_verdict(
         num_ranks: of the whole job.
         log_dir: folder with the ranks' output, if that went to files.
         script: what was run, as the command line has it, arguments included; None if it is a rehearsal already.
+        ranks: those of this host, where a job has several: the tracebacks of others are shown there. None for all.
     """
     first = failures[0]
     rule = "=" * _WIDTH
     lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures), *_advise(first, num_ranks, script)]
     if log_dir is not None:
-        lines.append(f"lockstep: its output is in {os.path.join(log_dir, f'rank{first.rank}.log')}")
-    return "\n".join([*lines, *_tracebacks(failures), rule, ""])
+        where = "" if _is_here(first, ranks) else f" on {first.ended.host}"
+        lines.append(f"lockstep: its output is in {os.path.join(log_dir, f'rank{first.rank}.log')}{where}")
+    return "\n".join([*lines, *_tracebacks(failures, ranks), rule, ""])
+
+
+def format_last_words(failures: list[Failure]) -> str:
+    """What ranks raised although they were only told to end, in the form of a verdict; empty if nothing.
+
+    Args:
+        failures: from `find_first_failure`.
+    """
+    own = [one for one in failures if one.report is not None and not one.report.secondary]
+    return format_verdict(own, len(own)) if own else ""

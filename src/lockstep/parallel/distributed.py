@@ -45,7 +45,7 @@ from lockstep.parallel.graph import runs_backward_to
 from lockstep.parallel.heap import keep_memory_of_gradients
 from lockstep.parallel.loss_kinds import look_at_next_loss
 from lockstep.parallel.missing_gradients import MissingGradients
-from lockstep.parallel.nesting import check_not_nested
+from lockstep.parallel.nesting import check_not_inside_torch, check_not_nested
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.passage import Passage
@@ -113,7 +113,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         NotInitialized: no process group.
         ModelMismatch: on every rank, if models differ; names the first parameter that does.
         ModelError: nothing to train, or parameters that cannot be; a module that is or contains an engine already;
-            from the first forward pass, that torch's engine stands around this one; from an optimizer's step, that
+            from the constructor of torch's engine, that it is given this one; from an optimizer's step, that
             gradients came past the engine and differ between ranks (the inner module was called).
         UnusedParameters: from `backward`, or where several backward passes were possible from the next
             forward pass: parameters got no gradient.
@@ -270,6 +270,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "DistributedDataParallel cannot be pickled: it is tied to this process and its group. Take its `module` "
             "(model.module.state_dict()); copy.deepcopy(model) makes a copy"
         )
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As `torch.nn.Module.named_modules`. Local.
+
+        Raises:
+            ModelError: torch's DistributedDataParallel asks, to wrap this one or what contains it.
+        """
+        check_not_inside_torch()
+        named: Iterator[tuple[str, torch.nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
+        return named
 
     # ---- forward -------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
 from lockstep.drift import is_engine
 from lockstep.errors import ModelError
@@ -15,7 +15,8 @@ __all__ = ["check_not_inside_torch", "check_not_nested"]
 
 _OURS = "lockstep.DistributedDataParallel"
 _TORCHS = "torch.nn.parallel.DistributedDataParallel"
-_FORWARD = torch.nn.parallel.DistributedDataParallel.forward.__code__
+# The files of those who walk over submodules: torch's base class, and its engine.
+_WALKERS = frozenset(str(sys.modules[kind.__module__].__file__) for kind in (nn.Module, TorchEngine))
 
 
 def check_not_nested(module: nn.Module) -> None:
@@ -37,20 +38,23 @@ def check_not_nested(module: nn.Module) -> None:
 def _name_of(module: nn.Module) -> str | None:
     if is_engine(module):
         return _OURS
-    return _TORCHS if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None
+    return _TORCHS if isinstance(module, TorchEngine) else None
 
 
-def check_not_inside_torch(engine: nn.Module) -> None:
-    """Refuse to run inside of torch's engine: looks whose forward pass this one is called from. Local.
+def check_not_inside_torch() -> None:
+    """Refuse to be part of a module that torch's engine is given: it walks over all submodules. Local.
+
+    An engine calls this in its `named_modules`, by which its class tells others what it consists of. What it looks for
+    stands right above on the stack, so that anybody else's walk costs a look at one or two frames.
 
     Raises:
-        ModelError: torch's DistributedDataParallel stands around this one; names both.
+        ModelError: the constructor of torch's DistributedDataParallel asks; names both.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _FORWARD and any(each is engine for each in frame.f_locals["self"].modules()):
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in _WALKERS:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), TorchEngine):
             raise ModelError(
-                f"{_TORCHS} stands around a {_OURS}: gradients would be averaged twice. Wrap the bare model once, and "
-                "train with what that returns"
+                f"{_TORCHS} was given a module that is or contains a {_OURS}: gradients would be averaged twice. Wrap "
+                "the bare model once, and train with what that returns"
             )
         frame = frame.f_back

@@ -14,7 +14,6 @@ import torch
 from lockstep import seeding
 from lockstep.drift import note_engine
 from lockstep.parallel import closures, parameter_changes, strays
-from lockstep.parallel.nesting import check_not_inside_torch
 from lockstep.parallel.undivided import warn_of_undivided_data
 
 __all__ = ["EarlyPasses", "watch_engine"]
@@ -41,15 +40,11 @@ class EarlyPasses:
 
         Returns:
             Whether to be called in the next one too.
-
-        Raises:
-            ModelError: the engine runs inside of torch's.
         """
         if not (engine.training and torch.is_grad_enabled()):
             return True
         self._num_seen += 1
         if self._num_seen == 1:
-            check_not_inside_torch(engine)
             return True
         warn_of_undivided_data(engine.process_group)
         return False

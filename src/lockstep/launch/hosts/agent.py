@@ -87,6 +87,7 @@ class HostAgent(SimpleElasticAgent):
     Attributes:
         failures: of the last round, the first one first.
         absent: hosts whose loss ended the last round.
+        ranks: those of this host in the last round.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class HostAgent(SimpleElasticAgent):
         super().__init__(spec)
         self.failures: list[Failure] = []
         self.absent: list[Host] = []
+        self.ranks: set[int] = set()
         self._config = config
         self._rendezvous_of_hosts = rendezvous
         self._hire = hire
@@ -121,6 +123,7 @@ class HostAgent(SimpleElasticAgent):
         self._crew: Crew | None = None
         self._outcome: Outcome | None = None
         self._has_told = False
+        self._is_judged = False
         self._patience_ends_s: float | None = None
 
     # ---- what torch asks for -----------------------------------------------------------------------
@@ -137,6 +140,7 @@ class HostAgent(SimpleElasticAgent):
         rendezvous, first = self._rendezvous_of_hosts, worker_group.workers[0]
         self._crew, self._outcome, self._has_told = self._hire(), None, False
         self.failures, self.absent, self._patience_ends_s = [], [], None
+        self._is_judged, self.ranks = False, {worker.global_rank for worker in worker_group.workers}
         environment = AttemptEnvironment(
             base=self._variables,
             job=self._job,
@@ -151,6 +155,7 @@ class HostAgent(SimpleElasticAgent):
             node_rank=rendezvous.position,
             num_nodes=len(rendezvous.members),
             run_id=rendezvous.get_run_id(),
+            shows_errors=self._logs is None,
         )
         if self._logs is not None:
             self._logs.open(environment.ranks)
@@ -208,6 +213,8 @@ class HostAgent(SimpleElasticAgent):
                 crew.attempt.stop()
                 crew.attempt.wait()
                 crew.end()
+            if not self._is_judged and self._logs is None:
+                say(crew.format_last_words())
         finally:
             crew.close()
 
@@ -310,6 +317,7 @@ class HostAgent(SimpleElasticAgent):
 
     def _fail(self, worker_group: WorkerGroup) -> RunResult:
         """The round has failed: torch begins another if there may be one."""
+        self._is_judged = True  # what ranks raised is told now, or with the verdict
         self.failures = find_first_failure_of_all(report for report in self._reports() if report is not None)
         count = self._rendezvous_of_hosts.count_failure()
         # torch's own count is of this host's restarts; that of the job is the same on all hosts.
@@ -325,9 +333,11 @@ class HostAgent(SimpleElasticAgent):
         if self.failures and not self.absent:
             why = self.failures[0].describe()
         text = f"lockstep: {why}; starting all ranks again (restart {count} of {self._config.max_restarts})\n"
-        say(text)
         if self._logs is not None:
             self._logs.write(text)
+        elif self.failures and self.failures[0].rank in self.ranks and self.failures[0].report is not None:
+            text += self.failures[0].report.traceback
+        say(text)
 
     def _result(self, worker_group: WorkerGroup, state: WorkerState) -> RunResult:
         return RunResult(state, return_values={worker.global_rank: None for worker in worker_group.workers})

@@ -137,7 +137,8 @@ class _Job:
             verb, needed = "was" if len(absent) == 1 else "were", self._rendezvous.roll.terms.min_nodes
             say(f"{_RULE}\nlockstep: {names} {verb} lost, and the job needs {needed} hosts\n")
         if failures:
-            say(format_verdict(failures, num_ranks, self._config.log_dir, self._config.rehearsable))
+            config = self._config
+            say(format_verdict(failures, num_ranks, config.log_dir, config.rehearsable, self._agent.ranks))
         code = 1 if absent or not failures else failures[0].exit_code
         self._rendezvous.close(f"{self._rendezvous.host} has ended the job after a failure", code)
         return code
