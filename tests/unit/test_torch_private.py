@@ -18,7 +18,8 @@ import torch
 from lockstep.errors import SetupError
 from lockstep.testing import limit_s
 from lockstep.torch_private import lookup, page, patching, tensors
-from lockstep.torch_private.table import Record, Use, make_table, record_of, table
+from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.table import make_table, record_of, table
 from package_sources import SRC, Module, modules
 
 PAGE = SRC.parent / "docs" / "torch-internals.md"
