@@ -28,7 +28,7 @@ from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, inte
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.comm.mpi.library import load as load_mpi
-from lockstep.comm.registration import BACKEND_NAME, MPI_BACKEND_NAME
+from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 from lockstep.comm.wire import choose_wire
 from lockstep.errors import (
     AlreadyInitialized,

@@ -18,12 +18,10 @@ from typing import Any
 
 from lockstep.comm import gloo, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
 from lockstep.comm.mpi import name as mpi_name
+from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 
-__all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
+__all__ = ["ensure"]
 
-BACKEND_NAME = "lockstep"
-# torch keeps "mpi" for a branch of its own; see [Note: the name "mpi"] in mpi/name.py.
-MPI_BACKEND_NAME = "mpi4py"
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
 # What layers above have to register with torch.
@@ -32,7 +30,7 @@ _registrars: list[Callable[[ModuleType], None]] = []
 
 def _create(options: Any, backend_options: Any) -> Any:
     """What torch calls to make a group of shared memory."""
-    from lockstep.comm.backend import create
+    from lockstep.comm.creation import create
 
     _warn_if_untested(options)
     return create(options, backend_options)

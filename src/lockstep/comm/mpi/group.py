@@ -19,7 +19,7 @@ from lockstep.comm.mpi import algorithms, departures
 from lockstep.comm.mpi.library import load
 from lockstep.comm.mpi.mailbox import MpiMailbox
 from lockstep.comm.mpi.team import MpiTeam
-from lockstep.comm.registration import MPI_BACKEND_NAME
+from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, RendezvousError, SetupError
 from lockstep.shm.liveness import PeerIdentity, own_identity

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lockstep import env
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
-from lockstep.comm.registration import MPI_BACKEND_NAME
+from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.compat.horovod.torch import process_sets as sets
 from lockstep.compat.horovod.torch import runtime
 from lockstep.compat.horovod.torch.process_sets import ProcessSet

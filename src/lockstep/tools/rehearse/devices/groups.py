@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.callsite import is_users
-from lockstep.comm.registration import BACKEND_NAME, ensure
+from lockstep.comm.names import BACKEND_NAME
+from lockstep.comm.registration import ensure
 from lockstep.errors import InputError
 from lockstep.tools.rehearse.devices.marks import mark_of
 from lockstep.tools.rehearse.devices.mode import placed
