@@ -14,8 +14,9 @@ import torch
 
 from lockstep.compat.horovod.common.exceptions import HorovodInternalError
 from lockstep.compat.horovod.torch.context import rank
+from lockstep.compat.horovod.torch.mpi_ops.broadcasts import start_broadcast
+from lockstep.compat.horovod.torch.mpi_ops.gathers import start_all_gather
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending
-from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather, start_broadcast
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.errors import InputError
 

@@ -22,7 +22,8 @@ from lockstep.compat.horovod.torch.channel import Channel
 from lockstep.compat.horovod.torch.compression import Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending
-from lockstep.compat.horovod.torch.mpi_ops.reductions import ReductionOp, sparse_allreduce_async
+from lockstep.compat.horovod.torch.mpi_ops.reductions import ReductionOp
+from lockstep.compat.horovod.torch.mpi_ops.sparse import sparse_allreduce_async
 from lockstep.compat.horovod.torch.process_sets import ProcessSet
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.parallel.buckets import BucketPlan, plan_buckets
