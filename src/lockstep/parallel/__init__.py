@@ -13,7 +13,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `claims`: whether all ranks understood a step alike.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.
-* `heap`: glibc keeps the memory of gradients between steps.
+* `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.
 
 Losses and layers over all ranks:
