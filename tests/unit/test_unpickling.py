@@ -32,8 +32,6 @@ ALLOWED = {
     "lockstep.testing.conformance.point_to_point": "checks the verbs that send objects",
     "lockstep.testing.nursery": _OWN_CHILDREN,
     "lockstep.testing.pool": _OWN_CHILDREN,
-    "lockstep.testing.soak.messages": "checks the verbs that send objects",
-    "lockstep.testing.soak.operations": "checks the verbs that send objects",
     "lockstep.testing.worker": _OWN_CHILDREN,
     "lockstep.tools.capabilities.verbs": "tries the verbs that send objects, on objects of its own",
 }
