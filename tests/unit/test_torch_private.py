@@ -30,7 +30,7 @@ NOT_TORCHS = {
     ("lockstep.launch.payload", "_fd"): "multiprocessing's resource tracker",
     ("lockstep.launch.payload", "_inheriting"): "multiprocessing's process",
     ("lockstep.tree", "_make"): "a named tuple's",
-    ("lockstep.compat.legacy.launch", "_option_string_actions"): "argparse's",
+    ("lockstep.commands.launch", "_option_string_actions"): "argparse's",
     ("lockstep.compat.apex.amp.handle", "_amp_stash"): "a name of Apex's, which amp puts on optimizers",
     ("lockstep.compat.apex.amp.optimizers", "_amp_stash"): "the same",
     ("lockstep.compat.apex.amp.optimizers", "_amp_lazy_init"): "the same",
