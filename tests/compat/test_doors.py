@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from launching import Launches
+from lockstep.after_import import call_after_import
 from lockstep.compat import finder
-from lockstep.compat.after_import import call_after_import
 from lockstep.testing import limit_s
 
 DOOR = {
@@ -131,6 +131,19 @@ def test_callback_after_import(folder: Path) -> None:
     assert sys.meta_path == before
     call_after_import("doorway_log", lambda: seen.append(True))
     assert seen == [True, True]
+
+
+def test_callback_that_is_given_twice_is_called_once(folder: Path) -> None:
+    write(folder, {"doorway_twice": ""})
+    seen: list[str] = []
+
+    def callback() -> None:
+        seen.append("called")
+
+    for _ in range(2):
+        call_after_import("doorway_twice", callback)
+    importlib.import_module("doorway_twice")
+    assert seen == ["called"]
 
 
 def test_opening_the_doors_imports_neither_torch_nor_a_door() -> None:

@@ -19,7 +19,7 @@ import importlib
 import sys
 from typing import Any
 
-from lockstep.compat.after_import import call_after_import
+from lockstep.after_import import call_after_import
 from lockstep.compat.finder import DoorFinder
 from lockstep.compat.legacy.choice import Choice, choose_here
 from lockstep.compat.legacy.needs import CHANGES, hint_for
