@@ -124,7 +124,7 @@ def test_every_spelling(started: list[LaunchConfig], words: list[str], expected:
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_modules_and_no_doors(started: list[LaunchConfig]) -> None:
+def test_modules_and_no_shims(started: list[LaunchConfig]) -> None:
     assert cli.main(["launch", "-m", "--no-compat", "json.tool", "x"]) == 0
     assert cli.main(["launch", "--no_python", "--use_env", "sh", "-c", "true"]) == 0
     module, program = started

@@ -261,7 +261,7 @@ def _own_line(line: tuple[str, int, str]) -> tuple[str, int, str]:
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Every collective of every front door comes by here before it waits for anybody."""
+    """Every collective of every shim comes by here before it waits for anybody."""
 
     def enter(self: Any, key: Any, describe: Callable[[], str], line: Any, *rest: Any) -> Any:
         calls = _sequences.setdefault((self.group_name, self._global_ranks), [])

@@ -1,4 +1,4 @@
-"""Calls that Lockstep's doors for old scripts let through, and that torch by itself would turn away.
+"""Calls that Lockstep's shims for old scripts let through, and that torch by itself would turn away.
 
 Notes `older`: `change`, a name of `compat.legacy.needs.CHANGES`, and `error`, what torch would have said or lacked.
 """
