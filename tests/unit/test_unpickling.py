@@ -30,7 +30,7 @@ ALLOWED = {
     "lockstep.launch.worker": "exec: runs the user's script",
     "lockstep.testing.conformance.movement": "checks the verbs that send objects",
     "lockstep.testing.conformance.point_to_point": "checks the verbs that send objects",
-    "lockstep.testing.nursery": _OWN_CHILDREN,
+    "lockstep.testing.fork_server": _OWN_CHILDREN,
     "lockstep.testing.pool": _OWN_CHILDREN,
     "lockstep.testing.worker": _OWN_CHILDREN,
     "lockstep.tools.capabilities.verbs": "tries the verbs that send objects, on objects of its own",
