@@ -28,7 +28,7 @@ ALLOWED = {
     "lockstep.data.handover": "batches of the worker processes that this rank has started",
     "lockstep.launch.payload": _OWN_CHILDREN,
     "lockstep.launch.worker": "exec: runs the user's script",
-    "lockstep.testing.conformance.movement": "checks the verbs that send objects",
+    "lockstep.testing.conformance.data_movement": "checks the verbs that send objects",
     "lockstep.testing.conformance.point_to_point": "checks the verbs that send objects",
     "lockstep.testing.fork_server": _OWN_CHILDREN,
     "lockstep.testing.pool": _OWN_CHILDREN,
