@@ -16,9 +16,9 @@ from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
 from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
+from lockstep.tools.rehearse.events import Job, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.plan import Needs, read_script
-from lockstep.tools.rehearse.record import Job, read_records
 from lockstep.tools.rehearse.report import format_json, format_text
 from lockstep.tools.rehearse.settings import Settings, parse_memory
 

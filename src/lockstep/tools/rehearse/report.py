@@ -17,9 +17,9 @@ import json
 import textwrap
 from collections.abc import Sequence
 
+from lockstep.tools.rehearse.events import Job
 from lockstep.tools.rehearse.findings import KINDS, Finding
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job
 
 __all__ = ["format_json", "format_text"]
 

@@ -12,7 +12,7 @@ import torch
 from lockstep.tools.rehearse.devices import streams
 from lockstep.tools.rehearse.devices.marks import ledger
 from lockstep.tools.rehearse.devices.mode import generator_of
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.patching import replace
 
 __all__ = ["install"]

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.devices.marks import mark, mark_of
-from lockstep.tools.rehearse.devices.place import CPU, devices
+from lockstep.tools.rehearse.devices.naming import CPU, devices
 from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["Observer", "StandIn", "enter_here", "generator_of", "install", "mixing", "observers", "placed"]

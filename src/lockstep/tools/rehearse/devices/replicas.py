@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import comm
 
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.devices.tensors import move
 from lockstep.tools.rehearse.patching import replace
 

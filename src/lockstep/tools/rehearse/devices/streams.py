@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.patching import replace
 
 __all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "install", "set_stream"]

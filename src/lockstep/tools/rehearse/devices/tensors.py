@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 
 from lockstep.tools.rehearse.devices.marks import mark, mark_of, real_device
 from lockstep.tools.rehearse.devices.mode import generator_of, placed
-from lockstep.tools.rehearse.devices.place import CPU, devices
+from lockstep.tools.rehearse.devices.naming import CPU, devices
 from lockstep.tools.rehearse.patching import replace, wrap
 
 __all__ = ["install", "move"]

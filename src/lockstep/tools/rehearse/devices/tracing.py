@@ -16,7 +16,7 @@ import torch.fx
 from torch._subclasses.meta_utils import MetaTensorDescriber
 
 from lockstep.tools.rehearse.devices.mode import mixing
-from lockstep.tools.rehearse.devices.place import CPU
+from lockstep.tools.rehearse.devices.naming import CPU
 from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["install"]

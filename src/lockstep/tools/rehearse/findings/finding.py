@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lockstep.tools.rehearse.events import Job
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job
 
 __all__ = ["Finding", "Kind"]
 
