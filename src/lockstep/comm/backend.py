@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lockstep import env
-from lockstep.comm import ephemeral, exits
+from lockstep.comm import ephemeral, exit_hooks
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import Lookout, MeetingStore
@@ -103,7 +103,7 @@ class EngineProcessGroup(ProcessGroup):
         self._backend_name = backend
         self._store = store
         self._name = group_name
-        exits.register(self)
+        exit_hooks.register(self)
 
     # ---- reductions ------------------------------------------------------------------------------
 
