@@ -1,4 +1,4 @@
-"""`import horovod` and `import apex` where neither is installed: found among the shims, as the same module objects.
+"""`import horovod` and `import apex` where neither is installed: shims stand in, as the same module objects.
 
 [Note: the real package wins] The finder stands first on `sys.meta_path`, and asks all others before it answers for
 `horovod` or `apex` itself. It must stand first because of what is inside: once `horovod` is the module
@@ -92,7 +92,7 @@ class _ShimLoader(Loader):
     """Gives a module another name.
 
     Args:
-        name: its own.
+        name: the name under which the shim is imported, such as `lockstep.compat.apex`.
     """
 
     def __init__(self, name: str) -> None:

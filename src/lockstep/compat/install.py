@@ -77,7 +77,7 @@ class _Reopening:
     """Installs the shims where it is unpickled, if Lockstep can be found there.
 
     Args:
-        choice: that of this process.
+        choice: what this process has chosen for its script; children get the same.
     """
 
     def __init__(self, choice: Choice) -> None:

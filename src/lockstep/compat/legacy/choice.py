@@ -25,7 +25,7 @@ class Choice:
     """Changes to torch for one script.
 
     Attributes:
-        script: how messages call it.
+        script: the name by which messages call the script.
         changes: names of `needs.CHANGES`, each with the line that needs it.
         is_asked: somebody has asked for all, whatever the script says.
     """

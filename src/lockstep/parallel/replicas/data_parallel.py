@@ -108,7 +108,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Device]) -> Any:
-        """The arguments of each replica; to be overridden by who knows better how to cut them."""
+        """The arguments of each replica; override it to cut them in another way."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
@@ -136,7 +136,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         return outputs
 
     def gather(self, outputs: Any, output_device: Device) -> Any:
-        """The outputs in one; to be overridden by who knows better how to join them."""
+        """The outputs in one; override it to join them in another way."""
         return gather(outputs, output_device, self.dim)
 
 

@@ -36,7 +36,7 @@ class Column:
     """A backend on a device.
 
     Attributes:
-        backend: as the table calls it.
+        backend: the name that the table has for it.
         name: as `init_process_group` takes it.
         device: "cpu" or "cuda".
         absent: why it cannot be measured here; empty if it can.

@@ -33,7 +33,7 @@ class Rehearsal:
 
     Attributes:
         target: path of a script, or name of a module.
-        args: handed to it untouched.
+        args: arguments of the script, handed on untouched.
         nproc: ranks on each node.
         gpus: GPUs that each node pretends to have; None for one per rank.
         nodes: how many nodes to pretend.

@@ -370,7 +370,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups: deprecated name of `groups`.
         groups: how many groups of parameters, or which, have their gradients reduced together.
         sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: who takes part; other ranks' optimizers do nothing but their own step.
+        process_set: the ranks that take part; other ranks' optimizers do nothing but their own step.
 
     Returns:
         An instance of a subclass of `type(optimizer)`, with `synchronize`, `skip_synchronize` and

@@ -27,7 +27,7 @@ class Stream:
     """`torch.cuda.Stream`: accepted, ordered with everything else.
 
     Args:
-        device: whose stream.
+        device: the device that the stream belongs to.
         priority: kept.
     """
 

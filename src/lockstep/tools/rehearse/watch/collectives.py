@@ -52,9 +52,9 @@ class Reduced:
     """One line that reduces.
 
     Attributes:
-        sites: the line, and who led there.
+        sites: the line, and the lines that called it.
         root: the rank that gets the result; None for all.
-        calls: how often.
+        calls: number of calls from this line.
         instances: of them, those whose value should matter to somebody.
         reads: how many of the results anything has looked at.
         means: of those divided by the number of ranks; see `reduced` in the module's docstring.
@@ -114,7 +114,7 @@ def saw_reduction(
     """A result has come: from now on it is known who looks at it. Local.
 
     Args:
-        tensor: the result.
+        tensor: the result of the collective.
         world_size: ranks of the group.
         root: the rank that gets it; None for all.
         is_mean: it is a mean over ranks already.

@@ -136,7 +136,7 @@ def _names_beyond_torch(path: str, known: frozenset[Any]) -> list[str]:
     """Classes in a file that torch would refuse if nothing but the script itself had declared any safe.
 
     Args:
-        path: of a checkpoint.
+        path: path of a checkpoint.
         known: what had been declared before the script began.
     """
     declared = torch.serialization.get_safe_globals()

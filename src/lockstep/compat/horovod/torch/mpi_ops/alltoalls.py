@@ -74,7 +74,7 @@ def alltoall_async(
         tensor: contiguous; the first rows go to rank 0, the next to rank 1, …
         splits: int32 tensor or list: rows for each rank; without it, equally many.
         name: requests of one name belong together; without one they are counted.
-        process_set: who takes part.
+        process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns the rows received, in the order of ranks; with `splits`, a

@@ -49,7 +49,7 @@ def broadcast_async(
         tensor: contiguous, the same shape and dtype on all ranks.
         root_rank: global rank whose tensor it is, the same on all ranks.
         name: requests of one name belong together; without one they are counted.
-        process_set: who takes part.
+        process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns a new tensor.

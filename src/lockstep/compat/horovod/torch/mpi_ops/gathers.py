@@ -33,7 +33,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     Args:
         tensor: contiguous, at least one dimension; the first may differ between ranks.
         name: requests of one name belong together; without one they are counted.
-        process_set: who takes part.
+        process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns a new tensor.

@@ -149,7 +149,7 @@ def allreduce_async(
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
         postscale_factor: multiplies the result, likewise.
-        process_set: who takes part.
+        process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns a new tensor.

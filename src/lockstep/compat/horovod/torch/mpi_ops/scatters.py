@@ -64,7 +64,7 @@ def reducescatter_async(
         tensor: contiguous, at least one dimension, the same shape and dtype on all ranks.
         name: requests of one name belong together; without one they are counted.
         op: Average or Sum.
-        process_set: who takes part.
+        process_set: the ranks that take part.
         prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
         postscale_factor: multiplies the result, likewise.
 

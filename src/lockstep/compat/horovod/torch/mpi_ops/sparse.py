@@ -25,7 +25,7 @@ def sparse_allreduce_async(
         tensor: sparse COO, the same shape on all ranks; entries may differ.
         name: see `allreduce_async`.
         op: Average or Sum.
-        process_set: who takes part.
+        process_set: the ranks that take part.
 
     Returns:
         A function that waits and returns a new sparse tensor, not coalesced.
