@@ -35,12 +35,12 @@ class Choice:
     is_asked: bool = False
 
     def dump(self) -> str:
-        """As a text, for a variable."""
+        """The choice as the text of an environment variable."""
         return json.dumps({"script": self.script, "changes": dict(self.changes)})
 
     @staticmethod
     def load(text: str) -> Choice:
-        """The way back.
+        """The choice that such a text stands for.
 
         Raises:
             ValueError: it is no such text.

@@ -91,7 +91,7 @@ def _check_lists(lists: object, num_lists: int, length: int, name: str) -> Seque
 
 
 def _reduce_here(tensors: _Tensors, op: Any) -> torch.Tensor:
-    """The process's own tensors in one, on the first one's device, before the other processes add theirs."""
+    """Reduce the tensors of this process into one, on the device of the first, before the processes reduce theirs."""
     first = tensors[0]
     parts = [each.detach().to(first.device).contiguous().view(-1) for each in tensors]
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
@@ -101,7 +101,7 @@ def _reduce_here(tensors: _Tensors, op: Any) -> torch.Tensor:
 
 
 def _across(op: Any) -> Any:
-    """What the processes do with the sums of each, as AVG's count is that of devices."""
+    """The operation between processes: SUM for AVG, whose divisor is the number of all devices."""
     return dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
 
 

@@ -274,13 +274,13 @@ class ReducingOptimizer:
     # ---- the optimizer's own methods -----------------------------------------------------------------
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on so many backward passes come before each step. Local."""
+        """Set how many backward passes come before each step from now on. Local."""
         self.backward_passes_per_step = passes
         self._counts.delays[:] = [passes] * len(self._counts.delays)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step()` does not reduce: for who has called `synchronize()` and then changed the gradients."""
+        """A context in which `step()` does not reduce: for scripts that change gradients after `synchronize()`."""
         self._should_synchronize = False
         try:
             yield

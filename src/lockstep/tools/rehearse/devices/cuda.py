@@ -1,4 +1,4 @@
-"""`torch.cuda` on stand-ins: who is there, what each has, and what is in use on it."""
+"""`torch.cuda` on stand-ins: which devices there are, what each has, and how much of it is in use."""
 
 from __future__ import annotations
 
