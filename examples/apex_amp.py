@@ -2,7 +2,7 @@
 
     lockstep run --nproc 2 examples/apex_amp.py --opt-level O1
 
-Under the launcher `from apex import amp` finds Lockstep's door if, and only if, Apex itself is not there. Note the
+Under the launcher `from apex import amp` finds Lockstep's shim if, and only if, Apex itself is not there. Note the
 order: the optimizer is made before `amp.initialize`, and the engine after it.
 """
 

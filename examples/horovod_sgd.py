@@ -3,7 +3,7 @@
     lockstep run --nproc 2 examples/horovod_sgd.py
     lockstep horovodrun -np 2 -H localhost:2 python examples/horovod_sgd.py
 
-Under the launcher `import horovod.torch` finds Lockstep's door if, and only if, Horovod itself is not there.
+Under the launcher `import horovod.torch` finds Lockstep's shim if, and only if, Horovod itself is not there.
 """
 
 import horovod.torch as hvd

@@ -76,7 +76,7 @@ def peer(path: Path) -> None:
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
 
-    from lockstep.recipes.digits_task import DigitsNet, load_digits
+    from lockstep.recipes.digits.task import DigitsNet, load_digits
 
     dist.init_process_group("gloo")
     train_set, _ = load_digits(torch.float64)

@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.launch.spawn import spawn as spawn
     from lockstep.parallel.batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
-    from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from lockstep.parallel.gathering import all_gather as all_gather
     from lockstep.parallel.losses import global_loss as global_loss
     from lockstep.parallel.losses import mean as mean
     from lockstep.parallel.losses import sum as sum
+    from lockstep.parallel.replicas.data_parallel import DataParallel as DataParallel
     from lockstep.rank_zero import get_logger as get_logger
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
 # Public name -> the module that defines it. A subpackage stands for itself.
 _PUBLIC = {
     "DataLoader": "lockstep.data",
-    "DataParallel": "lockstep.parallel.data_parallel",
+    "DataParallel": "lockstep.parallel.replicas.data_parallel",
     "DistributedDataParallel": "lockstep.parallel.distributed",
     "LockstepError": "lockstep.errors",
     "SyncBatchNorm": "lockstep.parallel.batchnorm",

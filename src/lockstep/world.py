@@ -26,9 +26,7 @@ from lockstep import env, seeding
 from lockstep.comm import clock, registration, torch_version
 from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, interface_of
 from lockstep.comm.callsite import describe_exception
-from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
-from lockstep.comm.mpi.library import load as load_mpi
-from lockstep.comm.registration import BACKEND_NAME, MPI_BACKEND_NAME
+from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 from lockstep.comm.wire import choose_wire
 from lockstep.errors import (
     AlreadyInitialized,
@@ -40,6 +38,8 @@ from lockstep.errors import (
     SetupError,
 )
 from lockstep.log import get_logger, warn_once
+from lockstep.mpi_library import is_installed as is_mpi4py_installed
+from lockstep.mpi_library import load as load_mpi
 from lockstep.rendezvous import tcp
 from lockstep.rendezvous.interfaces import name_for_engines
 from lockstep.rendezvous.meeting import meet_in_slurm

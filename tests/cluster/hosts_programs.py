@@ -19,7 +19,7 @@ import lockstep
 from lockstep import env
 from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.testing.soak.runner import run_programs
+from random_programs.runner import run_programs
 
 TIMEOUT_S = 20.0
 

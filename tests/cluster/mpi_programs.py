@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ import lockstep
 from lockstep import env
 from lockstep.errors import LockstepError
 from lockstep.testing import limit_s
-from lockstep.testing.soak.runner import run_programs
+
+sys.path.append(str(Path(__file__).parents[1] / "soak"))  # mpirun starts this file, without what pytest adds
+
+from random_programs.runner import run_programs
 
 Described = tuple[str, str, float, tuple[int, ...]]
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from lockstep.comm.mpi import library
+from lockstep import mpi_library
 from lockstep.comm.mpi.board import NOTICE_BYTES, MpiBoard, NoticeKind, notice_kind
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
@@ -137,7 +137,7 @@ def test_waiter_looks_and_may_be_told_to_stop() -> None:
 @pytest.fixture
 def fresh_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nobody had asked for MPI yet."""
-    monkeypatch.setattr(library, "_mpi", None)
+    monkeypatch.setattr(mpi_library, "_mpi", None)
     for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -145,14 +145,14 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_mpi4py_says_how_to_get_it(fresh_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(BackendUnavailable, match=r"needs mpi4py.*pip install torch-lockstep\[mpi\]"):
-        library.load()
+        mpi_library.load()
 
 
 @needs_mpi
 def test_missing_mpi_library_says_how_to_get_it(fresh_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nonexistent/libmpi.so")
     with pytest.raises(BackendUnavailable, match=r"needs an MPI library.*apt install openmpi-bin libopenmpi-dev"):
-        library.load()
+        mpi_library.load()
 
 
 def fake_mpi(**differences: Any) -> Any:
@@ -176,14 +176,14 @@ def under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mpi_for_one_thread_only_is_refused() -> None:
-    library._check(fake_mpi())
+    mpi_library._check(fake_mpi())
     with pytest.raises(SetupError, match="without support for several threads"):
-        library._check(fake_mpi(Query_thread=lambda: 1))
+        mpi_library._check(fake_mpi(Query_thread=lambda: 1))
 
 
 def test_library_of_another_mpirun_is_refused(under_mpirun: None) -> None:
     with pytest.raises(SetupError, match=r"mpirun started 4 ranks, but MPI says there are 1: .*\(MPICH\)"):
-        library._check(fake_mpi())
+        mpi_library._check(fake_mpi())
 
 
 _ALONE = """

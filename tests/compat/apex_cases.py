@@ -1,4 +1,4 @@
-"""What the tests of the Apex door share: small models, and a clean Amp for each test."""
+"""What the tests of the Apex shim share: small models, and a clean Amp for each test."""
 
 from __future__ import annotations
 

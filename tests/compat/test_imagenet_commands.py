@@ -104,15 +104,15 @@ def test_two_nodes_rehearsed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "apex"])
-def test_through_the_doors(folder: Path, strategy: str) -> None:
+def test_by_the_shims(folder: Path, strategy: str) -> None:
     """The ranks that `lockstep train` starts import Horovod and Apex by their own names."""
     words = ("--nproc", "2", "--strategy", strategy, "-a", "tiny", "images", *LITTLE)
     (text,) = end(start(folder, *PROGRAM, *words))
     assert result(folder)["strategy"] == strategy
-    assert f"import {strategy}" in text, "the notice of the door"
+    assert f"import {strategy}" in text, "the notice of the shim"
 
 
-def test_without_a_door(folder: Path) -> None:
+def test_without_a_shim(folder: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -126,7 +126,7 @@ def test_without_a_door(folder: Path) -> None:
     ]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s(60))
     assert ended.returncode == 2
-    assert "Horovod is not installed, and Lockstep's own door" in ended.stderr
+    assert "Horovod is not installed, and Lockstep's own shim" in ended.stderr
 
 
 def test_ranks_that_are_told_who_they_are(folder: Path) -> None:

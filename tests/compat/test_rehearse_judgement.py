@@ -13,10 +13,10 @@ import torch
 
 from lockstep.errors import LaunchError
 from lockstep.tools.rehearse import source
+from lockstep.tools.rehearse.events import Event, Job, Process, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.plan import read_script
-from lockstep.tools.rehearse.record import Event, Job, Process, read_records
 from lockstep.tools.rehearse.report import format_json, format_text
 from lockstep.tools.rehearse.settings import Settings, parse_memory
 from lockstep.tools.rehearse.watch.contents import Contents

@@ -175,10 +175,10 @@ TABLE: list[Check] = [
     Check("grad-scaler", "autocast and GradScaler in both engines", "check_engines:grad_scaler"),
     Check("checkpoints", "saved on the GPU, loaded on CPU and GPU, with random states", "check_data:checkpoints"),
     Check("data-parallel", "lockstep.DataParallel on one device", "check_engines:data_parallel", start="python"),
-    Check("horovod", "Horovod's door with .cuda(), on nccl", "check_doors:horovod"),
-    Check("horovod-verbs", "all of Horovod's operations on tensors of the GPU, on nccl", "check_doors:horovod_verbs"),
+    Check("horovod", "Horovod's shim with .cuda(), on nccl", "check_shims:horovod"),
+    Check("horovod-verbs", "all of Horovod's operations on tensors of the GPU, on nccl", "check_shims:horovod_verbs"),
     *(
-        Check(f"apex-{level}", f"Apex's door with .cuda() at {level}", "check_doors:apex", (level,))
+        Check(f"apex-{level}", f"Apex's shim with .cuda() at {level}", "check_shims:apex", (level,))
         for level in ("O0", "O1", "O2", "O3")
     ),
     Check("compile", "torch.compile of both engines", "check_engines:compiled", limit_s=110),

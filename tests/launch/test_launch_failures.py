@@ -150,7 +150,7 @@ def test_hooks_of_torch_and_ours_print_nothing_twice_and_run(launches: Launches)
                 previous(*arguments)
             hook.__module__ = module
             return hook
-        sys.excepthook = wrapped(sys.excepthook, 'lockstep.comm.exits', 'peers told')
+        sys.excepthook = wrapped(sys.excepthook, 'lockstep.comm.exit_hooks', 'peers told')
         sys.excepthook = wrapped(sys.excepthook, 'torch.distributed.distributed_c10d', 'prefix')
         raise ValueError('x')
         """

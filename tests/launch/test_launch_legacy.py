@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launching import Launches
-from lockstep.compat.legacy import launch
+from lockstep.commands import launch
 from lockstep.errors import LaunchError
 from lockstep.launch import cli
 from lockstep.launch.config import LaunchConfig
@@ -49,16 +49,15 @@ def test_local_rank_comes_as_the_script_declares_it(launches: Launches, option: 
         assert variables == [str(rank), "2", str(rank), "127.0.0.1", "29876", "0"]
 
 
-@pytest.mark.parametrize("module", ["lockstep.compat.launch", "lockstep.compat.legacy.launch"])
-def test_as_a_module(launches: Launches, module: str) -> None:
+def test_as_a_module(launches: Launches) -> None:
     script = launches.script(SCRIPT.format(option="--local-rank"))
-    command = [sys.executable, "-m", module, "--nproc-per-node", "1", script]
+    command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "1", script]
     done = subprocess.run(
         command, cwd=launches.folder, env=launches.environment(), capture_output=True, text=True, timeout=limit_s(60)
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)[0] == 0
-    wrong = subprocess.run([*command[:3], "missing.py"], capture_output=True, text=True, timeout=limit_s(60))
+    wrong = subprocess.run([*command[:4], "missing.py"], capture_output=True, text=True, timeout=limit_s(60))
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("lockstep: error: script 'missing.py' not found")
 
@@ -125,7 +124,7 @@ def test_every_spelling(started: list[LaunchConfig], words: list[str], expected:
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_modules_and_no_doors(started: list[LaunchConfig]) -> None:
+def test_modules_and_no_shims(started: list[LaunchConfig]) -> None:
     assert cli.main(["launch", "-m", "--no-compat", "json.tool", "x"]) == 0
     assert cli.main(["launch", "--no_python", "--use_env", "sh", "-c", "true"]) == 0
     module, program = started

@@ -34,7 +34,7 @@ def work(options: argparse.Namespace, slurm: dict[str, Any] | None = None) -> in
     """The program on this rank."""
     if slurm is not None:
         become_a_task(**slurm)
-    # Doors stand open in ranks that the launcher starts; these are none, and must not stay open for other tests.
+    # Shims are installed in ranks that the launcher starts; these are none, and theirs must not stay for other tests.
     opened, strategies._import = strategies._import, lambda name, _: importlib.import_module(f"lockstep.compat.{name}")
     try:
         return main(options)

@@ -180,7 +180,7 @@ def test_without_init_the_launchers_variables_are_set() -> None:
     seen = run_ranks(describe, 2, init=False)
     assert [one["launcher"] for one in seen] == [[0, 2, 0, 2], [1, 2, 1, 2]]
     assert not any(one["initialized"] for one in seen)
-    # A thread of the nursery would not survive the fork, and its locks would stay locked.
+    # A thread of the fork server would not survive the fork, and its locks would stay locked.
     assert [one["threads"] for one in seen] == [1, 1], "something that is imported starts a thread"
     (folder,) = {str(one["rendezvous"]) for one in seen}
     assert not os.path.exists(folder), "the folder outlives its call"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from failing import group_works
 from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.testing import run_ranks
-from lockstep.testing.soak.messages import Batch, Messages
-from lockstep.testing.soak.operations import (
+from random_programs.messages import Batch, Messages
+from random_programs.operations import (
     COLLECTIVES,
     AllReduce,
     Objects,

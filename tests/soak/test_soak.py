@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from lockstep.shm import algorithms
 from lockstep.testing import run_ranks
-from lockstep.testing.soak import Ledger, runner, seeds_from, soak
-from lockstep.testing.soak.program import Call, Drop, Make, Together, Wait, draw_program
+from random_programs import Ledger, runner, seeds_from, soak
+from random_programs.program import Call, Drop, Make, Together, Wait, draw_program
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "2"))
 IS_NIGHTLY = "SOAK_MINUTES" in os.environ
@@ -118,7 +118,7 @@ def test_trouble_is_found(how: str, kind: str, says: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(runner, "run_ranks", run)
     with pytest.raises(AssertionError, match=says) as caught:
         soak(seeds, 2)
-    command = f"python -m lockstep.testing.soak --world-size 2 --steps {seeds[0]}"
+    command = f"python tests/soak/run.py --world-size 2 --steps {seeds[0]}"
     assert str(caught.value).endswith(f"\nTo see it again: {command}")
 
 

@@ -62,14 +62,12 @@ def modules() -> Mapping[str, Module]:
     return found
 
 
-def imports_of(module: Module, *, only_at_import_time: bool = False) -> Iterator[tuple[str, int]]:
+def imports_of(module: Module) -> Iterator[tuple[str, int]]:
     """The package's own modules that a module imports, each with the line.
 
-    Includes imports inside functions, those for type checkers, and `import_module("lockstep…")`,
-    unless only what runs when the module itself is imported is asked for.
+    Includes imports inside functions, those for type checkers, and `import_module("lockstep…")`.
     """
-    nodes = _nodes_run_at_import(module.tree) if only_at_import_time else ast.walk(module.tree)
-    for node in nodes:
+    for node in ast.walk(module.tree):
         match node:
             case ast.Import(names=names):
                 yield from ((alias.name, node.lineno) for alias in names if _is_ours(alias.name))
@@ -86,13 +84,3 @@ def imports_of(module: Module, *, only_at_import_time: bool = False) -> Iterator
 
 def _is_ours(name: str) -> bool:
     return name == "lockstep" or name.startswith("lockstep.")
-
-
-def _nodes_run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from _nodes_run_at_import(node)

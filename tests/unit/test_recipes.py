@@ -17,8 +17,8 @@ from rich.console import Console
 from lockstep.errors import InputError, SetupError
 from lockstep.recipes import options
 from lockstep.recipes.curves import draw_curves
-from lockstep.recipes.digits import DigitsConfig, add_arguments, resolve_config
-from lockstep.recipes.digits_task import DigitsNet, ShiftedDigits, load_digits, stratified_split
+from lockstep.recipes.digits.options import DigitsConfig, add_arguments, resolve_config
+from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits, stratified_split
 from lockstep.recipes.display import Display
 from lockstep.recipes.runlog import RunLog, create_run_folder, read_metrics
 from lockstep.recipes.summary import RankTime, Summary

@@ -18,7 +18,8 @@ import torch
 from lockstep.errors import SetupError
 from lockstep.testing import limit_s
 from lockstep.torch_private import lookup, page, patching, tensors
-from lockstep.torch_private.table import Record, Use, make_table, record_of, table
+from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.table import make_table, record_of, table
 from package_sources import SRC, Module, modules
 
 PAGE = SRC.parent / "docs" / "torch-internals.md"
@@ -29,7 +30,7 @@ NOT_TORCHS = {
     ("lockstep.launch.payload", "_fd"): "multiprocessing's resource tracker",
     ("lockstep.launch.payload", "_inheriting"): "multiprocessing's process",
     ("lockstep.tree", "_make"): "a named tuple's",
-    ("lockstep.compat.legacy.launch", "_option_string_actions"): "argparse's",
+    ("lockstep.commands.launch", "_option_string_actions"): "argparse's",
     ("lockstep.compat.apex.amp.handle", "_amp_stash"): "a name of Apex's, which amp puts on optimizers",
     ("lockstep.compat.apex.amp.optimizers", "_amp_stash"): "the same",
     ("lockstep.compat.apex.amp.optimizers", "_amp_lazy_init"): "the same",
@@ -39,7 +40,7 @@ NOT_TORCHS = {
 }
 # `setattr` on what is not torch's: the object that is written to, and whose it is.
 SETS_ATTRIBUTES = {
-    ("lockstep.parallel.replication", "copy"): "replicas of the user's module",
+    ("lockstep.parallel.replicas.replicate", "copy"): "replicas of the user's module",
     ("lockstep.comm.inference", "group"): "a class of ours, by its decorator",
     ("lockstep.comm.mixed_group", "group"): "the same",
     ("lockstep.compat.apex.amp.properties", "properties"): "amp's options",

@@ -1,6 +1,6 @@
 """The process group "lockstep" of torch.distributed, and what it shares with others that run on an engine.
 
-`import lockstep` registers the name (`registration.py`); torch then asks `create` for a group.
+`import lockstep` registers the name (`registration.py`); torch then asks for a group (`creation.py`).
 Everything of `torch.distributed` works on it: the functions of `dist`, `new_group`, torch's own DDP,
 FSDP2 and DTensor.
 
@@ -11,7 +11,6 @@ torch give backends written in Python another base class, this file is what chan
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,27 +20,25 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lockstep import env
-from lockstep.comm import ephemeral, exits
+from lockstep.comm import ephemeral, exit_hooks
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import Lookout, MeetingStore
 from lockstep.comm.inference import leaves_inference_mode
-from lockstep.comm.mixed import kinds_beside
 from lockstep.comm.monitored import monitored_barrier
-from lockstep.comm.registration import BACKEND_NAME
+from lockstep.comm.names import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.comm.wording import describe_group
-from lockstep.errors import BackendUnavailable, InputError, SetupError
+from lockstep.errors import InputError, SetupError
 from lockstep.shm.board import Board
 from lockstep.shm.meeting import Meeting, SeveralHosts
-from lockstep.shm.support import lack
 from lockstep.shm.team import Team
 from lockstep.torch_private.stores import Store
 
 if TYPE_CHECKING:
     from lockstep.comm.hosts.team import HostsTeam
 
-__all__ = ["VERBS", "EngineProcessGroup", "LockstepProcessGroup", "create", "interface_of", "make_group"]
+__all__ = ["VERBS", "EngineProcessGroup", "LockstepProcessGroup", "interface_of", "make_group"]
 
 VERBS = (
     "allreduce",
@@ -106,7 +103,7 @@ class EngineProcessGroup(ProcessGroup):
         self._backend_name = backend
         self._store = store
         self._name = group_name
-        exits.register(self)
+        exit_hooks.register(self)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -474,21 +471,3 @@ def interface_of(group: object) -> str | None:
     """The network interface by which a lockstep group over several hosts reaches the others; None for other groups."""
     team: Any = group.engine.team if isinstance(group, LockstepProcessGroup) else None
     return None if team is None or isinstance(team, Team) else str(team.layout.members[team.rank].interface)
-
-
-def create(options: Any, _backend_options: Any) -> LockstepProcessGroup:
-    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`.
-
-    Raises:
-        BackendUnavailable: processes of this system cannot share memory; says why.
-        SetupError: there is no such rank in a group of that size.
-    """
-    missing = lack()
-    if missing is not None:
-        raise BackendUnavailable(f"the lockstep backend cannot be used here: {missing}. Use gloo, or lockstep.init()")
-    beside = kinds_beside(BACKEND_NAME)
-    if not beside:
-        return make_group(LockstepProcessGroup, options)
-    from lockstep.comm.mixed_group import MixedProcessGroup  # a subclass of the one above
-
-    return make_group(functools.partial(MixedProcessGroup, beside), options)

@@ -8,22 +8,18 @@ of the groups on the same occasion (`monitored.py`), and the end of the interpre
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from lockstep.after_import import call_after_import
 from lockstep.comm import gloo, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
 from lockstep.comm.mpi import name as mpi_name
+from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 
-__all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "ensure"]
+__all__ = ["ensure"]
 
-BACKEND_NAME = "lockstep"
-# torch keeps "mpi" for a branch of its own; see [Note: the name "mpi"] in mpi/name.py.
-MPI_BACKEND_NAME = "mpi4py"
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
 # What layers above have to register with torch.
@@ -32,7 +28,7 @@ _registrars: list[Callable[[ModuleType], None]] = []
 
 def _create(options: Any, backend_options: Any) -> Any:
     """What torch calls to make a group of shared memory."""
-    from lockstep.comm.backend import create
+    from lockstep.comm.creation import create
 
     _warn_if_untested(options)
     return create(options, backend_options)
@@ -68,31 +64,8 @@ def _register(module: ModuleType) -> None:
         registrar(module)
 
 
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torch's module as usual, and registers the backend when it has been executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _TORCH_MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        self._loader = spec.loader
-        spec.loader = self
-        return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        _register(module)
+def _register_imported() -> None:
+    _register(sys.modules[_TORCH_MODULE])
 
 
 def ensure(also: Callable[[ModuleType], None] | None = None) -> None:
@@ -106,5 +79,5 @@ def ensure(also: Callable[[ModuleType], None] | None = None) -> None:
     module = sys.modules.get(_TORCH_MODULE)
     if module is not None and hasattr(module, "Backend"):
         _register(module)
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    elif module is None:
+        call_after_import(_TORCH_MODULE, _register_imported)

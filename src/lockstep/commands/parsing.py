@@ -17,7 +17,7 @@ NPROC_OPTIONS = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, through the same door as all others."""
+    """Errors in one line, ended as all others are."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split(" ", 1)[0].split("=", 1)[0]

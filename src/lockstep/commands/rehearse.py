@@ -66,7 +66,7 @@ def _parser() -> Parser:
     parser.add_argument("--no-prefix", dest="prefix", action="store_false", help="no `[rank]` before lines of output")
     parser.add_argument(
         "--no-compat",
-        dest="with_doors",
+        dest="with_shims",
         action="store_false",
         help="let `import horovod` and `import apex` find the real packages only, as in `lockstep run`",
     )

@@ -1,5 +1,5 @@
-"""The front doors of others: Horovod, Apex and what old scripts expect of `torch.distributed`. Adapters only.
+"""Shims for other libraries: Horovod, Apex and what old scripts expect of `torch.distributed`. Adapters only.
 
-Each door maps foreign names to the engine that Lockstep's own names use; a table in its docstring marks every name
+Each shim maps foreign names to the engine that Lockstep's own names use; a table in its docstring marks every name
 supported, different or refused.
 """

@@ -1,17 +1,17 @@
-"""`import horovod` and `import apex` where neither is installed: found among the doors, as the same module objects.
+"""`import horovod` and `import apex` where neither is installed: shims stand in, as the same module objects.
 
 [Note: the real package wins] The finder stands first on `sys.meta_path`, and asks all others before it answers for
 `horovod` or `apex` itself. It must stand first because of what is inside: once `horovod` is the module
 `lockstep.compat.horovod`, Python's own finder would look for `horovod.torch` in that package's folder and load the
 file once more under another name, with other classes. A folder of that name without an `__init__.py` is no package
 (data of a script, or a clone of a repository that holds the package deeper), unless it has a submodule that
-the door has too.
+the shim has too.
 
 [Note: the same modules] `horovod.torch` is `lockstep.compat.horovod.torch`, one object under two names in
 `sys.modules`. So `isinstance` works whichever name a script used, and what is pickled names the module that is
 installed.
 
-Nothing here imports torch, nor a door before a script does.
+Nothing here imports torch, nor a shim before a script does.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from types import CodeType, MappingProxyType, ModuleType
 
 from lockstep.compat.notice import print_notice
 
-__all__ = ["DOORS", "DoorFinder"]
+__all__ = ["SHIMS", "ShimFinder"]
 
-DOORS: Mapping[str, str] = MappingProxyType({"apex": "lockstep.compat.apex", "horovod": "lockstep.compat.horovod"})
+SHIMS: Mapping[str, str] = MappingProxyType({"apex": "lockstep.compat.apex", "horovod": "lockstep.compat.horovod"})
 
 
-class DoorFinder(MetaPathFinder):
-    """Finds the packages in `DOORS` that are not installed. Put first on `sys.meta_path`."""
+class ShimFinder(MetaPathFinder):
+    """Finds the packages in `SHIMS` that are not installed. Put first on `sys.meta_path`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The module behind the name, the real package's own if that is installed, or None."""
         package, _, rest = fullname.partition(".")
-        door = DOORS.get(package)
-        if door is None:
+        shim = SHIMS.get(package)
+        if shim is None:
             return None
         if not rest:
             real = self._ask_others(fullname, path, target)
-            if real is not None and not _is_stray(real, door):
+            if real is not None and not _is_stray(real, shim):
                 return real
-        elif sys.modules.get(package) is not sys.modules.get(door, self):
+        elif sys.modules.get(package) is not sys.modules.get(shim, self):
             return None
-        name = f"{door}.{rest}" if rest else door
+        name = f"{shim}.{rest}" if rest else shim
         behind = _find(name)
         if behind is None:
             return None
-        return ModuleSpec(fullname, _DoorLoader(name), origin=behind.origin)
+        return ModuleSpec(fullname, _ShimLoader(name), origin=behind.origin)
 
     def _ask_others(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         for finder in list(sys.meta_path):
@@ -69,11 +69,11 @@ def _find(name: str) -> ModuleSpec | None:
         return None
 
 
-def _is_stray(spec: ModuleSpec, door: str) -> bool:
+def _is_stray(spec: ModuleSpec, shim: str) -> bool:
     """Whether this is a folder that only has the package's name. See [Note: the real package wins]."""
     if spec.origin is not None or spec.submodule_search_locations is None:
         return False
-    behind = _find(door)
+    behind = _find(shim)
     offered = {
         os.path.splitext(entry)[0]
         for folder in (behind.submodule_search_locations or () if behind is not None else ())
@@ -88,11 +88,11 @@ def _is_stray(spec: ModuleSpec, door: str) -> bool:
     return True
 
 
-class _DoorLoader(Loader):
+class _ShimLoader(Loader):
     """Gives a module another name.
 
     Args:
-        name: its own.
+        name: the name under which the shim is imported, such as `lockstep.compat.apex`.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,7 +100,7 @@ class _DoorLoader(Loader):
         self._own_spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name in DOORS:
+        if spec.name in SHIMS:
             print_notice(
                 f"{spec.name} is not installed here, so `import {spec.name}` finds {self._name}; "
                 "`lockstep run --no-compat` leaves it out"

@@ -1,4 +1,4 @@
-"""Importing this opens all doors: programs for Horovod, Apex and the torch.distributed of 2018 run unedited.
+"""Importing this installs all shims: programs for Horovod, Apex and the torch.distributed of 2018 run unedited.
 
 `lockstep run` and `lockstep launch` import it in every rank before the script starts, unless told `--no-compat`.
 Elsewhere a program, or a test, says `import lockstep.compat.install`. It is the one module of the package whose import
@@ -19,8 +19,8 @@ import importlib
 import sys
 from typing import Any
 
-from lockstep.compat.after_import import call_after_import
-from lockstep.compat.finder import DoorFinder
+from lockstep.after_import import call_after_import
+from lockstep.compat.finder import ShimFinder
 from lockstep.compat.legacy.choice import Choice, choose_here
 from lockstep.compat.legacy.needs import CHANGES, hint_for
 from lockstep.compat.notice import print_notice
@@ -32,7 +32,7 @@ _given: list[Choice] = []
 
 
 def install(choice: Choice | None = None) -> None:
-    """Open the doors in this process, and in those it spawns. Local; twice does no harm.
+    """Install the shims in this process, and in those it spawns. Local; twice does no harm.
 
     Args:
         choice: what the script needs of torch; None to read it from LOCKSTEP_OLD_TORCH, or from the script itself once
@@ -41,9 +41,9 @@ def install(choice: Choice | None = None) -> None:
     if choice is not None:
         _given[:] = [choice]
         _choice.cache_clear()
-    if any(isinstance(finder, DoorFinder) for finder in sys.meta_path):
+    if any(isinstance(finder, ShimFinder) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, DoorFinder())
+    sys.meta_path.insert(0, ShimFinder())
     call_after_import("torch", _change_torch)
     call_after_import("multiprocessing.spawn", _hand_on_to_children)
 
@@ -74,10 +74,10 @@ def explain(error: BaseException) -> None:
 
 
 class _Reopening:
-    """Opens the doors where it is unpickled, if Lockstep can be found there.
+    """Installs the shims where it is unpickled, if Lockstep can be found there.
 
     Args:
-        choice: that of this process.
+        choice: what this process has chosen for its script; children get the same.
     """
 
     def __init__(self, choice: Choice) -> None:
@@ -97,7 +97,7 @@ class _Reopening:
 
 
 def _hand_on_to_children() -> None:
-    """Make what multiprocessing sends to a child first, before it names the main module, open the doors there."""
+    """Make what multiprocessing sends to a child first, before it names the main module, install the shims there."""
     spawn: Any = sys.modules["multiprocessing.spawn"]
     prepare = spawn.get_preparation_data
 

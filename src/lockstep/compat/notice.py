@@ -1,4 +1,4 @@
-"""What the doors say to whoever started the job: once, by its first process. Imports no torch."""
+"""What the shims say to whoever started the job: once, by its first process. Imports no torch."""
 
 from __future__ import annotations
 

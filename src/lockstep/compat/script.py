@@ -1,4 +1,4 @@
-"""`python -m lockstep.compat.script [--compat] TARGET ARGS…`: a script, or `-m MODULE`, with the doors open.
+"""`python -m lockstep.compat.script [--compat] TARGET ARGS…`: a script, or `-m MODULE`, with the shims installed.
 
 For processes that no launcher of Lockstep's starts, and scripts that nobody wants to edit::
 
@@ -25,7 +25,7 @@ _USAGE_CODE = 2
 
 
 def run(words: list[str]) -> None:
-    """Open the doors and run what the words name, as `python` would. Local; returns when the script does.
+    """Install the shims and run what the words name, as `python` would. Local; returns when the script does.
 
     Args:
         words: a script, or `-m` and a module, and its arguments.

@@ -60,7 +60,7 @@ _DOORS = "lockstep.compat.install"
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 # Modules whose hooks for uncaught exceptions hand on to the one before.
-_KNOWN_HOOKS = ("torch.distributed.distributed_c10d", "lockstep.comm.exits")
+_KNOWN_HOOKS = ("torch.distributed.distributed_c10d", "lockstep.comm.exit_hooks")
 # Frames that stand between the interpreter and the user's code, and say nothing.
 _LIBRARY = Path(os.__file__).parent
 _OWN_FILES = frozenset(

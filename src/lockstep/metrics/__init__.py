@@ -32,8 +32,8 @@ A metric of your own is a subclass that says how many sums it keeps::
             return sums[0] / sums[1] if sums[1] else math.nan
 """
 
-from lockstep.metrics.kinds import Accuracy, Mean, Sum
 from lockstep.metrics.metric import Metric
 from lockstep.metrics.reduction import synchronize
+from lockstep.metrics.standard import Accuracy, Mean, Sum
 
 __all__ = ["Accuracy", "Mean", "Metric", "Sum", "synchronize"]

@@ -186,7 +186,7 @@ class _Asked:
         self._num_updates = 0  # in that iteration, before this one
 
     def begin(self, arguments: Any) -> None:
-        """`update` is called with these."""
+        """Note that `update` is called with these arguments."""
         tensors = tensors_in(arguments)
         self.rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
         tags = [tag for tag in map(batch.find_tag, tensors) if tag is not None]
@@ -197,7 +197,7 @@ class _Asked:
             self._shares = list({share.local_samples: share for share in shares}.values())
 
     def end(self) -> None:
-        """`update` has returned."""
+        """Note that `update` has returned."""
         self._shares = []
         iteration = batch.latest_iteration()
         if iteration is None:
@@ -221,7 +221,7 @@ class _Asked:
 
 
 def _knowing_the_batch(update: Callable[..., None]) -> Callable[..., None]:
-    """`update`, noting what its arguments tell of the batch."""
+    """Wrap `update`: while it runs, the metric knows what its arguments tell of the batch."""
 
     @functools.wraps(update)
     def wrapper(self: Metric, *args: Any, **kwargs: Any) -> None:

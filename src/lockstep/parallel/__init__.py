@@ -13,7 +13,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `claims`: whether all ranks understood a step alike.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.
-* `heap`: glibc keeps the memory of gradients between steps.
+* `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.
 
 Losses and layers over all ranks:
@@ -23,16 +23,14 @@ Losses and layers over all ranks:
 
 `DataParallel`, one process with several devices:
 
-* `data_parallel`: what users see; `devices`: which devices it uses.
-* `scatter_gather`, `replication`, `application`: batches cut, modules copied, replicas run.
-* `draws`: whether a module draws random numbers.
+* `replicas`: a package with a map of its own.
 """
 
-from lockstep.parallel.application import parallel_apply
-from lockstep.parallel.data_parallel import DataParallel, data_parallel
 from lockstep.parallel.distributed import DistributedDataParallel
-from lockstep.parallel.replication import replicate
-from lockstep.parallel.scatter_gather import gather, scatter, scatter_kwargs
+from lockstep.parallel.replicas.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.replicas.parallel_apply import parallel_apply
+from lockstep.parallel.replicas.replicate import replicate
+from lockstep.parallel.replicas.scatter_gather import gather, scatter, scatter_kwargs
 
 __all__ = [
     "DataParallel",

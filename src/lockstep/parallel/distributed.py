@@ -42,8 +42,8 @@ from lockstep.parallel.claims import Claims, join_claims
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, add_up
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.graph import runs_backward_to
-from lockstep.parallel.heap import keep_memory_of_gradients
 from lockstep.parallel.loss_kinds import look_at_next_loss
+from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
 from lockstep.parallel.nesting import check_not_inside_torch, check_not_nested
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
@@ -120,7 +120,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does. For parameters on the
     CPU, glibc is told to keep the memory of gradients between steps, unless MALLOC_TRIM_THRESHOLD_ or the like is
-    set (`heap.py`).
+    set (`malloc.py`).
     """
 
     # Where no loader says what ranks hold, they must come with equally many rows. Engines of others average plainly.

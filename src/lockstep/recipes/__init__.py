@@ -2,10 +2,7 @@
 
 General layout:
 
-* `digits`: the digits recipe: its options, and the ranks that it starts.
-* `digits_task`: its data and its model.
-* `digits_training`: what each of its ranks does.
-* `imagenet`: the ImageNet program, a package with a map of its own.
+* `digits`: the digits recipe; `imagenet`: the ImageNet program. Packages with maps of their own.
 * `options`: what the options of all recipes have in common.
 * `display`: what a person sees of a run while it goes on.
 * `runlog`, `curves`: what a run leaves behind: its folder, its metrics, and a picture of them.

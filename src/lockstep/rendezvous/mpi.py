@@ -22,8 +22,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lockstep import env
-from lockstep.comm.mpi.library import is_installed, load
 from lockstep.errors import RendezvousError, SetupError
+from lockstep.mpi_library import is_installed, load
 from lockstep.rendezvous import folder, tcp
 from lockstep.topology import Topology
 from lockstep.topology.mpi import job_id

@@ -1,6 +1,6 @@
 """`run_ranks`: call a function on N real processes and collect what each returned.
 
-The first call starts a nursery (see `nursery.py`), which imports torch once and forks one
+The first call starts a fork server (see `fork_server.py`), which imports torch once and forks one
 worker per rank. Later calls reuse the workers: a world of n takes the first n. After a call
 in which anything went wrong all its workers are killed, and the next call forks new ones.
 """
@@ -173,12 +173,12 @@ class _Worker:
     connection: Connection
 
 
-class _NurseryLostError(Exception):
-    """The nursery is gone and all workers with it."""
+class _ForkServerLostError(Exception):
+    """The fork server is gone and all workers with it."""
 
 
 class _Pool:
-    """The caller's side: one nursery and the workers that it forked."""
+    """The caller's side: one fork server and the workers that it forked."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -186,9 +186,9 @@ class _Pool:
         self._workers: list[_Worker] = []
         self._exit_codes: dict[int, int] = {}  # of workers that died, by pid, until they are looked up
         self._forked: list[int] = []
-        self._control, nursery_end = Pipe()
-        self._process = _start_nursery(nursery_end)
-        nursery_end.close()
+        self._control, server_end = Pipe()
+        self._process = _start_fork_server(server_end)
+        server_end.close()
         self._folder = ""
         try:
             self._expect(limit_s(_START_DEADLINE_S), until=lambda: self._folder != "")
@@ -223,7 +223,7 @@ class _Pool:
         return outcomes
 
     def close(self) -> None:
-        """End the nursery, which kills the workers and removes the folder."""
+        """End the fork server, which kills the workers and removes the folder."""
         self.usable = False
         if os.getpid() != self.owner:
             return  # A fork of the caller holds copies of the pipes, but none of this is its own.
@@ -334,12 +334,12 @@ class _Pool:
             del self._exit_codes[worker.pid]
 
     def _expect(self, timeout_s: float, until: Callable[[], bool]) -> None:
-        """Take in what the nursery says until `until` holds; it is lost if that takes too long."""
+        """Take in what the fork server says until `until` holds; it is lost if that takes too long."""
         if not self._read_control(timeout_s, until):
-            raise _NurseryLostError(f"it did not answer within {timeout_s:g} s")
+            raise _ForkServerLostError(f"it did not answer within {timeout_s:g} s")
 
     def _read_control(self, timeout_s: float = 0.0, until: Callable[[], bool] = lambda: False) -> bool:
-        """Take in what the nursery says until `until` holds or the time is over; whether it holds."""
+        """Take in what the fork server says until `until` holds or the time is over; whether it holds."""
         deadline = time.monotonic() + timeout_s
         while not until():
             if not self._control.poll(max(0.0, deadline - time.monotonic())):
@@ -347,7 +347,7 @@ class _Pool:
             try:
                 message = self._control.recv()
             except (EOFError, ConnectionError):
-                raise _NurseryLostError("it died") from None
+                raise _ForkServerLostError("it died") from None
             match message:
                 case ("ready", str(folder)):
                     self._folder = folder
@@ -358,11 +358,11 @@ class _Pool:
         return True
 
 
-def _start_nursery(control: Connection) -> subprocess.Popen[bytes]:
+def _start_fork_server(control: Connection) -> subprocess.Popen[bytes]:
     """Start it in a session of its own, so that Ctrl-C reaches only the caller."""
     program = (
         f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
-        f"from lockstep.testing.nursery import main; main({control.fileno()})"
+        f"from lockstep.testing.fork_server import main; main({control.fileno()})"
     )
     environ = env.snapshot()
     env.OMP_NUM_THREADS.set("1", environ)
@@ -408,7 +408,7 @@ def _run(
         return _pool.run(payload, world_size, backend, timeout_s, init, fail_fast=fail_fast)
     except TimeoutError:
         raise  # The pool has replaced the workers that hung.
-    except _NurseryLostError as error:
+    except _ForkServerLostError as error:
         _close_at_exit()
         raise WorkerFailed(f"run_ranks lost the process that holds the workers: {error}", 0, 1) from None
     except BaseException:

@@ -2,12 +2,12 @@
 
 Pure functions over a mapping of environment variables, so every launcher's form can be
 tested without that launcher. A reader per launcher (`torchrun`, …) recognises its own variables and
-returns a `Topology` or None; `reading` asks them in turn, and the first that recognises them wins.
+returns a `Topology` or None; `detection` asks them in turn, and the first that recognises them wins.
 """
 
 from __future__ import annotations
 
-from lockstep.topology.reading import read_topology
-from lockstep.topology.record import Topology
+from lockstep.topology.detection import read_topology
+from lockstep.topology.topology import Topology
 
 __all__ = ["Topology", "read_topology"]

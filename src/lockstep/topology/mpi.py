@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from lockstep import env
 from lockstep.errors import SetupError
-from lockstep.topology.record import Topology
 from lockstep.topology.slurm import read_step
+from lockstep.topology.topology import Topology
 
 __all__ = ["check_size_is_known", "job_id", "read_mpi"]
 

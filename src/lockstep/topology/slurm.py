@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from lockstep import env
 from lockstep.errors import SetupError
-from lockstep.topology.record import Topology
 from lockstep.topology.slurm_forms import expand_counts, expand_hosts
+from lockstep.topology.topology import Topology
 
-__all__ = ["SlurmStep", "describe_allocation", "place_in_step", "read_slurm", "read_step"]
+__all__ = ["SlurmStep", "describe_allocation", "read_slurm", "read_step", "topology_of_step"]
 
 _T = TypeVar("_T")
 
@@ -127,7 +127,7 @@ def read_step(variables: Mapping[str, str]) -> SlurmStep | None:
     return step
 
 
-def place_in_step(variables: Mapping[str, str], rank: int, world_size: int) -> Topology | None:
+def topology_of_step(variables: Mapping[str, str], rank: int, world_size: int) -> Topology | None:
     """Where a rank stands whose number was given by hand, if the step explains it.
 
     It does where the numbers are the step's own, and where each node has one task that has started the

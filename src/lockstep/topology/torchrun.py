@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lockstep import env
 from lockstep.errors import SetupError
-from lockstep.topology.record import Topology
+from lockstep.topology.topology import Topology
 
 __all__ = ["read_torchrun"]
 

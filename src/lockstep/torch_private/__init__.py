@@ -1,6 +1,6 @@
 """Every patch of torch and every private name of torch that Lockstep uses, in one place.
 
-* `table.py`: one record for each, with what it is for and what happens without it; the records are in
+* `record.py`: what is said of each name: what it is for and what happens without it. `table.py` has all records, from
   `records_groups.py` (torch.distributed), `records_training.py` (autograd, modules, data) and `records_compat.py`
   (old scripts, Apex, Horovod, rehearsals).
 * `lookup.py` finds a name of the table in the torch that runs; `patching.py` replaces one. Both refuse others.

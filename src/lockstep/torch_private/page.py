@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.torch_private.table import Record, Use, table
+from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.table import table
 
 __all__ = ["render"]
 

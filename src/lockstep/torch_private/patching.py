@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any, cast
 
 from lockstep.torch_private.lookup import MISSING, owner_of, warn_missing
-from lockstep.torch_private.table import Use, record_of
+from lockstep.torch_private.record import Use
+from lockstep.torch_private.table import record_of
 
 __all__ = ["add", "add_module", "patch", "replace_attribute", "wrap", "wrap_once"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.torch_private.table import Record, Use
+from lockstep.torch_private.record import Record, Use
 
 __all__ = ["RECORDS"]
 

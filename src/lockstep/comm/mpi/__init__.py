@@ -3,7 +3,6 @@
 General layout:
 
 * `name`: the plain name "mpi", where torch has no MPI.
-* `library`: mpi4py and the MPI library behind it, found and checked; what this process is in MPI's world.
 * `board`: what every rank is doing, as it has told the others in messages.
 * `waiter`: waiting without blocking in MPI.
 * `team`: the ranks of one group, connected: notices, exchanges of tensors, and how a rank leaves.

@@ -12,9 +12,9 @@ import os
 import sys
 import time
 
-from lockstep.comm.mpi.library import load
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.errors import NotInitialized
+from lockstep.mpi_library import load
 
 __all__ = ["register", "release"]
 

@@ -16,12 +16,12 @@ from lockstep.comm.backend import EngineProcessGroup, make_group
 from lockstep.comm.flight import Flight
 from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.mpi import algorithms, departures
-from lockstep.comm.mpi.library import load
 from lockstep.comm.mpi.mailbox import MpiMailbox
 from lockstep.comm.mpi.team import MpiTeam
-from lockstep.comm.registration import MPI_BACKEND_NAME
+from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, RendezvousError, SetupError
+from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.shm.team import Region, Team
 from lockstep.torch_private.stores import PrefixStore, Store

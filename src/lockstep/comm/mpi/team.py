@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.comm.message_team import MESSAGE_BYTES, MessageTeam
-from lockstep.comm.mpi.library import load
 from lockstep.comm.mpi.waiter import MpiWaiter
+from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, Watch
 
 if TYPE_CHECKING:

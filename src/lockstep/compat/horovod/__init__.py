@@ -1,4 +1,4 @@
-"""Horovod's front door: `import lockstep.compat.horovod.torch as hvd`, `horovod.run`, `lockstep horovodrun`.
+"""The shim for Horovod: `import lockstep.compat.horovod.torch as hvd`, `horovod.run`, `lockstep horovodrun`.
 
 Names and behaviour are those of Horovod 0.28; process groups, gradient buckets and launchers are Lockstep's. Every
 foreign name, and whether it is supported, different or refused:

@@ -98,8 +98,8 @@ def run(
 
     Args:
         func: calls `hvd.init()` itself. With cloudpickle installed also a lambda or a local function.
-        args: for `func`.
-        kwargs: for `func`.
+        args: positional arguments of `func`.
+        kwargs: keyword arguments of `func`.
         num_proc: number of ranks.
         hosts: "localhost:4"; other hosts are refused.
         hostfile: a file with lines `host slots=N` instead.

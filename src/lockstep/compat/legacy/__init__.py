@@ -1,9 +1,9 @@
 """What scripts of 2018 to 2021 expect of `torch.distributed`, and today's torch lacks.
 
 `install()` adds all of it, `install(names)` some. Ranks of `lockstep run`, `lockstep launch` and `lockstep horovodrun`,
-and who says `import lockstep.compat.install`, get what the script's text needs (`needs.py`) as soon as torch has been
+and scripts that say `import lockstep.compat.install`, get what their text needs (`needs.py`) as soon as torch has been
 imported; `--compat` adds all, `--no-compat` nothing. Names that torch has are left alone, except where the table says
-that a call is let through which torch turns away. `lockstep launch` (`legacy.launch`) takes the command line of
+that a call is let through which torch turns away. `lockstep launch` takes the command line of
 `torch.distributed.launch`.
 
 ================================================== =========== ========================================================

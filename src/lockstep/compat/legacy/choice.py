@@ -25,7 +25,7 @@ class Choice:
     """Changes to torch for one script.
 
     Attributes:
-        script: how messages call it.
+        script: the name by which messages call the script.
         changes: names of `needs.CHANGES`, each with the line that needs it.
         is_asked: somebody has asked for all, whatever the script says.
     """
@@ -35,12 +35,12 @@ class Choice:
     is_asked: bool = False
 
     def dump(self) -> str:
-        """As a text, for a variable."""
+        """The choice as the text of an environment variable."""
         return json.dumps({"script": self.script, "changes": dict(self.changes)})
 
     @staticmethod
     def load(text: str) -> Choice:
-        """The way back.
+        """The choice that such a text stands for.
 
         Raises:
             ValueError: it is no such text.

@@ -91,7 +91,7 @@ def _check_lists(lists: object, num_lists: int, length: int, name: str) -> Seque
 
 
 def _reduce_here(tensors: _Tensors, op: Any) -> torch.Tensor:
-    """The process's own tensors in one, on the first one's device, before the other processes add theirs."""
+    """Reduce the tensors of this process into one, on the device of the first, before the processes reduce theirs."""
     first = tensors[0]
     parts = [each.detach().to(first.device).contiguous().view(-1) for each in tensors]
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
@@ -101,7 +101,7 @@ def _reduce_here(tensors: _Tensors, op: Any) -> torch.Tensor:
 
 
 def _across(op: Any) -> Any:
-    """What the processes do with the sums of each, as AVG's count is that of devices."""
+    """The operation between processes: SUM for AVG, whose divisor is the number of all devices."""
     return dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
 
 
@@ -126,7 +126,7 @@ def all_reduce_multigpu(
     Args:
         tensor_list: one per device of this process, as many in each process; all of one shape and dtype.
         op: any `ReduceOp`.
-        group: default all processes.
+        group: the processes that take part; default all.
         async_op: return a handle instead of waiting.
 
     Raises:
@@ -160,7 +160,7 @@ def reduce_multigpu(
         tensor_list: see `all_reduce_multigpu`. Only that of the destination is written.
         dst: rank of the process that gets the result.
         op: any `ReduceOp`.
-        group: default all processes.
+        group: the processes that take part; default all.
         async_op: return a handle instead of waiting.
         dst_tensor: number of the tensor there.
 
@@ -190,7 +190,7 @@ def broadcast_multigpu(
     Args:
         tensor_list: one per device of this process; all are overwritten, except for the source.
         src: rank of the process that has it.
-        group: default all processes.
+        group: the processes that take part; default all.
         async_op: return a handle instead of waiting.
         src_tensor: number of the tensor there.
 
@@ -218,7 +218,7 @@ def all_gather_multigpu(
         output_tensor_lists: for each device of this process a list of all results; tensor k·n + j is that of device j
             of process k, where each process has n devices.
         input_tensor_list: one per device of this process.
-        group: default all processes.
+        group: the processes that take part; default all.
         async_op: return a handle instead of waiting.
 
     Raises:
@@ -256,7 +256,7 @@ def reduce_scatter_multigpu(
             process has n devices.
         input_tensor_lists: for each device of this process its w·n tensors.
         op: any `ReduceOp`.
-        group: default all processes.
+        group: the processes that take part; default all.
         async_op: return a handle instead of waiting.
 
     Raises:

@@ -50,7 +50,7 @@ _Found = Iterator[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Signs:
-    """What one file says.
+    """What one file shows of the torch that it was written for.
 
     Attributes:
         needs: names of changes to torch, each with the line that shows it.

@@ -30,9 +30,9 @@ class Source:
     """A file, and which of the modules that it imports are the script's own.
 
     Attributes:
-        file: its path.
+        file: path of the file.
         root: the folder in which these modules lie.
-        package: that of the file.
+        package: the package that the file belongs to.
         within: the package they are part of, where others lie there too; None for all in the folder.
     """
 

@@ -8,7 +8,7 @@
 
 A strategy is what stands around the network and between loss and optimizer (`lockstep.train.Update`); data, loop,
 evaluation and checkpoints are the same for all. Apex and Horovod are imported by their own names: in ranks that
-Lockstep starts these are Lockstep's doors, unless the real packages are installed.
+Lockstep starts these are Lockstep's shims, unless the real packages are installed.
 
 [Note: who weights] A rank holds n_r of the n images of a batch, and n_r is not the same on all ranks where the batch
 does not divide evenly. Lockstep's engines weight what goes through them; all others take the plain mean over ranks of
@@ -233,7 +233,7 @@ def _import(name: str, package: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"{package} is not installed, and Lockstep's own door for it is open only in processes that Lockstep "
+            f"{package} is not installed, and Lockstep's own shim for it is installed only in processes that Lockstep "
             "starts: begin with `lockstep train imagenet` or `lockstep run -m lockstep.recipes.imagenet`"
         ) from error
 

@@ -12,11 +12,11 @@ Cases that a backend cannot pass are named in `BACKEND_GAPS`, with a reason, and
 General layout:
     case            what a case is; the values sent and expected
     reductions      all_reduce, reduce, reduce_scatter
-    movement        broadcast, all_gather, gather, scatter, all_to_all
+    data_movement   broadcast, all_gather, gather, scatter, all_to_all
     point_to_point  send, recv and their batches
     ordering        barriers, sub-groups, asynchronous calls
     gaps            what backends are known not to have
-    meeting         how ranks meet without the backend that is being checked
+    progress        how far each rank is, told without the backend that is being checked
     runner          runs cases on ranks and reports
 """
 

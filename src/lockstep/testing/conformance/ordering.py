@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.testing.conformance import movement, reductions
+from lockstep.testing.conformance import data_movement, reductions
 from lockstep.testing.conformance.case import Case, Context, case, expect_equal, inputs_of, reduced
 from lockstep.testing.limits import limit_s
 
@@ -151,10 +151,10 @@ def check_sync_after_async(context: Context) -> None:
 _IN_GROUPS: tuple[tuple[Callable[..., None], dict[str, Any]], ...] = (
     (reductions.check_all_reduce, {"op": "SUM", "dtype": torch.float32, "shape": (1023,)}),
     (reductions.check_reduce, {"op": "MAX", "dtype": torch.int64, "shape": (9,)}),
-    (movement.check_broadcast, {"dtype": torch.float32, "shape": (5,)}),
-    (movement.check_all_gather, {"dtype": torch.float32, "shape": (5,)}),
-    (movement.check_all_gather_object, {}),
-    (movement.check_broadcast_object_list, {}),
+    (data_movement.check_broadcast, {"dtype": torch.float32, "shape": (5,)}),
+    (data_movement.check_all_gather, {"dtype": torch.float32, "shape": (5,)}),
+    (data_movement.check_all_gather_object, {}),
+    (data_movement.check_broadcast_object_list, {}),
 )
 
 

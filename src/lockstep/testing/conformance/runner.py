@@ -1,7 +1,7 @@
 """Run conformance cases on ranks and report on each.
 
 All cases of a run share one call of `run_ranks` and one process group. After each case the
-ranks meet in a mapped file (`meeting.py`); where a case failed, each rank leaves the group and
+ranks meet in a mapped file (`progress.py`); where a case failed, each rank leaves the group and
 all build a new one, so that one failure does not make the next. Where a rank died or hung, the
 case it was in is reported as failed, and a new call goes on with the case after it.
 """
@@ -25,23 +25,23 @@ import torch.distributed as dist
 
 from lockstep import env
 from lockstep.errors import InputError
-from lockstep.testing.conformance import movement, ordering, point_to_point, reductions
+from lockstep.testing.conformance import data_movement, ordering, point_to_point, reductions
 from lockstep.testing.conformance.case import Case, Context, all_unique
 from lockstep.testing.conformance.gaps import reason_to_skip
-from lockstep.testing.conformance.meeting import Meeting, create
+from lockstep.testing.conformance.progress import Progress, create
 from lockstep.testing.limits import limit_s
 from lockstep.testing.pool import run_ranks
 from lockstep.topology import read_topology
 
 __all__ = ["CASES", "CaseResult", "Report", "run_conformance"]
 
-CASES: tuple[Case, ...] = all_unique((*reductions.CASES, *movement.CASES, *point_to_point.CASES, *ordering.CASES))
+CASES: tuple[Case, ...] = all_unique((*reductions.CASES, *data_movement.CASES, *point_to_point.CASES, *ordering.CASES))
 
 # On a quiet machine.
 _COLLECTIVE_TIMEOUT_S = 10.0
 _TIMEOUT_S = 200.0
 # How much later than this rank's another rank's error may come, in units of the group's deadline.
-_MEETING_DEADLINES = 3.0
+_DEADLINES_OF_A_CASE = 3.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _run_until_broken(
     folder = tempfile.mkdtemp(prefix="lockstep-conformance-")
     broken = ""
     try:
-        create(os.path.join(folder, "meeting"), world_size)
+        create(os.path.join(folder, "progress"), world_size)
         outcomes = launch(
             _run_on_rank, world_size, backend, names, folder, register, collective_timeout,
             backend=backend, init=False, timeout=timeout, expect_errors=True,
@@ -194,20 +194,20 @@ def _run_on_rank(backend: str, names: list[str], folder: str, register: str | No
     by_name = {one.name: one for one in CASES}
     topology = read_topology(env.snapshot())
     rank, world_size = topology.rank, topology.world_size
-    meeting = Meeting(os.path.join(folder, "meeting"), rank, world_size)
+    progress = Progress(os.path.join(folder, "progress"), rank, world_size)
     groups = _groups(backend, rank, world_size, folder, collective_timeout)
     next(groups)
     with open(os.path.join(folder, f"journal-{rank}"), "w", buffering=1) as journal:
         for number, name in enumerate(names):
             result = _run_case(by_name[name], Context(rank, world_size))
-            any_failed = meeting.finish(
-                number, failed=result.status == "failed", deadline_s=_MEETING_DEADLINES * collective_timeout
+            any_failed = progress.finish(
+                number, failed=result.status == "failed", deadline_s=_DEADLINES_OF_A_CASE * collective_timeout
             )
             journal.write(json.dumps(asdict(result)) + "\n")
             if any_failed:
                 next(groups)
     groups.close()
-    meeting.close()
+    progress.close()
 
 
 def _groups(

@@ -36,7 +36,7 @@ class Column:
     """A backend on a device.
 
     Attributes:
-        backend: as the table calls it.
+        backend: the name that the table has for it.
         name: as `init_process_group` takes it.
         device: "cpu" or "cuda".
         absent: why it cannot be measured here; empty if it can.
@@ -109,7 +109,7 @@ def _read(folder: Path) -> dict[str, list[str | None]]:
 
 
 def _run(column: Column, verbs: Sequence[str], folder: Path) -> str:
-    """Run the ranks to their end. How they ended, if not well."""
+    """Run the ranks to their end; returns how they ended, if not well."""
     errors = folder / "stderr"
     with errors.open("w") as stderr, contextlib.ExitStack() as stack:
         ranks = []
@@ -160,6 +160,6 @@ def _start(command: list[str], variables: dict[str, str], stderr: int) -> subpro
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started."""
+    """Kill the process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

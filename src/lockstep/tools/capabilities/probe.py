@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env
-from lockstep.comm.registration import MPI_BACKEND_NAME
+from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.tools.capabilities.verbs import VERBS
 
 __all__ = ["VERB_DEADLINE_S", "main"]

@@ -21,7 +21,7 @@ def _mark(column: Column, verb: str) -> str:
 
 
 def as_text(columns: Sequence[Column], verbs: Sequence[str]) -> str:
-    """For a terminal; reasons below."""
+    """The table as text for a terminal, with the reasons below it."""
     width = max(len(word) for word in ("Backend", *verbs))
     names = [column.backend if index % 2 == 0 else "" for index, column in enumerate(columns)]
     lines = [
@@ -35,7 +35,7 @@ def as_text(columns: Sequence[Column], verbs: Sequence[str]) -> str:
 
 
 def as_markdown(columns: Sequence[Column], verbs: Sequence[str]) -> str:
-    """For a page."""
+    """The table in Markdown, for a page."""
     head = [f"{column.backend}, {_DEVICES[column.device]}" for column in columns]
     lines = ["| | " + " | ".join(head) + " |", "|---|" + ":-:|" * len(columns)]
     lines += [f"| {verb} | " + " | ".join(_mark(column, verb) for column in columns) + " |" for verb in verbs]
@@ -43,7 +43,7 @@ def as_markdown(columns: Sequence[Column], verbs: Sequence[str]) -> str:
 
 
 def as_json(columns: Sequence[Column], verbs: Sequence[str]) -> str:
-    """For programs: a list of columns; `works` is true, false, or null where it could not be measured."""
+    """The table as JSON: a list of columns; `works` is true, false, or null where it could not be measured."""
     entries = [
         {
             "backend": column.backend,

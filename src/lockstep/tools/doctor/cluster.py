@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator
 
 from lockstep import env
-from lockstep.comm.mpi.library import is_installed
 from lockstep.launch.environment import visible_gpus
+from lockstep.mpi_library import is_installed
 from lockstep.tools.doctor.finding import Finding
 
 __all__ = ["look"]

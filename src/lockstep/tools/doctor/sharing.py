@@ -97,7 +97,7 @@ def _launcher() -> Finding:
 
 def _two_ranks() -> Finding:
     from lockstep.launch.spawn import spawn
-    from lockstep.tools.doctor.meeting import add_ones
+    from lockstep.tools.doctor.two_ranks import add_ones
 
     begun_s = time.monotonic()
     try:

@@ -7,8 +7,9 @@ General layout, from the bottom up:
 * `patching`: how names of torch are replaced in a rehearsing process.
 * `devices`: stand-ins for GPUs.
 * `watch`: what each process notes while the script runs, written to the job's private folder.
-* `record`, `findings`: what the processes saw, and what it means; `report`: says it, to people and programs.
-* `rank`, `spawned`: what runs in a rank before the script; `rehearsal`: the whole.
+* `events`, `findings`: what the processes saw, and what it means; `report`: says it, to people and programs.
+* `spawning`: processes that the script spawns are part of the rehearsal, too.
+* `rank`, `spawned`: what runs before the script in a rank, and in a process that it spawns; `rehearsal`: the whole.
 
 [Note: stand-ins] A tensor on a GPU is a CPU tensor whose storage is marked (`devices/marks.py`). A
 `TorchDispatchMode` hands marks on from inputs to results, in forward and backward passes alike, and the few

@@ -26,7 +26,7 @@ def wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable
 
     Args:
         owner: a module or a class.
-        name: of the function.
+        name: name of the function.
         make: gets the function that is there and returns the one to put there; it keeps its name and docstring.
     """
     original = getattr(owner, name, None)

@@ -21,12 +21,12 @@ _SLURM_JOB = 4711
 
 def install() -> None:
     """Make this process one of the rehearsal: stand-ins for GPUs, and everything watched. For good."""
-    from lockstep.tools.rehearse import devices, spawned, watch
+    from lockstep.tools.rehearse import devices, spawning, watch
 
     settings = Settings.load()
     devices.install(settings.devices, settings.memory_bytes)
     watch.install(with_horovod=settings.horovod)
-    spawned.install()
+    spawning.install()
 
 
 def set_variables(settings: Settings) -> None:

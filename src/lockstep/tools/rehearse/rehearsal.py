@@ -16,9 +16,9 @@ from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
 from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
+from lockstep.tools.rehearse.events import Job, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.plan import Needs, read_script
-from lockstep.tools.rehearse.record import Job, read_records
 from lockstep.tools.rehearse.report import format_json, format_text
 from lockstep.tools.rehearse.settings import Settings, parse_memory
 
@@ -33,7 +33,7 @@ class Rehearsal:
 
     Attributes:
         target: path of a script, or name of a module.
-        args: handed to it untouched.
+        args: arguments of the script, handed on untouched.
         nproc: ranks on each node.
         gpus: GPUs that each node pretends to have; None for one per rank.
         nodes: how many nodes to pretend.
@@ -44,7 +44,7 @@ class Rehearsal:
         strict: exit with 1 if there are findings.
         is_module: `target` is a module.
         prefix: put `[rank] ` before every line of the ranks.
-        with_doors: let scripts for Horovod, Apex and old releases of torch find Lockstep's doors.
+        with_shims: let scripts for Horovod, Apex and old releases of torch find Lockstep's shims.
         grace_s: seconds from asking a rank to stop to SIGKILL.
     """
 
@@ -60,7 +60,7 @@ class Rehearsal:
     strict: bool = False
     is_module: bool = False
     prefix: bool = True
-    with_doors: bool = True
+    with_shims: bool = True
     grace_s: float = 5.0
 
 
@@ -73,7 +73,7 @@ def _settings(rehearsal: Rehearsal, needs: Needs) -> Settings:
         processes_per_node=1 if once else rehearsal.nproc,
         memory_bytes=0 if rehearsal.memory is None else parse_memory(rehearsal.memory),
         slurm=needs.reads_slurm,
-        horovod=needs.uses_horovod and rehearsal.with_doors and importlib.util.find_spec("horovod") is None,
+        horovod=needs.uses_horovod and rehearsal.with_shims and importlib.util.find_spec("horovod") is None,
         local_rank_option=(find_spelling(rehearsal.target).option or "") if passes_local_rank else "",
     )
 
@@ -95,7 +95,7 @@ def rehearse(rehearsal: Rehearsal) -> int:
     env.LOCKSTEP_REHEARSAL.set(settings.dump(), variables)
     # A GPU that is really here has no part in it.
     env.CUDA_VISIBLE_DEVICES.set("", variables)
-    asked = None if rehearsal.with_doors else False
+    asked = None if rehearsal.with_shims else False
     tell_ranks(variables, asked, rehearsal.target, rehearsal.is_module, rehearsal.args)
     jobs: list[Job] = []
     code = launch_job(

@@ -17,9 +17,9 @@ import json
 import textwrap
 from collections.abc import Sequence
 
+from lockstep.tools.rehearse.events import Job
 from lockstep.tools.rehearse.findings import KINDS, Finding
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job
 
 __all__ = ["format_json", "format_text"]
 
@@ -35,10 +35,10 @@ def format_json(script: str, findings: Sequence[Finding], job: Job | None, exit_
     """The report as JSON; see the module's docstring.
 
     Args:
-        script: what was rehearsed.
-        findings: of the job.
+        script: the script that was rehearsed.
+        findings: what the rehearsal found.
         job: what its processes saw; None if none started.
-        exit_code: of the script.
+        exit_code: exit code of the script.
     """
     content = {
         "version": _VERSION,

@@ -45,7 +45,7 @@ class Settings:
         memory_bytes: of each stand-in; 0 for no limit.
         slurm: whether to set the variables of a Slurm step.
         local_rank_option: the option in which the script wants its local rank, or empty.
-        horovod: whether the script finds Lockstep's door for Horovod, and uses it.
+        horovod: whether the script finds Lockstep's shim for Horovod, and uses it.
     """
 
     devices: int

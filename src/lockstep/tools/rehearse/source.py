@@ -58,10 +58,10 @@ def argument_at(file: str, line: int, function: str, name: str, position: int | 
     """The argument of a call on that line.
 
     Args:
-        file: of the script.
+        file: path of the script.
         line: that the call stands on, or spans.
         function: last part of the called name; empty for any.
-        name: of the argument.
+        name: name of the argument.
         position: of the argument, where it may be given without its name.
 
     Returns:

@@ -1,58 +1,15 @@
-"""Processes that a rehearsed script starts itself, with multiprocessing's "spawn" method: part of the rehearsal too.
-
-A spawned process imports the script again before it is told what to do, so the stand-ins must be there before
-multiprocessing's own code runs: its command line gets a line in front.
-
-[Note: families] A script may start ranks several times, one after the other. Those of one `mp.spawn` are a family, and
-are judged by themselves: rank 0 of the first has nothing to do with rank 1 of the second.
-"""
+"""What runs in a process that a rehearsed script spawned, before multiprocessing's own code. See `spawning.py`."""
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable
-from multiprocessing import process, spawn
+from multiprocessing import process
 from typing import Any
 
+from lockstep.tools.rehearse import rank
 from lockstep.tools.rehearse.patching import wrap
 
-__all__ = ["install", "join_rehearsal"]
-
-_FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal({family!r}); "
-# How often this process has called `mp.spawn`.
-_starts = itertools.count(1)
-_family = ""
-
-
-def _command_line(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_command_line(**kwargs: Any) -> list[str]:
-        words: list[str] = original(**kwargs)
-        if "-c" in words:
-            code = words.index("-c") + 1
-            if "spawn_main" in words[code]:
-                words[code] = _FIRST.format(family=_family) + words[code]
-        return words
-
-    return get_command_line
-
-
-def _start(original: Callable[..., Any]) -> Callable[..., Any]:
-    def start(*args: Any, **kwargs: Any) -> Any:
-        global _family
-        _family = f"{os.getpid()}-{next(_starts)}"
-        return original(*args, **kwargs)
-
-    return start
-
-
-def install() -> None:
-    """Make the processes that this one will spawn part of the rehearsal."""
-    import torch.multiprocessing
-
-    wrap(spawn, "get_command_line", _command_line)
-    for name in ("spawn", "start_processes"):
-        wrap(torch.multiprocessing, name, _start)
+__all__ = ["join_rehearsal"]
 
 
 def _run(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,10 +26,12 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def join_rehearsal(family: str) -> None:
-    """In a spawned process, before anything else: become part of the rehearsal. See [Note: families]."""
-    from lockstep.tools.rehearse.rank import install as install_all
+    """In a spawned process, before anything else: become part of the rehearsal.
 
-    install_all()
+    Args:
+        family: of the processes that were spawned together; see [Note: families] in `spawning.py`.
+    """
+    rank.install()
     from lockstep.tools.rehearse.watch.recorder import recorder
 
     recorder.family = family

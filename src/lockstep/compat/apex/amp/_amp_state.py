@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.compat.apex.amp.scaler import LossScaler
 from lockstep.errors import InputError, LockstepError
 
-if TYPE_CHECKING:
-    from lockstep.compat.apex.amp.casts import AmpHandle
-    from lockstep.compat.apex.amp.properties import Properties
-    from lockstep.compat.apex.amp.scaler import LossScaler
-
-__all__ = ["AmpError", "AmpState", "AmpValueError", "master_params", "say", "warn_or_raise"]
+__all__ = ["AmpError", "AmpState", "AmpValueError", "Casts", "Options", "master_params", "say", "warn_or_raise"]
 
 
 class AmpError(LockstepError):
@@ -24,6 +22,29 @@ class AmpError(LockstepError):
 
 class AmpValueError(AmpError, InputError):
     """A value that no opt level could use."""
+
+
+class Options(Protocol):
+    """What the state needs of `properties.Properties`, which stands above it: a value for each name."""
+
+    options: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class Casts(Protocol):
+    """What the state needs of `casts.AmpHandle`, which stands above it."""
+
+    dtype: torch.dtype
+    verbose: bool
+    allow_banned: bool
+
+    def is_active(self) -> bool:
+        """Whether casts are in force, here and now."""
+
+    def _deactivate(self) -> None: ...
+
+    def _disable_casts(self) -> AbstractContextManager[None]: ...
 
 
 class AmpState:
@@ -39,9 +60,9 @@ class AmpState:
     """
 
     def __init__(self) -> None:
-        self.opt_properties: Properties | None = None
+        self.opt_properties: Options | None = None
         self.loss_scalers: list[LossScaler] = []
-        self.handle: AmpHandle | None = None
+        self.handle: Casts | None = None
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1

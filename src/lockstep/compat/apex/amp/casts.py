@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.compat.apex.amp._amp_state import AmpValueError, _amp_state
+from lockstep.compat.apex.amp._amp_state import AmpValueError, Casts, _amp_state
 from lockstep.torch_private.cuda_casts import CudaCasts
 from lockstep.torch_private.patching import replace_attribute
 from lockstep.torch_private.trees import tree_leaves, tree_map
@@ -38,7 +38,7 @@ __all__ = [
 
 _Function = Callable[..., Any]
 # Given the tensors among a function's arguments, the dtype that all of them should have.
-_Choice = Callable[["AmpHandle", list[Tensor]], torch.dtype]
+_Choice = Callable[[Casts, list[Tensor]], torch.dtype]
 
 
 class AmpHandle:
@@ -188,15 +188,15 @@ def _casting(choice: _Choice, function: _Function) -> _Function:
     return wrapper
 
 
-def _half(handle: AmpHandle, tensors: list[Tensor]) -> torch.dtype:
+def _half(handle: Casts, tensors: list[Tensor]) -> torch.dtype:
     return handle.dtype
 
 
-def _float(handle: AmpHandle, tensors: list[Tensor]) -> torch.dtype:
+def _float(handle: Casts, tensors: list[Tensor]) -> torch.dtype:
     return torch.float32
 
 
-def _widest(handle: AmpHandle, tensors: list[Tensor]) -> torch.dtype:
+def _widest(handle: Casts, tensors: list[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 

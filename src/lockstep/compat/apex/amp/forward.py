@@ -20,7 +20,7 @@ class CastForward:
     can be pickled.
 
     Args:
-        module: whose forward pass runs.
+        module: the module whose forward pass runs.
         inputs: dtype of floating inputs; None leaves them alone.
         outputs: dtype of floating outputs; None leaves them alone.
     """

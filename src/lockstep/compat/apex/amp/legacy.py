@@ -23,7 +23,7 @@ class OptimWrapper:
 
     Args:
         optimizer: the optimizer; anything that is not defined here is its own.
-        handle: of `amp.init`.
+        handle: what `amp.init` returned.
         num_loss: how many losses there are in a step.
     """
 

@@ -21,7 +21,7 @@ class LossScaler:
         scale_factor: by which it shrinks at an overflow and grows after a window without.
         scale_window: steps without an overflow before it grows.
         min_loss_scale: it does not shrink below; None for no limit.
-        max_loss_scale: it does not grow beyond.
+        max_loss_scale: the largest scale that it grows to.
 
     Attributes:
         dynamic: whether the scale changes.

@@ -39,7 +39,7 @@ class FP16Model(nn.Module):
     """A model in float16, but for batch normalization, that takes inputs of any floating dtype.
 
     Args:
-        network: changed in place.
+        network: the module to convert, in place.
     """
 
     def __init__(self, network: nn.Module) -> None:

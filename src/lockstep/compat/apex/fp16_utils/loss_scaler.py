@@ -15,7 +15,7 @@ class LossScaler:
     """A loss scale that stays.
 
     Args:
-        scale: the scale.
+        scale: the factor of the loss.
 
     Attributes:
         cur_scale: the scale, for reading and writing.

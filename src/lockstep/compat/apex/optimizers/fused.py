@@ -31,14 +31,14 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
 
     Args:
         params: parameters or groups.
-        lr: rate.
+        lr: learning rate.
         bias_correction: correct the running means for their start at zero, as torch does.
-        betas: of the two running means.
-        eps: added to the root.
+        betas: decay of the two running means.
+        eps: added to the square root in the denominator.
         adam_w_mode: decoupled weight decay.
         weight_decay: see above.
         amsgrad: must be False, as in Apex.
-        set_grad_none: what `zero_grad` does.
+        set_grad_none: `zero_grad` sets gradients to None instead of zero.
         capturable: for CUDA graphs.
         master_weights: must be False; `amp.initialize(opt_level="O2")` keeps masters.
         max_grad_norm: clip each group's gradients to this norm, as Apex did until 2019; 0 for no limit.
@@ -115,14 +115,14 @@ class FusedSGD(_ZeroGrad, torch.optim.SGD):
 
     Args:
         params: parameters or groups.
-        lr: rate.
-        momentum: see torch.
-        dampening: see torch.
+        lr: learning rate.
+        momentum: as for `torch.optim.SGD`.
+        dampening: as for `torch.optim.SGD`.
         weight_decay: see torch.
-        nesterov: see torch.
+        nesterov: as for `torch.optim.SGD`.
         wd_after_momentum: must be False.
         materialize_master_grads: no effect: the gradients of master weights are always there.
-        set_grad_none: what `zero_grad` does.
+        set_grad_none: `zero_grad` sets gradients to None instead of zero.
 
     Raises:
         InputError: `wd_after_momentum`.
@@ -152,10 +152,10 @@ class FusedAdagrad(_ZeroGrad, torch.optim.Adagrad):
 
     Args:
         params: parameters or groups.
-        lr: rate.
-        eps: added to the root.
+        lr: learning rate.
+        eps: added to the square root in the denominator.
         weight_decay: see torch.
-        set_grad_none: what `zero_grad` does.
+        set_grad_none: `zero_grad` sets gradients to None instead of zero.
         adagrad_w_mode: must be False.
 
     Raises:
@@ -185,15 +185,15 @@ class FusedLAMB(_ZeroGrad, torch.optim.Optimizer):
 
     Args:
         params: parameters or groups.
-        lr: rate.
+        lr: learning rate.
         bias_correction: correct the running means for their start at zero.
-        betas: of the two running means.
-        eps: added to the root.
+        betas: decay of the two running means.
+        eps: added to the square root in the denominator.
         weight_decay: added to the update, times the parameter.
         amsgrad: must be False, as in Apex.
         adam_w_mode: decay is part of the update; False: of the gradient.
         grad_averaging: new gradients enter the first mean with 1 - beta; False: with 1.
-        set_grad_none: what `zero_grad` does.
+        set_grad_none: `zero_grad` sets gradients to None instead of zero.
         max_grad_norm: see above; 0 for no limit.
         use_nvlamb: use the ratio of norms for parameters without decay too.
 

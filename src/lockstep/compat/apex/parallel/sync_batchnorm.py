@@ -21,7 +21,7 @@ class SyncBatchNorm(lockstep.SyncBatchNorm):
         momentum: see `lockstep.SyncBatchNorm`.
         affine: see `lockstep.SyncBatchNorm`.
         track_running_stats: see `lockstep.SyncBatchNorm`.
-        process_group: who shares batches; default all ranks.
+        process_group: the ranks that share a batch; default all ranks.
         channel_last: the channels are the last dimension of the input, not the second.
         fuse_relu: apply a ReLU to the output.
     """
@@ -59,8 +59,8 @@ def convert_syncbn_model(
 
     Args:
         module: a model, changed in place, or one BatchNorm layer.
-        process_group: who shares batches; default all ranks.
-        channel_last: of the new layers.
+        process_group: the ranks that share a batch; default all ranks.
+        channel_last: as the new layers are to have it.
 
     Returns:
         The module; a new one if it is a BatchNorm layer itself.

@@ -1,1 +1,1 @@
-"""What the doors of `lockstep.compat.horovod` have in common."""
+"""What the shims of `lockstep.compat.horovod` have in common."""

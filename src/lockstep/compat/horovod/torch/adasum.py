@@ -41,7 +41,7 @@ def reduce_adasum(tensor: torch.Tensor, ranks: tuple[int, ...], rank: int, group
         tensor: any shape, contiguous, a floating-point dtype; the same on all ranks.
         ranks: global ranks of the group, as many as a power of two.
         rank: of this process in the group.
-        group: who takes part.
+        group: its ranks take part.
     """
     distance = 1
     while distance < len(ranks):

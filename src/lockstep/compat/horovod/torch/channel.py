@@ -71,12 +71,12 @@ class Channel:
     """One process set on one of its ranks.
 
     Args:
-        set_id: its number.
+        set_id: number of the process set.
         ranks: global ranks, ascending.
-        global_rank: of this process.
+        global_rank: global rank of this process.
         control: a group of exactly these ranks for CPU tensors, which nobody else uses.
         accelerator: another for tensors on GPUs, or None.
-        timeline: where events go.
+        timeline: records what the channel does.
         timeout_s: seconds until a request that the other ranks do not make is an error.
     """
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env
-from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
-from lockstep.comm.registration import MPI_BACKEND_NAME
+from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.compat.horovod.torch import process_sets as sets
 from lockstep.compat.horovod.torch import runtime
 from lockstep.compat.horovod.torch.process_sets import ProcessSet
 from lockstep.errors import InputError
+from lockstep.mpi_library import is_installed as is_mpi4py_installed
 from lockstep.world import current_world
 from lockstep.world import init as init_world
 

@@ -82,7 +82,7 @@ class Executor:
 
     Args:
         ranks: global ranks of the set.
-        rank: of this process in it.
+        rank: rank of this process in the set.
         control: its group for CPU tensors.
         accelerator: its group for tensors on GPUs, or None.
     """

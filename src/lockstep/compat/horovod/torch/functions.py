@@ -14,8 +14,9 @@ import torch
 
 from lockstep.compat.horovod.common.exceptions import HorovodInternalError
 from lockstep.compat.horovod.torch.context import rank
+from lockstep.compat.horovod.torch.mpi_ops.broadcasts import start_broadcast
+from lockstep.compat.horovod.torch.mpi_ops.gathers import start_all_gather
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending
-from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather, start_broadcast
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.errors import InputError
 
@@ -58,7 +59,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     weights; here an optimizer that has made no step still has made none. As there, its gradients are zeros afterwards.
 
     Args:
-        optimizer: wrapped or not.
+        optimizer: a torch optimizer, or what `DistributedOptimizer` made of one.
         root_rank: global rank that has the state.
         model: tells which parameters have sparse gradients.
 
@@ -182,9 +183,10 @@ def broadcast_object(
 
     Args:
         obj: on the root, what to send; elsewhere anything.
-        root_rank: global rank that has it.
-        name: of the request. Unlike Horovod's, it does not depend on the type of `obj`, which may differ.
-        process_set: who takes part.
+        root_rank: global rank that has the object.
+        name: requests of one name belong together. Unlike Horovod's, it does not depend on the type of `obj`, which
+            may differ.
+        process_set: the ranks that take part.
 
     Returns:
         The root's object: itself on the root, a copy elsewhere.
@@ -208,8 +210,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Args:
         obj: what to send; of any type on any rank.
-        name: of the request.
-        process_set: who takes part.
+        name: requests of one name belong together.
+        process_set: the ranks that take part.
 
     Returns:
         The objects of all ranks, in order.

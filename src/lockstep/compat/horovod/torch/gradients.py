@@ -22,7 +22,8 @@ from lockstep.compat.horovod.torch.channel import Channel
 from lockstep.compat.horovod.torch.compression import Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending
-from lockstep.compat.horovod.torch.mpi_ops.reductions import ReductionOp, sparse_allreduce_async
+from lockstep.compat.horovod.torch.mpi_ops.reductions import ReductionOp
+from lockstep.compat.horovod.torch.mpi_ops.sparse import sparse_allreduce_async
 from lockstep.compat.horovod.torch.process_sets import ProcessSet
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.parallel.buckets import BucketPlan, plan_buckets
@@ -41,10 +42,10 @@ class Settings:
     """How an optimizer's gradients are reduced.
 
     Attributes:
-        compression: what travels.
+        compression: what is made of a gradient before it travels.
         op: Average, Sum or Adasum.
         predivide_factor: divides before the sum what the average then multiplies by after it.
-        process_set: who takes part.
+        process_set: the ranks that take part.
     """
 
     compression: type[Compressor]
@@ -69,10 +70,10 @@ def reduce_dense(
     """Submit the gradients of some parameters as one request.
 
     Args:
-        channel: of the process set.
-        names: of the parameters.
+        channel: that of the process set.
+        names: name of each parameter.
         parameters: with gradients; a sparse gradient travels as a dense one.
-        settings: how to reduce.
+        settings: how gradients are reduced.
 
     Returns:
         A function that waits, and then leaves the results in `.grad`.
@@ -161,12 +162,12 @@ class Buckets:
     memory for those that come next. What lies in a bucket is `.grad`, and may still be changed or replaced.
 
     Args:
-        names: of the parameters.
+        names: name of each parameter.
         parameters: all on the CPU.
         channel: of the process set, over a lockstep group.
 
     Attributes:
-        channel: the same.
+        channel: as given.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], channel: Channel) -> None:

@@ -78,7 +78,7 @@ class Entry:
     """A request as another rank described it.
 
     Attributes:
-        meta: the description.
+        meta: what this rank asks for.
         site: the user's line that made it.
     """
 

@@ -274,13 +274,13 @@ class ReducingOptimizer:
     # ---- the optimizer's own methods -----------------------------------------------------------------
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on so many backward passes come before each step. Local."""
+        """Set how many backward passes come before each step from now on. Local."""
         self.backward_passes_per_step = passes
         self._counts.delays[:] = [passes] * len(self._counts.delays)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step()` does not reduce: for who has called `synchronize()` and then changed the gradients."""
+        """A context in which `step()` does not reduce: for scripts that change gradients after `synchronize()`."""
         self._should_synchronize = False
         try:
             yield
@@ -370,7 +370,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups: deprecated name of `groups`.
         groups: how many groups of parameters, or which, have their gradients reduced together.
         sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: who takes part; other ranks' optimizers do nothing but their own step.
+        process_set: the ranks that take part; other ranks' optimizers do nothing but their own step.
 
     Returns:
         An instance of a subclass of `type(optimizer)`, with `synchronize`, `skip_synchronize` and

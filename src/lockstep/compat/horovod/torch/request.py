@@ -64,16 +64,16 @@ class Request:
 
     @functools.cached_property
     def entry(self) -> Entry:
-        """As the other ranks see it."""
+        """The request as the other ranks see it."""
         return Entry(self.meta, site_text(self.site))
 
     def wait_for_inputs(self) -> None:
-        """The thread that runs the operation lets its GPU streams wait for what the caller's had queued. Local."""
+        """Make this thread's GPU streams wait for what the caller's streams had queued. Local."""
         for event in self._ready:
             torch.cuda.current_stream(event.device).wait_event(event)
 
     def complete(self, tensors: Sequence[torch.Tensor] = (), result: Any = None) -> None:
-        """It went well. Local."""
+        """Note that the operation has succeeded. Local."""
         self._finished = _record_events(tensors)
         if result is not None:
             self.result = result
@@ -82,12 +82,12 @@ class Request:
         self.done = True
 
     def fail(self, error: BaseException) -> None:
-        """It did not. Local."""
+        """Note that the operation has failed. Local."""
         self.error = error
         self.done = True
 
     def take(self) -> Any:
-        """The result, or the error. Local; it is done.
+        """Return the result, or raise the error, of a request that is done. Local.
 
         Raises:
             HorovodInternalError: it failed.

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.registration import BACKEND_NAME
+from lockstep.comm.names import BACKEND_NAME
 from lockstep.compat.horovod.common.exceptions import NotInitializedError
 from lockstep.compat.horovod.torch.channel import Channel
 from lockstep.compat.horovod.torch.execution import gather_equal
@@ -34,7 +34,7 @@ class Runtime:
         owns_world: whether to shut it down at the end.
 
     Attributes:
-        world: the same.
+        world: as given.
         timeline: the first rank's trace.
         local_sizes: number of ranks on each rank's host.
     """

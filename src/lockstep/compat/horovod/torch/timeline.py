@@ -57,14 +57,14 @@ class Timeline:
                 self._file = None
 
     def mark_cycle(self) -> None:
-        """A round begins."""
+        """Note that a round begins."""
         if self._file is None or not self._marks_cycles:
             return
         with self._lock:
             self._write("CYCLE_START", "i", self._row(_CYCLES), self._microseconds(time.perf_counter()), s="g")
 
     def record(self, matches: Sequence[Match], start_s: float) -> None:
-        """Requests have just been run.
+        """Note that requests have just been run.
 
         Args:
             matches: what was run, together.

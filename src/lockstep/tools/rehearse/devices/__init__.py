@@ -27,7 +27,7 @@ def install(count: int, limit_bytes: int = 0) -> None:
         tracing,
     )
     from lockstep.tools.rehearse.devices.marks import ledger
-    from lockstep.tools.rehearse.devices.place import devices
+    from lockstep.tools.rehearse.devices.naming import devices
     from lockstep.tools.rehearse.patching import replace
 
     devices.count = count

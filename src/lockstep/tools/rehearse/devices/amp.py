@@ -31,7 +31,7 @@ _dtype_of, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 
 
 class _OfCpu(threading.local):
-    """What a script asked for on the CPU itself, in this thread."""
+    """What a script has asked autocast for on the CPU itself, in this thread."""
 
     def __init__(self) -> None:
         self.enabled, self.dtype = _is_enabled("cpu"), _dtype_of("cpu")
@@ -41,7 +41,7 @@ _of_cpu = _OfCpu()
 
 
 def _apply() -> None:
-    """Switch the casts of CPU tensors as the two switches want them together."""
+    """Switch the casts of CPU tensors: on where the script has switched on those of CUDA or those of the CPU."""
     of_cuda = _is_enabled("cuda")
     _enable("cpu", of_cuda or _of_cpu.enabled)
     _set_dtype("cpu", _dtype_of("cuda") if of_cuda else _of_cpu.dtype)
@@ -80,12 +80,12 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
 
 
 def _of(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """The older name for one type of device."""
+    """A function that torch had for one type of device, by its older name."""
     return lambda *value: function(device_type, *value)
 
 
 def install() -> None:
-    """Put these in the place of torch's, and CUDA's list of operators beside the CPU's."""
+    """Put these functions in the place of torch's, and CUDA's list of operators beside the CPU's."""
     CudaCasts(everywhere=False)
     for function in (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype):
         replace(torch, function.__name__, function)

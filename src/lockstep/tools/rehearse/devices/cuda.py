@@ -1,4 +1,4 @@
-"""`torch.cuda` on stand-ins: who is there, what each has, and what is in use on it."""
+"""`torch.cuda` on stand-ins: which devices there are, what each has, and how much of it is in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lockstep.tools.rehearse.devices import streams
 from lockstep.tools.rehearse.devices.marks import ledger
 from lockstep.tools.rehearse.devices.mode import generator_of
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.patching import replace
 
 __all__ = ["install"]

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.tools.rehearse.devices.marks import _MARK, mark_storage
 from lockstep.tools.rehearse.devices.mode import placed
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.patching import replace
 
 __all__ = ["install", "restored"]

@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.callsite import is_users
-from lockstep.comm.registration import BACKEND_NAME, ensure
+from lockstep.comm.names import BACKEND_NAME
+from lockstep.comm.registration import ensure
 from lockstep.errors import InputError
 from lockstep.tools.rehearse.devices.marks import mark_of
 from lockstep.tools.rehearse.devices.mode import placed
@@ -53,7 +54,7 @@ def nominal_backend(group: Any = None) -> str:
 
 
 def _check_rank(world_size: Any = -1, rank: Any = -1, **others: Any) -> None:
-    """Refuse at once what could only wait for ranks that nobody has."""
+    """Refuse a rank that is not below the world size, which would wait for ever."""
     if isinstance(world_size, int) and isinstance(rank, int) and 0 <= world_size <= rank:
         raise InputError(
             f"init_process_group: rank {rank} of world_size {world_size}; ranks are numbered from 0 to world_size - 1. "
@@ -138,7 +139,7 @@ def _like_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP's buckets, which C++ makes without saying where, lie where the parameters do."""
+    """Mark DDP's buckets, which C++ makes without naming a device, as lying where the parameters do."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         module = args[0] if args and original.__name__ == "__init__" else self

@@ -91,7 +91,7 @@ class Ledger:
         self._tracked: set[_Tracked] = set()
 
     def add(self, storage: Any, index: int) -> None:
-        """Count a storage until it dies."""
+        """Count the bytes of a storage until it dies."""
         num_bytes = storage.nbytes()
         with self._lock:
             used = self._used.get(index, 0)
@@ -126,12 +126,12 @@ class Ledger:
         return self._peak.get(index, 0)
 
     def reset_peak(self, index: int) -> None:
-        """Begin to look for the most anew."""
+        """Forget the peak; the next one counts from what is in use now."""
         with self._lock:
             self._peak[index] = self.used(index)
 
     def allocations(self, index: int) -> int:
-        """How many storages were ever made there."""
+        """How many storages were ever made on a device."""
         return self._allocations.get(index, 0)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.devices.marks import mark, mark_of
-from lockstep.tools.rehearse.devices.place import CPU, devices
+from lockstep.tools.rehearse.devices.naming import CPU, devices
 from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["Observer", "StandIn", "enter_here", "generator_of", "install", "mixing", "observers", "placed"]
@@ -67,7 +67,7 @@ def generator_of(index: int) -> torch.Generator:
 
 @contextlib.contextmanager
 def placed(index: int | None) -> Iterator[None]:
-    """Whatever is made inside lies on that stand-in, or in host memory for None. In this thread."""
+    """A context: tensors that this thread makes inside lie on that stand-in, or in host memory for None."""
     before = getattr(_local, "override", ())
     _local.override = (index,)
     try:
@@ -78,7 +78,7 @@ def placed(index: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mixing() -> Iterator[None]:
-    """Inside, operators take tensors of several devices without complaint. In this thread."""
+    """A context: inside, this thread's operators take tensors of several devices without an error."""
     before = getattr(_local, "mixes", False)
     _local.mixes = True
     try:

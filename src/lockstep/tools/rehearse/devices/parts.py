@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from lockstep.compat.after_import import call_after_import
+from lockstep.after_import import call_after_import
 from lockstep.tools.rehearse.devices.marks import mark_of
-from lockstep.tools.rehearse.devices.place import CPU, devices
+from lockstep.tools.rehearse.devices.naming import CPU, devices
 from lockstep.tools.rehearse.devices.tensors import move
 from lockstep.tools.rehearse.patching import replace, wrap, wrap_everywhere
 

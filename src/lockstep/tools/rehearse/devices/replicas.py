@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import comm
 
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.devices.tensors import move
 from lockstep.tools.rehearse.patching import replace
 
@@ -72,7 +72,7 @@ def _gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = N
 
 
 def install() -> None:
-    """Put them in the place of those written in C++ for CUDA."""
+    """Put these functions in the place of torch's, which are written in C++ for CUDA."""
     for name, function in (
         ("broadcast", _broadcast),
         ("broadcast_coalesced", _broadcast_coalesced),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.patching import replace
 
 __all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "install", "set_stream"]
@@ -27,7 +27,7 @@ class Stream:
     """`torch.cuda.Stream`: accepted, ordered with everything else.
 
     Args:
-        device: whose stream.
+        device: the device that the stream belongs to.
         priority: kept.
     """
 
@@ -39,13 +39,13 @@ class Stream:
         self.device_type = _CUDA
 
     def wait_event(self, event: Any) -> None:
-        """Over at once."""
+        """Returns at once: everything that was queued is done."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Over at once."""
+        """Returns at once: everything that was queued is done."""
 
     def synchronize(self) -> None:
-        """Over at once."""
+        """Returns at once: everything that was queued is done."""
 
     def query(self) -> bool:
         """Whether all is done: yes."""
@@ -86,19 +86,19 @@ class Event:
         self.device = torch.device("cuda", devices.current)
 
     def record(self, stream: Any = None) -> None:
-        """Happen now."""
+        """Record the event: it happens now."""
         self._time_s = time.perf_counter()
         self.device = current_stream().device if stream is None else stream.device
 
     def wait(self, stream: Any = None) -> None:
-        """Over at once."""
+        """Returns at once: everything that was queued is done."""
 
     def query(self) -> bool:
         """Whether it has happened: whatever was recorded has."""
         return True
 
     def synchronize(self) -> None:
-        """Over at once."""
+        """Returns at once: everything that was queued is done."""
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from this event to another.
@@ -134,19 +134,19 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The one that is there without asking."""
+    """The default stream of a device."""
     return Stream(device)
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make it the stream of this thread."""
+    """Make a stream the current one of this thread."""
     if stream is not None:
         _local.stream = stream
         devices.select(stream.device_index)
 
 
 def install() -> None:
-    """Put them in the place of torch's."""
+    """Put these classes and functions in the place of torch's."""
     for owner in (torch.cuda, torch.cuda.streams):
         for cls in (Stream, Event):
             replace(owner, cls.__name__, cls)

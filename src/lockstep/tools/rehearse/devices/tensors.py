@@ -1,4 +1,4 @@
-"""What a script asks of a tensor, or in order to get one: where it lies, and to have it lie elsewhere.
+"""Replaces what scripts call to ask where a tensor lies, to move it, and to make one.
 
 [Note: moves] `x.to("cuda:1")` is decided here and not below autograd: there both sides look like CPU memory, so torch
 would find nothing to do. A move copies, as it does between real devices, and its gradient moves back.
@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 
 from lockstep.tools.rehearse.devices.marks import mark, mark_of, real_device
 from lockstep.tools.rehearse.devices.mode import generator_of, placed
-from lockstep.tools.rehearse.devices.place import CPU, devices
+from lockstep.tools.rehearse.devices.naming import CPU, devices
 from lockstep.tools.rehearse.patching import replace, wrap
 
 __all__ = ["install", "move"]
@@ -59,7 +59,7 @@ def _copy(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
 
 
 def _copy_parts(tensor: Any, index: int | None) -> torch.Tensor:
-    """A tensor that is made of others, of copies of them."""
+    """A copy on another device of a tensor that is made of others: its parts are copied."""
     names, context = tensor.__tensor_flatten__()
     parts = {}
     for name in names:
@@ -180,7 +180,7 @@ def _default_device() -> torch.device | None:
 
 
 def _with_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`device` may be a number, and is checked before anything is made."""
+    """Let `device` be a number, and check it before anything is made."""
     has_default = original.__name__ in _FACTORIES
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ def _new(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pad_packed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Its result is made of nothing and then copied into, which looks like memory of the host; lengths are there."""
+    """Marks the result, which torch makes empty in memory of the host and then copies into; lengths stay there."""
 
     def pad(data: torch.Tensor, *args: Any) -> Any:
         padded, lengths = original(data, *args)

@@ -16,7 +16,7 @@ import torch.fx
 from torch._subclasses.meta_utils import MetaTensorDescriber
 
 from lockstep.tools.rehearse.devices.mode import mixing
-from lockstep.tools.rehearse.devices.place import CPU
+from lockstep.tools.rehearse.devices.naming import CPU
 from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["install"]
@@ -57,7 +57,7 @@ def _no_compile(model: object = None, **options: object) -> object:
 
 
 def install() -> None:
-    """Leave `torch.compile` out, and let fake tensors lie on the CPU."""
+    """Make `torch.compile` return the function as it is, and let fake tensors lie on the CPU."""
     # What is compiled would bypass the mode; eager execution computes the same.
     wrap(torch, "compile", lambda original: _no_compile)
     wrap(torch.jit.annotations, "try_ann_to_type", _with_own_device)

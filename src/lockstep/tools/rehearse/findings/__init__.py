@@ -6,6 +6,7 @@ precise or it is not made: where what was seen may be right, nothing is said.
 
 from __future__ import annotations
 
+from lockstep.tools.rehearse.events import Job
 from lockstep.tools.rehearse.findings import (
     checkpoints,
     children,
@@ -19,9 +20,8 @@ from lockstep.tools.rehearse.findings import (
     starts,
     steps,
 )
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job
 
 __all__ = ["KINDS", "Finding", "Kind", "judge"]
 

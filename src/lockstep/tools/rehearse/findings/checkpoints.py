@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
-from lockstep.tools.rehearse.record import Event, Job, Process
+from lockstep.tools.rehearse.events import Event, Job, Process
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
 

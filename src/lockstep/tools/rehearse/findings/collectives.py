@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job
 from lockstep.tools.rehearse.source import tests_around
 
 __all__ = ["KINDS"]

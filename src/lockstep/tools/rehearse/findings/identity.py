@@ -7,9 +7,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.events import Job, Process
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job, Process
 from lockstep.tools.rehearse.source import argument_at, assigned_values, assignments_at, divisors_at, is_factor
 
 __all__ = ["KINDS"]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
-from lockstep.tools.rehearse.record import Job
+from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
-from lockstep.tools.rehearse.record import Job
+from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
 

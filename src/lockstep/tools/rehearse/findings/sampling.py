@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
+from lockstep.tools.rehearse.events import Event, Job
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Event, Job
 
 __all__ = ["KINDS"]
 

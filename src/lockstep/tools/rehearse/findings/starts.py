@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.findings.kind import Finding, Kind
-from lockstep.tools.rehearse.record import Job
+from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.source import parse
 
 __all__ = ["KINDS"]

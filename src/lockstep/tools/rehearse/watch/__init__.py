@@ -14,18 +14,18 @@ def install(*, with_horovod: bool) -> None:
     from lockstep.tools.rehearse.watch import (
         children,
         collectives,
-        draws,
         environment,
         files,
         losses,
         older_torch,
         passes,
+        randomness,
         training,
     )
     from lockstep.tools.rehearse.watch.recorder import recorder
 
     recorder.install()
-    for watcher in (passes, losses, training, collectives, files, environment, draws, older_torch, children):
+    for watcher in (passes, losses, training, collectives, files, environment, randomness, older_torch, children):
         watcher.install()
     if with_horovod:
         from lockstep.tools.rehearse.watch import horovod

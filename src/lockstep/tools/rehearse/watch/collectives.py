@@ -52,9 +52,9 @@ class Reduced:
     """One line that reduces.
 
     Attributes:
-        sites: the line, and who led there.
+        sites: the line, and the lines that called it.
         root: the rank that gets the result; None for all.
-        calls: how often.
+        calls: number of calls from this line.
         instances: of them, those whose value should matter to somebody.
         reads: how many of the results anything has looked at.
         means: of those divided by the number of ranks; see `reduced` in the module's docstring.
@@ -114,7 +114,7 @@ def saw_reduction(
     """A result has come: from now on it is known who looks at it. Local.
 
     Args:
-        tensor: the result.
+        tensor: the result of the collective.
         world_size: ranks of the group.
         root: the rank that gets it; None for all.
         is_mean: it is a mean over ranks already.
@@ -261,7 +261,7 @@ def _own_line(line: tuple[str, int, str]) -> tuple[str, int, str]:
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Every collective of every front door comes by here before it waits for anybody."""
+    """Every collective of every shim comes by here before it waits for anybody."""
 
     def enter(self: Any, key: Any, describe: Callable[[], str], line: Any, *rest: Any) -> Any:
         calls = _sequences.setdefault((self.group_name, self._global_ranks), [])

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.comm.callsite import is_users
 from lockstep.tools.rehearse.devices import files
-from lockstep.tools.rehearse.devices.place import devices
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.patching import replace, wrap
 from lockstep.tools.rehearse.sites import chain, is_own
 from lockstep.tools.rehearse.watch.recorder import recorder

@@ -42,7 +42,7 @@ def _trains(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Watch the door."""
+    """Watch the shim."""
     import lockstep.compat.horovod.torch as hvd
 
     wrap(hvd, "DistributedOptimizer", _trains)

@@ -1,4 +1,4 @@
-"""Calls that Lockstep's doors for old scripts let through, and that torch by itself would turn away.
+"""Calls that Lockstep's shims for old scripts let through, and that torch by itself would turn away.
 
 Notes `older`: `change`, a name of `compat.legacy.needs.CHANGES`, and `error`, what torch would have said or lacked.
 """
@@ -136,7 +136,7 @@ def _names_beyond_torch(path: str, known: frozenset[Any]) -> list[str]:
     """Classes in a file that torch would refuse if nothing but the script itself had declared any safe.
 
     Args:
-        path: of a checkpoint.
+        path: path of a checkpoint.
         known: what had been declared before the script began.
     """
     declared = torch.serialization.get_safe_globals()

@@ -31,11 +31,11 @@ class Pass:
     """One pass over a loader.
 
     Attributes:
-        loader: over which.
-        sites: where it began.
+        loader: the loader that it reads from.
+        sites: the lines at which the pass began.
         number: 0 for the loader's first.
-        batches: had so far.
-        samples: had so far.
+        batches: number of batches read so far.
+        samples: number of samples read so far.
         last_size: samples in the last batch.
         backwards: backward passes meanwhile.
         steps: optimizer steps meanwhile.

@@ -31,7 +31,7 @@ class Recorder:
         world_size: of that group.
         joined: whether it has joined one.
         finished: whether the script has come to its end, here.
-        family: processes that were started together; see `spawned.py`.
+        family: processes that were started together; see [Note: families] in `spawning.py`.
         finishers: called before the record is written, to note what was counted.
     """
 

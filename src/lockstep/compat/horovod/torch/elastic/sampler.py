@@ -22,7 +22,7 @@ class ElasticSampler(Sampler[int]):
     Horovod every rank gets equally many samples: some come twice where they do not divide.
 
     Args:
-        dataset: of constant size.
+        dataset: a data set whose size does not change.
         shuffle: whether to draw an order for each epoch.
         seed: of the order, the same on all ranks.
 
@@ -45,7 +45,7 @@ class ElasticSampler(Sampler[int]):
         """Begin an epoch: nothing of it has been processed. Local.
 
         Args:
-            epoch: its number.
+            epoch: number of the epoch that begins.
         """
         self.epoch = epoch
         self.processed_num = 0
@@ -56,7 +56,7 @@ class ElasticSampler(Sampler[int]):
 
         Args:
             batch_idx: accepted for Horovod's sake.
-            batch_size: samples of each rank.
+            batch_size: number of samples in the batch of each rank.
         """
         if batch_size < 0:
             raise DataError(f"record_batch: batch_size is {batch_size}; expected 0 or more")

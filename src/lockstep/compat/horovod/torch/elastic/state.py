@@ -89,7 +89,7 @@ class State:
             timestamp, update = self._host_messages.get()
             if timestamp > newest:
                 newest, updates = timestamp, updates | update
-        # Whoever knows tells the others: Horovod asks rank 0 only.
+        # Any rank that knows of an update tells the others; Horovod asks rank 0 only.
         facts = torch.tensor([newest, float(updates & 1), float((updates >> 1) & 1)], dtype=torch.float64)
         latest, added, removed = allreduce(facts, op=Max, name="elastic.host_updates").tolist()
         previous, self._last_updated_timestamp = self._last_updated_timestamp, latest

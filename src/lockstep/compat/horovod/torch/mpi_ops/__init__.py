@@ -1,4 +1,11 @@
-"""The operations, under the module name that Horovod's users import them from."""
+"""The operations, under the module name that Horovod's users import them from.
+
+General layout, from the bottom up:
+
+* `handles`: numbers that stand for operations under way, and what every operation checks first.
+* `reductions`: allreduce; `gathers`: allgather; `sparse`: allreduce of sparse tensors.
+* `broadcasts`: broadcast; `alltoalls`: alltoall; `scatters`: reducescatter.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +34,15 @@ from lockstep.compat.horovod.torch.context import (
     start_timeline,
     stop_timeline,
 )
-from lockstep.compat.horovod.torch.mpi_ops.handles import barrier, join, poll, synchronize
-from lockstep.compat.horovod.torch.mpi_ops.movement import (
+from lockstep.compat.horovod.torch.mpi_ops.alltoalls import alltoall, alltoall_async
+from lockstep.compat.horovod.torch.mpi_ops.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
+from lockstep.compat.horovod.torch.mpi_ops.gathers import (
     allgather,
     allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
 )
+from lockstep.compat.horovod.torch.mpi_ops.handles import barrier, join, poll, synchronize
 from lockstep.compat.horovod.torch.mpi_ops.reductions import (
     Adasum,
     Average,
@@ -55,7 +58,6 @@ from lockstep.compat.horovod.torch.mpi_ops.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    sparse_allreduce_async,
 )
 from lockstep.compat.horovod.torch.mpi_ops.scatters import (
     grouped_reducescatter,
@@ -63,6 +65,7 @@ from lockstep.compat.horovod.torch.mpi_ops.scatters import (
     reducescatter,
     reducescatter_async,
 )
+from lockstep.compat.horovod.torch.mpi_ops.sparse import sparse_allreduce_async
 from lockstep.compat.horovod.torch.process_sets import (
     ProcessSet,
     add_process_set,

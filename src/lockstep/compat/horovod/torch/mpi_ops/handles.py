@@ -22,8 +22,8 @@ class Pending:
     """An operation that a handle stands for.
 
     Args:
-        channel: of its process set.
-        request: of this rank.
+        channel: that of the process set which the operation runs on.
+        request: what this rank asked for.
         finish: makes what `synchronize` returns from the request's result; None for the result itself.
     """
 

@@ -1,4 +1,4 @@
-"""allreduce in all its forms."""
+"""allreduce of dense tensors: of one and of several, in place and not, at once and later."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from lockstep.compat.horovod.torch.adasum import is_power_of_two
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
-from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.errors import InputError
-from lockstep.torch_private.tensors import indices_of, values_of
 
 __all__ = [
     "Adasum",
@@ -37,7 +35,6 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
-    "sparse_allreduce_async",
 ]
 
 
@@ -152,7 +149,7 @@ def allreduce_async(
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
         postscale_factor: multiplies the result, likewise.
-        process_set: who takes part.
+        process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns a new tensor.
@@ -340,44 +337,3 @@ def grouped_allreduce_(
         tensors, True, False, name, chosen, prescale_factor, postscale_factor, process_set
     ).wait()
     return result
-
-
-# ---- sparse --------------------------------------------------------------------------------------
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
-) -> Callable[[], torch.Tensor]:
-    """Start adding up a sparse tensor over all ranks, by gathering its entries. Collective.
-
-    Args:
-        tensor: sparse COO, the same shape on all ranks; entries may differ.
-        name: see `allreduce_async`.
-        op: Average or Sum.
-        process_set: who takes part.
-
-    Returns:
-        A function that waits and returns a new sparse tensor, not coalesced.
-
-    Raises:
-        InputError: a dense tensor, or another operation.
-    """
-    if tensor.layout is not torch.sparse_coo:
-        raise InputError(f"sparse_allreduce_async: expected a sparse COO tensor, got one with layout {tensor.layout}")
-    if op not in (Average, Sum):
-        raise InputError(f"sparse_allreduce_async: op is {ReductionOp(op).name}; expected Average or Sum")
-    channel = channel_of(process_set, "allreduce")
-    key = channel.full_name("sparse_allreduce", name)
-    own = tensor.detach()
-    indices = start_all_gather([indices_of(own).t().contiguous()], True, f"{key}.indices", process_set)
-    values = start_all_gather([values_of(own).contiguous()], True, f"{key}.values", process_set)
-    channel.rouse()
-    shape, size = tensor.shape, len(channel.ranks)
-
-    def finish() -> torch.Tensor:
-        gathered = values.wait()
-        if op == Average:
-            gathered = gathered / size
-        return torch.sparse_coo_tensor(indices.wait().t(), gathered, shape, check_invariants=False)
-
-    return finish

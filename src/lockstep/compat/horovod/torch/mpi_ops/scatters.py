@@ -10,8 +10,8 @@ import torch
 from lockstep.compat.horovod.common.exceptions import HorovodInternalError
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
+from lockstep.compat.horovod.torch.mpi_ops.gathers import start_all_gather
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
-from lockstep.compat.horovod.torch.mpi_ops.movement import start_all_gather
 from lockstep.compat.horovod.torch.mpi_ops.reductions import Average, ReductionOp, Sum, check_op
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
@@ -64,7 +64,7 @@ def reducescatter_async(
         tensor: contiguous, at least one dimension, the same shape and dtype on all ranks.
         name: requests of one name belong together; without one they are counted.
         op: Average or Sum.
-        process_set: who takes part.
+        process_set: the ranks that take part.
         prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
         postscale_factor: multiplies the result, likewise.
 

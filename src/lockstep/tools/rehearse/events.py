@@ -1,4 +1,4 @@
-"""What every process of a rehearsal saw, on its way through a file to who judges it. Never imports torch."""
+"""What the processes of a rehearsal saw: each writes a file, the launcher reads all of them. Never imports torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Job:
-    """All of it.
+    """All that the processes of a rehearsal saw.
 
     Attributes:
         processes: those that left a record, ranks in order; workers of data loaders come by their rank too.
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Of the largest group that a process joined."""
+        """Number of ranks of the largest group that a process joined."""
         return max((process.world_size for process in self.processes), default=1)
 
     @property
@@ -131,7 +131,7 @@ def _load(path: Path) -> Process:
 
 
 def _load_or_say(path: Path) -> Process | str:
-    """A record, or why there is none."""
+    """The record in a file, or why there is none."""
     try:
         return _load(path)
     except (OSError, ValueError, KeyError, TypeError) as error:

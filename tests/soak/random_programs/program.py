@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from lockstep.testing.soak.messages import AnySource, Batch, Letters, Messages
-from lockstep.testing.soak.operations import COLLECTIVES, Operation
+from random_programs.messages import AnySource, Batch, Letters, Messages
+from random_programs.operations import COLLECTIVES, Operation
 
 __all__ = ["Call", "Drop", "Make", "Step", "Together", "Wait", "draw_program"]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.testing.conformance.case import label
-from lockstep.testing.soak.operations import COPIED_DTYPES, LAYOUTS, Operation, Place, Started, draw_shape, fresh
+from random_programs.operations import COPIED_DTYPES, LAYOUTS, Operation, Place, Started, draw_shape, fresh
 
 __all__ = ["AnySource", "Batch", "Letters", "Messages"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from lockstep import env
 from lockstep.errors import SetupError
 from lockstep.topology.mpi import check_size_is_known, read_mpi
-from lockstep.topology.record import Topology
-from lockstep.topology.slurm import place_in_step, read_slurm
+from lockstep.topology.slurm import read_slurm, topology_of_step
+from lockstep.topology.topology import Topology
 from lockstep.topology.torchrun import read_torchrun
 
 __all__ = ["read_topology"]
@@ -24,7 +24,7 @@ def _read_variables(variables: Mapping[str, str]) -> Topology | None:
     placed = read_mpi(variables)
     if placed is not None and (placed.rank, placed.world_size) == (topology.rank, topology.world_size):
         return placed
-    return place_in_step(variables, topology.rank, topology.world_size) or topology
+    return topology_of_step(variables, topology.rank, topology.world_size) or topology
 
 
 # In order: what stands closest to the process comes first, because launchers nest (`lockstep run` or mpirun inside

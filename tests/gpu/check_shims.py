@@ -1,4 +1,4 @@
-"""Horovod's and Apex's doors, as scripts for GPUs use them."""
+"""Horovod's and Apex's shims, as scripts for GPUs use them."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lockstep.tools.rehearse.events import Job
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.record import Job
 
 __all__ = ["Finding", "Kind"]
 
@@ -17,7 +17,7 @@ class Finding:
 
     Attributes:
         id: of its kind.
-        sites: the line to change first, then who led there; may be empty where no line is to blame.
+        sites: the line to change first, then the lines that called it; empty where no line is to blame.
         what: what was seen, with numbers, as a sentence without full stop.
         ranks: that saw it; empty for a matter of all.
     """
@@ -38,7 +38,7 @@ class Kind:
         why: what it does to a job on a cluster.
         fix: what to write instead.
         judge: finds all of this kind in what a job's processes saw.
-        by_path: who called the blamed line is to blame, too: the same line on another path is another finding.
+        by_path: the callers of the blamed line count, too: the same line on another path is another finding.
         spans_families: it compares ranks that were started apart, too; see `Job.families`.
         is_failure: the script has failed, even where its exit code is 0.
     """

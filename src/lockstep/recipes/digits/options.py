@@ -1,23 +1,15 @@
-"""The digits recipe: a small CNN on scikit-learn's handwritten digits, at any number of ranks.
-
-    lockstep train digits --nproc 2
-    python -m lockstep.recipes.digits                    # alone, or under any launcher
-
-This module holds the options and imports no torch: the process that starts the ranks only asks
-for the options. What the ranks do is in `digits_training`, data and model are in `digits_task`.
-"""
+"""The options of the digits recipe, and the configuration that they make. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lockstep.recipes.options import add_run_options, check_packages, merge_with_saved, positive, whole_number
 
-__all__ = ["DigitsConfig", "add_arguments", "main", "resolve_config"]
+__all__ = ["DigitsConfig", "add_arguments", "resolve_config"]
 
 _LEARNING_RATES = {"sgd": 0.02, "adam": 0.002}
 _EXTRAS = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib", "tensorboard": "tensorboard"}
@@ -104,24 +96,3 @@ def resolve_config(given: argparse.Namespace, saved: Mapping[str, Any] | None = 
     if saved is None and given.lr is None:
         values["lr"] = _LEARNING_RATES[values.get("optimizer", DigitsConfig.optimizer)]
     return DigitsConfig(**values)
-
-
-def main(namespace: argparse.Namespace) -> int:
-    """Run the recipe on this rank. Collective: every rank of the job calls it with the same options.
-
-    Returns:
-        0; or 2, on every rank, where the options cannot be used with each other or with the checkpoint
-        that they name: rank 0 has then said so in one line on stderr.
-
-    Raises:
-        LockstepError: the ranks could not meet, or one of them failed.
-    """
-    from lockstep.recipes.digits_training import run  # torch, and everything else that takes its time
-
-    return run(namespace)
-
-
-if __name__ == "__main__":
-    _parser = argparse.ArgumentParser(prog="lockstep train digits", description="Train a CNN on handwritten digits.")
-    add_arguments(_parser)
-    sys.exit(main(_parser.parse_args()))

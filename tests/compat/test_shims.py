@@ -1,4 +1,4 @@
-"""The finder that lets doors stand in for packages, on a package and a door of the test's own."""
+"""The finder that lets shims stand in for packages, on a package and a shim of the test's own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from launching import Launches
+from lockstep.after_import import call_after_import
 from lockstep.compat import finder
-from lockstep.compat.after_import import call_after_import
 from lockstep.testing import limit_s
 
-DOOR = {
+SHIM = {
     "__init__": "import doorway_log; doorway_log.seen.append(__name__)",
     "amp": "import doorway_log; doorway_log.seen.append(__name__)\nclass Scaler: pass\nvalue = 3",
     "deep/__init__": "",
@@ -34,13 +34,13 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """On the module path: the door `doorway` for `oldpack`, which is not there."""
-    write(tmp_path / "doorway", DOOR)
+    """On the module path: the shim `doorway` for `oldpack`, which is not there."""
+    write(tmp_path / "doorway", SHIM)
     write(tmp_path, {"doorway_log": "seen = []"})
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(finder, "DOORS", {"oldpack": "doorway"})
+    monkeypatch.setattr(finder, "SHIMS", {"oldpack": "doorway"})
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [finder.DoorFinder(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [finder.ShimFinder(), *sys.meta_path])
     yield tmp_path
     for name in list(sys.modules):
         if name.split(".")[0] in ("oldpack", "doorway", "doorway_log"):
@@ -52,8 +52,8 @@ def test_one_module_under_two_names(capsys: pytest.CaptureFixture[str]) -> None:
     import oldpack.amp as amp
     import oldpack.deep.inner as inner
 
-    door = importlib.import_module("doorway.amp")
-    assert amp is door is sys.modules["oldpack.amp"]
+    shim = importlib.import_module("doorway.amp")
+    assert amp is shim is sys.modules["oldpack.amp"]
     assert inner is importlib.import_module("doorway.deep.inner")
     assert isinstance(inner.Scaler(), amp.Scaler)
     assert type(pickle.loads(pickle.dumps(amp.Scaler()))) is amp.Scaler
@@ -66,7 +66,7 @@ def test_one_module_under_two_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_what_the_door_does_not_have_cannot_be_imported() -> None:
+def test_what_the_shim_does_not_have_cannot_be_imported() -> None:
     for name in ("oldpack.contrib", "oldpack.amp.more", "oldpack.deep.inner.more"):
         with pytest.raises(ModuleNotFoundError, match=name.replace(".", r"\.")):
             importlib.import_module(name)
@@ -74,7 +74,7 @@ def test_what_the_door_does_not_have_cannot_be_imported() -> None:
     assert importlib.util.find_spec("oldpack.amp").origin.endswith("doorway/amp.py")
 
 
-def test_looking_for_it_opens_no_door(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_looking_for_it_loads_no_shim(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert importlib.util.find_spec("oldpack") is not None
     assert capsys.readouterr().err == ""
     assert "oldpack" not in sys.modules
@@ -113,7 +113,7 @@ def test_one_rank_says_it_once(
     assert capsys.readouterr().err == ""
 
 
-def test_a_door_that_fails_to_open_says_why(folder: Path) -> None:
+def test_a_shim_that_fails_to_load_says_why(folder: Path) -> None:
     write(folder / "doorway", {"broken": "import no_such_thing"})
     with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
         importlib.import_module("oldpack.broken")
@@ -133,7 +133,20 @@ def test_callback_after_import(folder: Path) -> None:
     assert seen == [True, True]
 
 
-def test_opening_the_doors_imports_neither_torch_nor_a_door() -> None:
+def test_callback_that_is_given_twice_is_called_once(folder: Path) -> None:
+    write(folder, {"doorway_twice": ""})
+    seen: list[str] = []
+
+    def callback() -> None:
+        seen.append("called")
+
+    for _ in range(2):
+        call_after_import("doorway_twice", callback)
+    importlib.import_module("doorway_twice")
+    assert seen == ["called"]
+
+
+def test_installing_the_shims_imports_neither_torch_nor_a_shim() -> None:
     program = """
 import sys
 import lockstep.compat.install
@@ -147,7 +160,7 @@ sys.exit(str(found) if found or sys.meta_path != before else 0)
 
 
 @pytest.mark.core
-def test_program_for_horovod_and_apex_finds_the_doors(launches: Launches) -> None:
+def test_program_for_horovod_and_apex_finds_the_shims(launches: Launches) -> None:
     """In the ranks and in processes that they spawn; said once; and turned off by an option."""
     script = launches.script(
         """
@@ -157,12 +170,12 @@ def test_program_for_horovod_and_apex_finds_the_doors(launches: Launches) -> Non
         from apex import amp
 
         def child(queue):
-            import lockstep.compat.horovod.torch as door
-            queue.put(door is hvd and hvd.Average.__module__.startswith('lockstep'))
+            import lockstep.compat.horovod.torch as shim
+            queue.put(shim is hvd and hvd.Average.__module__.startswith('lockstep'))
 
         if __name__ == '__main__':
-            import lockstep.compat.apex.amp as door
-            assert amp is door and sys.modules['horovod.torch'] is hvd is horovod.torch
+            import lockstep.compat.apex.amp as shim
+            assert amp is shim and sys.modules['horovod.torch'] is hvd is horovod.torch
             context = multiprocessing.get_context('spawn')
             queue = context.Queue()
             process = context.Process(target=child, args=(queue,))

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError, InputTypeError
-from lockstep.parallel.devices import Device, are_on_cpu, resolve_device, resolve_devices
+from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_device, resolve_devices
 from lockstep.torch_private.modules import Gather, Scatter
 
 __all__ = ["gather", "scatter", "scatter_kwargs"]
@@ -196,8 +196,8 @@ def _check_alike(outputs: list[Any]) -> None:
 
 def _join_tensors(outputs: list[torch.Tensor], target: torch.device, dim: int) -> torch.Tensor:
     if any(each.device.type != "cpu" for each in outputs):
-        place = "cpu" if target.type == "cpu" else target
-        joined: torch.Tensor = Gather.apply(place, dim, *outputs)  # type: ignore[no-untyped-call]
+        device = "cpu" if target.type == "cpu" else target
+        joined: torch.Tensor = Gather.apply(device, dim, *outputs)  # type: ignore[no-untyped-call]
         return joined
     if dim == 0 and all(each.dim() == 0 for each in outputs):
         warnings.warn(

@@ -1,16 +1,16 @@
 """The process that test workers are forked from.
 
 Importing torch takes seconds and forking a process that has it takes milliseconds, so one
-process, the nursery, imports everything and runs nothing; workers are forked from it when a
-world needs more of them and when one must be replaced. The nursery also reaps its children,
+process, the fork server, imports everything and runs nothing; workers are forked from it when a
+world needs more of them and when one must be replaced. The fork server also reaps its children,
 reports how they ended, and cleans up when the caller is gone: it kills the workers and
 removes the jobs' folder, even if the caller was killed by SIGKILL.
 
 Messages are pickled tuples over a pipe that only the two processes hold:
 
-    caller to nursery    ("fork",) and then a descriptor     fork a worker that serves it
+    caller to server     ("fork",) and then a descriptor     fork a worker that serves it
                          ("signal", pid, signum)             to a worker, if it still lives
-    nursery to caller    ("ready", folder)                   once, after the imports
+    server to caller     ("ready", folder)                   once, after the imports
                          ("forked", pid)
                          ("died", pid, exit_code)            negative: killed by that signal
 """
@@ -50,7 +50,7 @@ _PRELOADED = (
 
 _PR_SET_PDEATHSIG = 1
 
-# How often a nursery with nothing to do looks whether its caller still lives. The end of
+# How often a fork server with nothing to do looks whether its caller still lives. The end of
 # the pipe tells it at once, except while some child of the caller still holds a copy.
 _CALLER_CHECK_S = 1.0
 
@@ -59,7 +59,7 @@ def main(control_descriptor: int) -> None:
     """Import, report ready, serve the caller until it is gone, leave nothing behind.
 
     Args:
-        control_descriptor: the nursery's end of the pipe to the caller.
+        control_descriptor: the fork server's end of the pipe to the caller.
     """
     caller = os.getppid()
     for name in _PRELOADED:
@@ -68,19 +68,19 @@ def main(control_descriptor: int) -> None:
     gc.freeze()  # A collection in a worker then leaves the shared pages alone.
     control = Connection(control_descriptor)
     folder = tempfile.mkdtemp(prefix="lockstep-testing-")
-    nursery = _Nursery(control, caller)
+    server = _ForkServer(control, caller)
     try:
         control.send(("ready", folder))
-        nursery.serve()
+        server.serve()
     except (EOFError, OSError):
         pass
     finally:
-        if os.getpid() == nursery.pid:
-            nursery.kill_all()
+        if os.getpid() == server.pid:
+            server.kill_all()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Nursery:
+class _ForkServer:
     """Forks, signals and reaps workers on the caller's orders."""
 
     def __init__(self, control: Connection, caller: int) -> None:
@@ -142,7 +142,7 @@ class _Nursery:
                 self._control.send(("died", pid, os.waitstatus_to_exitcode(status)))
 
     def _become_worker(self, descriptor: int) -> None:
-        """In the child: serve jobs, then end without the nursery's clean-up."""
+        """In the child: serve jobs, then end without the fork server's clean-up."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

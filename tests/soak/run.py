@@ -1,7 +1,7 @@
 """Runs random programs of collectives against a model, for as long as one likes.
 
-    python -m lockstep.testing.soak --world-size 3 --minutes 10
-    python -m lockstep.testing.soak --world-size 3 --steps 17,4,2039     a program that failed
+    python tests/soak/run.py --world-size 3 --minutes 10
+    python tests/soak/run.py --world-size 3 --steps 17,4,2039     a program that failed
 
 Prints the seed of each program as it goes. A failure ends it, with the step, the difference and the command to repeat
 it.
@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lockstep.testing.soak.program import draw_program
-from lockstep.testing.soak.runner import Ledger, seeds_from, soak
+from random_programs.program import draw_program
+from random_programs.runner import Ledger, seeds_from, soak
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ _STEPS_PER_PROGRAM = 60
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m lockstep.testing.soak",
+        prog="python tests/soak/run.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -17,7 +17,7 @@ import torch.nn.parallel as torch_parallel
 from torch import nn
 
 from lockstep.errors import InputError
-from lockstep.parallel.devices import Device, are_on_cpu, resolve_devices
+from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_devices
 from lockstep.torch_private.modules import ExceptionWrapper
 
 __all__ = ["parallel_apply"]

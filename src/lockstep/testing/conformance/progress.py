@@ -1,4 +1,4 @@
-"""Where ranks meet between cases without using the backend that is being checked.
+"""How far each rank is in the cases, told without using the backend that is being checked.
 
 A file of one 8-byte slot per rank, mapped by all of them. Each rank writes how far it is and
 whether that went well, and polls until everybody is as far. When ranks died, whoever reads the
@@ -12,7 +12,7 @@ import os
 import struct
 import time
 
-__all__ = ["Meeting", "create"]
+__all__ = ["Progress", "create"]
 
 _SLOT = struct.Struct("<q")
 _POLL_S = 0.0002
@@ -24,7 +24,7 @@ def create(path: str, world_size: int) -> None:
         file.write(bytes(_SLOT.size * world_size))
 
 
-class Meeting:
+class Progress:
     """One rank's view of the file.
 
     A slot holds 2 · (cases finished) + (1 if the last of them failed on that rank). A slot is

@@ -7,9 +7,9 @@ General layout:
 * `rank`: runs them on a rank.
 * `runner`: starts ranks, and looks at what is left behind.
 
-`python -m lockstep.testing.soak` is the command.
+`python tests/soak/run.py` runs them, `tests/soak/test_soak.py` finds the shortest that fails.
 """
 
-from lockstep.testing.soak.runner import Ledger, command, seeds_from, soak
+from random_programs.runner import Ledger, command, seeds_from, soak
 
 __all__ = ["Ledger", "command", "seeds_from", "soak"]

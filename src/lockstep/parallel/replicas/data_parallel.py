@@ -1,12 +1,12 @@
 """`lockstep.DataParallel`: one process, one model on several devices.
 
 Each forward pass cuts the batch along a dimension (`scatter_gather.py`), copies the module to the devices
-(`replication.py`), runs the copies in threads (`application.py`) and joins their outputs; autograd takes the
+(`replicate.py`), runs the copies in threads (`parallel_apply.py`) and joins their outputs; autograd takes the
 same way back. Between accelerators torch's own functions move the tensors.
 
 [Note: one source of random numbers] GPUs have a generator each; on the CPU all replicas draw from one, so which of
 two threads draws first would decide over dropout masks. A module that draws therefore runs its replicas in turn:
-from the first step if its code can be seen to (`draws.py`), else from the step after the one that was noticed
+from the first step if its code can be seen to (`randomness.py`), else from the step after the one that was noticed
 to, with a warning. The others run at the same time.
 """
 
@@ -21,11 +21,11 @@ from torch import nn
 
 from lockstep.errors import InputError, InputTypeError
 from lockstep.log import get_logger, warn_once
-from lockstep.parallel.application import parallel_apply
-from lockstep.parallel.devices import Device, are_on_cpu, resolve_device, resolve_devices
-from lockstep.parallel.draws import seems_to_draw
-from lockstep.parallel.replication import replicate
-from lockstep.parallel.scatter_gather import gather, scatter_kwargs
+from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_device, resolve_devices
+from lockstep.parallel.replicas.parallel_apply import parallel_apply
+from lockstep.parallel.replicas.randomness import seems_to_draw
+from lockstep.parallel.replicas.replicate import replicate
+from lockstep.parallel.replicas.scatter_gather import gather, scatter_kwargs
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -96,7 +96,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             if not self.device_ids:
                 return self.module(*inputs, **kwargs)
-            _check_place(self.module, self.src_device_obj)
+            _check_device(self.module, self.src_device_obj)
             pieces, named = self.scatter(inputs, kwargs, self.device_ids)
             if not pieces and not named:
                 # Without inputs there is nothing to divide.
@@ -108,7 +108,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Device]) -> Any:
-        """The arguments of each replica; to be overridden by who knows better how to cut them."""
+        """The arguments of each replica; override it to cut them in another way."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
@@ -136,7 +136,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         return outputs
 
     def gather(self, outputs: Any, output_device: Device) -> Any:
-        """The outputs in one; to be overridden by who knows better how to join them."""
+        """The outputs in one; override it to join them in another way."""
         return gather(outputs, output_device, self.dim)
 
 
@@ -171,10 +171,10 @@ def _choose_devices(device_ids: Sequence[Device] | int | None) -> list[torch.dev
     return resolve_devices(torch.accelerator.device_count()) if torch.accelerator.is_available() else []
 
 
-def _check_place(module: nn.Module, place: torch.device) -> None:
+def _check_device(module: nn.Module, device: torch.device) -> None:
     for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device != place:
+        if tensor.device != device:
             raise InputError(
-                f"module must have its parameters and buffers on device {place} (device_ids[0]) but found one of them "
+                f"module must have its parameters and buffers on device {device} (device_ids[0]) but found one of them "
                 f"on device: {tensor.device}; move the module there first"
             )

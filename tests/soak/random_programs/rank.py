@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from lockstep import libc
 from lockstep.errors import CollectiveAborted, RankLost
-from lockstep.testing.soak.operations import Operation, Place, Started
-from lockstep.testing.soak.program import Call, Drop, Make, Step, Together, Wait, draw_program
+from random_programs.operations import Operation, Place, Started
+from random_programs.program import Call, Drop, Make, Step, Together, Wait, draw_program
 
 __all__ = ["Usage", "measure_usage", "run_program"]
 

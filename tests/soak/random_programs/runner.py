@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lockstep import env
 from lockstep.testing.limits import limit_s
 from lockstep.testing.pool import run_ranks
-from lockstep.testing.soak.rank import Usage, measure_usage, run_program
 from lockstep.topology import read_topology
+from random_programs.rank import Usage, measure_usage, run_program
 
 __all__ = ["Ledger", "command", "run_programs", "seeds_from", "soak"]
 
@@ -43,7 +43,7 @@ def command(seeds: Sequence[int], world_size: int, backend: str = "lockstep") ->
     """What to type to run a program again."""
     which = "" if backend == "lockstep" else f" --backend {backend}"
     listed = ",".join(map(str, seeds))
-    return f"python -m lockstep.testing.soak --world-size {world_size}{which} --steps {listed}"
+    return f"python tests/soak/run.py --world-size {world_size}{which} --steps {listed}"
 
 
 def soak(seeds: Sequence[int], world_size: int, backend: str = "lockstep") -> dict[int, Usage]:

@@ -1,4 +1,4 @@
-"""Something to do as soon as somebody else has imported a module."""
+"""Calls back as soon as somebody else has imported a module."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ class _AfterImport(MetaPathFinder, Loader):
         self._name = name
         self._callback = callback
         self._loader: Loader | None = None
+
+    def waits_for(self, name: str, callback: Callable[[], None]) -> bool:
+        return (self._name, self._callback) == (name, callback)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -50,9 +53,9 @@ def call_after_import(name: str, callback: Callable[[], None]) -> None:
 
     Args:
         name: of the module.
-        callback: called once.
+        callback: called once, also where it is given again before the module has come.
     """
     if name in sys.modules:
         callback()
-    else:
+    elif not any(isinstance(finder, _AfterImport) and finder.waits_for(name, callback) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(name, callback))

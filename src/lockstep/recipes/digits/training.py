@@ -18,8 +18,8 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.errors import CheckpointError, InputError
 from lockstep.metrics import Accuracy, Mean, Sum, synchronize
-from lockstep.recipes.digits import DigitsConfig, resolve_config
-from lockstep.recipes.digits_task import DigitsNet, ShiftedDigits, load_digits
+from lockstep.recipes.digits.options import DigitsConfig, resolve_config
+from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits
 from lockstep.recipes.display import Display
 from lockstep.recipes.runlog import RunLog, describe_environment, folder_of_run
 from lockstep.recipes.summary import RankTimes
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Train, show how it goes, and leave a run folder behind. Collective: every rank calls it.
 
     Args:
-        options: as `digits.add_arguments` parses them.
+        options: as `add_arguments` parses them.
 
     Returns:
         0; or 2 where the options cannot be used, which rank 0 has then said on stderr.

@@ -1,0 +1,21 @@
+"""`python -m lockstep.recipes.digits`: this process alone, or a rank of whatever launcher started it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from lockstep.recipes import digits
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """The program; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="lockstep train digits", description="Train a CNN on handwritten digits.")
+    digits.add_arguments(parser)
+    return digits.main(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
