@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import lockstep
+from failing import Caught, attempt, kill_self
 from lockstep.comm import p2p
+from lockstep.errors import CollectiveAborted, RankLost, SharedMemoryError
 from lockstep.shm import sync
 from lockstep.shm.futex import Futex
-from lockstep.testing import run_ranks
+from lockstep.testing import WorkerDied, limit_s, run_ranks
+from lockstep.torch_private.stores import TCPStore
 
 pytestmark = pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
 
 _WAIT_S = 0.5
 _NEVER_S = 25.0
+_SOON_S = 0.1  # long enough for the others to be asleep
+_NUM_GROUPS = 50
 _LARGE = 3 << 20  # elements: 12 MiB, more than the memory through which messages travel
 
 
@@ -56,23 +66,27 @@ def test_who_waits_wakes_up_rarely(kind: str) -> None:
     assert counts[1] < 120
 
 
-def _look_never() -> None:
+@contextmanager
+def _no_looks() -> Iterator[None]:
     """Nobody wakes up by himself in this process."""
+    look, look_p2p = sync.next_look, p2p.next_look  # type: ignore[attr-defined]
 
-    def never(start: float, now: float, timeout_s: float) -> float:
+    def never(start: float, now: float, timeout_s: float, is_told: bool = False) -> float:
         return now + _NEVER_S
 
     sync.next_look = p2p.next_look = never  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        sync.next_look, p2p.next_look = look, look_p2p  # type: ignore[attr-defined]
 
 
 def seconds_of_messages(numel: int) -> float:
     """There and back, each begun when the other has long been asleep."""
-    look, look_p2p = sync.next_look, p2p.next_look  # type: ignore[attr-defined]
     rank = dist.get_rank()
     tensor = torch.arange(numel, dtype=torch.float32) if rank == 0 else torch.zeros(numel)
     dist.barrier()
-    _look_never()
-    try:
+    with _no_looks():
         start = time.monotonic()
         for turn in (0, 1):
             if rank == turn:
@@ -82,8 +96,6 @@ def seconds_of_messages(numel: int) -> float:
                 dist.recv(tensor, 1 - rank)
         dist.barrier()
         took = time.monotonic() - start
-    finally:
-        sync.next_look, p2p.next_look = look, look_p2p  # type: ignore[attr-defined]
     assert torch.equal(tensor, torch.arange(numel, dtype=torch.float32))
     return took
 
@@ -95,11 +107,9 @@ def test_message_wakes_its_receiver_and_room_its_sender(numel: int) -> None:
 
 def seconds_until_moved() -> float:
     """A receive that nobody waits for finishes when its message comes."""
-    look, look_p2p = sync.next_look, p2p.next_look  # type: ignore[attr-defined]
     tensor = torch.zeros(_LARGE)
     dist.barrier()
-    _look_never()
-    try:
+    with _no_looks():
         start = time.monotonic()
         if dist.get_rank() == 0:
             time.sleep(0.1)
@@ -112,9 +122,131 @@ def seconds_until_moved() -> float:
             assert bool((tensor == 1).all())
         dist.barrier()
         return time.monotonic() - start
-    finally:
-        sync.next_look, p2p.next_look = look, look_p2p  # type: ignore[attr-defined]
 
 
 def test_message_wakes_the_thread_that_nobody_waits_with() -> None:
     assert max(run_ranks(seconds_until_moved, 2)) < _NEVER_S - 5
+
+
+# ---- trouble wakes those that sleep ----------------------------------------------------------------
+
+
+def _leave() -> None:
+    dist.destroy_process_group()
+    raise SystemExit  # a worker of the tests ends its job by that, and lives on
+
+
+def _receive_from_last() -> None:
+    dist.recv(torch.zeros(1), dist.get_world_size() - 1)
+
+
+def _receive_later() -> None:
+    work = dist.irecv(torch.zeros(1), dist.get_world_size() - 1)
+    assert work is not None
+    while not work.is_completed():
+        time.sleep(0.001)
+    work.wait()
+
+
+ENDS: dict[str, Callable[[], None]] = {"killed": kill_self, "left": _leave}
+WAITS: dict[str, Callable[[], object]] = {
+    "barrier": dist.barrier,
+    "recv": _receive_from_last,
+    "irecv": _receive_later,
+}
+
+
+def lose_the_last(end: str, wait: str) -> Caught:
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(_SOON_S)
+        ENDS[end]()
+    with _no_looks():
+        return attempt(WAITS[wait])
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("end", ENDS)
+def test_end_of_a_rank_wakes_all_that_wait_for_it(end: str, wait: str) -> None:
+    """See [Note: alarm]: none of them would look by itself."""
+    *others, victim = run_ranks(lose_the_last, 3, end, wait, expect_errors=True)
+    assert isinstance(victim, WorkerDied if end == "killed" else SystemExit)
+    for outcome in others:
+        assert type(outcome.error) is RankLost, outcome
+        assert outcome.error.culprits == (2,)
+        assert outcome.seconds < limit_s(1.0) + _SOON_S
+
+
+def shut_down_meanwhile() -> Caught:
+    """A thread shuts the group down in which another one waits."""
+    group = dist.new_group()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return Caught(None, 0.0, 0)
+    closer = threading.Timer(_SOON_S, dist.destroy_process_group, [group])
+    closer.start()
+    with _no_looks():
+        caught = attempt(lambda: dist.barrier(group))
+    closer.join()
+    dist.barrier()
+    return caught
+
+
+def test_shutdown_wakes_the_thread_that_waits() -> None:
+    caught = run_ranks(shut_down_meanwhile, 2)[0]
+    assert type(caught.error) is CollectiveAborted, caught
+    assert caught.seconds < limit_s(1.0) + _SOON_S
+
+
+# ---- one watch for all groups ----------------------------------------------------------------------
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def descriptors_of_groups() -> tuple[int, int, int]:
+    """With one group, with many, and when these are gone."""
+    group = dist.new_group()
+    dist.barrier(group)
+    before = _descriptors()
+    groups = [dist.new_group() for _ in range(_NUM_GROUPS)]
+    for one in groups:
+        dist.barrier(one)
+    between = _descriptors()
+    for one in groups:
+        dist.destroy_process_group(one)
+    return before, between, _descriptors()
+
+
+def test_descriptors_do_not_grow_with_groups() -> None:
+    """See [Note: one sentry]: it was one for each peer in each group."""
+    for before, between, after in run_ranks(descriptors_of_groups, 3):
+        assert before == between == after
+
+
+def run_out_of_descriptors(port: int) -> tuple[BaseException | None, BaseException | None]:
+    """A group that cannot be made, and one more when there are descriptors again."""
+    # Of all stores only this one opens nothing for each use.
+    lockstep.init(backend="lockstep", store=TCPStore("127.0.0.1", port, is_master=False))
+    dist.barrier()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)
+    os.close(spare)  # the lowest number that is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, limits[1]))
+    refused = attempt(dist.new_group)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    dist.barrier()
+    later = attempt(lambda: dist.barrier(dist.new_group()))
+    dist.destroy_process_group()
+    return refused.error, later.error
+
+
+def test_out_of_descriptors_names_the_limit() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for refused, later in run_ranks(run_out_of_descriptors, 3, store.port, init=False):
+        assert isinstance(refused, SharedMemoryError), refused
+        assert "open at a time" in str(refused)
+        assert "ulimit -n" in str(refused)
+        assert later is None

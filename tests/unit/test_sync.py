@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import math
 import os
 import platform
 import signal
@@ -213,7 +214,7 @@ def test_who_gives_up_the_next_step_has_taken_this_one(words: Words) -> None:
 
 def make_channels(count: int) -> tuple[list[Channel], memoryview]:
     """Counts first, then states, then the gate and its bell."""
-    memory = memoryview(array("q", [0] * count + [PeerState.READY] * count + [0, 0]))
+    memory = memoryview(array("q", [0] * count + [PeerState.READY] * count + [0, 0, 0]))
     gate = 2 * count
     waiters = [Waiter(memory, range(count, gate), rank, Watch({}), gate) for rank in range(count)]
     return [Channel(memory, range(count), rank, waiter, gate + 1) for rank, waiter in enumerate(waiters)], memory
@@ -255,9 +256,9 @@ def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pyte
     looks: list[float] = []
     look = words.waiter.look
 
-    def count(*arguments: object) -> None:
+    def count(*arguments: object) -> float:
         looks.append(time.monotonic())
-        look(*arguments)  # type: ignore[arg-type]
+        return look(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(words.waiter, "look", count)
     words.trouble(timeout_s=0.3)
@@ -265,6 +266,8 @@ def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pyte
     assert sync.next_look(0.0, 0.0, 60.0) == sync._LOOK_EVERY_S
     assert sync.next_look(0.0, 30.0, 60.0) == 30.0 + sync._LONGEST_LOOK_S
     assert sync.next_look(0.0, 59.99, 60.0) == 60.0
+    assert sync.next_look(0.0, 30.0, 60.0, is_told=True) == 30.0 + sync._LONGEST_LOOK_IF_TOLD_S
+    assert sync.next_look(0.0, 59.99, 60.0, is_told=True) == 60.0
     assert sync.next_look(0.0, 61.0, 60.0) == 61.0 + sync._LOOK_EVERY_S, "a peer that is giving up will say why"
 
 
@@ -351,6 +354,98 @@ def test_futex_does_not_sleep_where_the_word_has_changed() -> None:
     assert time.monotonic() - start < 20.0
     futex.sleep(1, 7, 0.01)
     assert time.monotonic() - start >= 0.01
+
+
+# ---- alarms ----------------------------------------------------------------------------------------
+
+
+def trouble_of_a_sleeper(alarm: Callable[[Waiter, memoryview], None]) -> PeerTrouble:
+    """What ends a wait that nobody comes to, and that would not look by itself for long."""
+    (sleeper, other), memory = make_channels(2)
+    threading.Timer(0.05, lambda: alarm(other.waiter, memory)).start()
+    with pytest.raises(PeerTrouble) as caught:
+        sleeper.step(60.0)
+    assert caught.value.waited_s < 15.0, "it woke up by itself"
+    return caught.value
+
+
+def fail_and_tell(waiter: Waiter, memory: memoryview) -> None:
+    memory[3] = PeerState.FAILED
+    waiter.sound_alarm()
+
+
+@pytest.mark.usefixtures("neighbours")
+def test_alarm_wakes_who_sleeps() -> None:
+    """See [Note: alarm]."""
+    assert trouble_of_a_sleeper(fail_and_tell).kinds == {1: TroubleKind.FAILED}
+
+
+@pytest.mark.usefixtures("neighbours")
+def test_alarm_without_trouble_wakes_nobody_for_good() -> None:
+    def tell_and_fail(waiter: Waiter, memory: memoryview) -> None:
+        for _ in range(10):
+            waiter.sound_alarm()
+        fail_and_tell(waiter, memory)
+
+    assert trouble_of_a_sleeper(tell_and_fail).kinds == {1: TroubleKind.FAILED}
+
+
+@pytest.mark.usefixtures("neighbours")
+def test_death_wakes_who_sleeps(child: int) -> None:
+    (sleeper, _), _ = make_channels(2)
+    watch = sleeper.waiter._watch
+    watch.on_death = sleeper.waiter.sound_alarm
+    watch.add(1, identity_of(child))
+    threading.Timer(0.05, os.kill, [child, signal.SIGKILL]).start()
+    with pytest.raises(PeerTrouble) as caught:
+        sleeper.step(60.0)
+    watch.close()
+    assert caught.value.kinds == {1: TroubleKind.DEAD}
+    assert caught.value.waited_s < 15.0, "it woke up by itself"
+
+
+@pytest.mark.usefixtures("neighbours")
+def test_close_wakes_who_sleeps() -> None:
+    (sleeper, _), _ = make_channels(2)
+    threading.Timer(0.05, sleeper.waiter.close).start()
+    with pytest.raises(PeerTrouble) as caught:
+        sleeper.step(60.0)
+    assert caught.value.kinds == {0: TroubleKind.CLOSED}
+    assert caught.value.waited_s < 15.0, "it woke up by itself"
+
+
+class CountingOverseer:
+    """Counts looks, and wants another one after some time."""
+
+    def __init__(self, again_s: float) -> None:
+        self.looks = 0
+        self._again_s = again_s
+
+    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> float:
+        self.looks += 1
+        return self._again_s
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
+@pytest.mark.parametrize(
+    ("again_s", "must_ask", "at_least", "at_most"),
+    [(math.inf, False, 3, 6), (0.02, False, 10, 52), (math.inf, True, 8, 24)],
+    ids=["told", "wants more", "not told"],
+)
+def test_number_of_looks_in_a_second(
+    again_s: float, must_ask: bool, at_least: int, at_most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See [Note: looks]: what a wait costs is how often it wakes up. On a busy machine they are fewer."""
+    (sleeper, _), _ = make_channels(2)
+    monkeypatch.setattr(Watch, "must_ask", must_ask)
+    overseer = sleeper.waiter.overseer = CountingOverseer(again_s)
+    with pytest.raises(PeerTrouble):
+        sleeper.step(1.0)
+    assert overseer.looks <= at_most
+    assert overseer.looks >= (1 if limit_s(1.0) > 1.5 else at_least)
 
 
 def test_without_futex_there_are_naps(monkeypatch: pytest.MonkeyPatch) -> None:

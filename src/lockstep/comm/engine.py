@@ -571,12 +571,12 @@ class Engine:
         if self._closed:
             return
         self._closed = "this group was shut down; call init() again before using it"
-        self.team.waiter.closed = True
+        self.team.waiter.close()
         self._runner.close()
         if self._p2p is not None:
             self._p2p.close()
-        # A call in another thread notices within a fifth of a second. If it does not, it is computing, not
-        # waiting: the memory it works on stays mapped.
+        # A call in another thread notices soon. If it does not, it is computing, not waiting: the memory it works on
+        # stays mapped.
         had_turn = self._turn.acquire(timeout=_CLOSE_PATIENCE_S)
         try:
             self.team.close()

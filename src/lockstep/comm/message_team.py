@@ -69,7 +69,12 @@ class MessageTeam(abc.ABC):
         mail_area: what this rank waits for in point to point.
         after_step: called once when all have come to a collective, then forgotten; the flight record sets it.
         finished: number of the last collective that this rank has finished.
+        is_told: whether trouble wakes whoever sleeps in a wait of this group, so that it need not look often.
+        news: would change with trouble then.
     """
+
+    is_told = False
+    news = 0
 
     def __init__(self, rank: int, identities: Sequence[PeerIdentity], watch: Watch) -> None:
         self.rank = rank

@@ -45,6 +45,8 @@ _SHARED_CORE_S = 0.00002
 _THREAD_NAPS_FOR_S = 0.002
 _IDLE_NAP_S = 0.002
 _THREAD_RESTS_AFTER_S = 0.02
+_THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # who waits that long wakes it behind its wait, if need be
+_TRY_AGAIN_S = 0.002
 _CLOSE_PATIENCE_S = 1.0
 _LABEL_CACHE_ENTRIES = 1024
 _NUM_HINTS = 3
@@ -197,7 +199,8 @@ class PointToPoint:
         left_s = since_s + transfer.timeout_s - began
         if limit_s is not None:
             left_s = min(left_s, limit_s)
-        look_at = next_look(began, began, left_s)
+        news, is_told = self._team.news, self._team.is_told
+        look_at = next_look(began, began, left_s, is_told)
         may_yield = own_cores.may_yield(began)
         is_said = False
         try:
@@ -214,27 +217,30 @@ class PointToPoint:
                         area.say_waiting(rank, text)
                         self._flight.say_waiting(text)
                         is_said = True
-                    self._look()
-                    look_at = next_look(began, now, left_s)
+                    news = self._team.news
+                    look_at = next_look(began, now, left_s, is_told) if self._look() else now + _TRY_AGAIN_S
                 if limit_s is not None and now - began >= limit_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
                     before = now
                     now = own_cores.give_up(before)
                     may_yield = now - before <= _SHARED_CORE_S
-                elif self._sleep(transfer.is_completed, look_at - now, now - moved_at):
-                    moved_at = time.monotonic()
+                else:
+                    if self._sleep(transfer.is_completed, news, look_at - now, now - moved_at):
+                        moved_at = time.monotonic()
+                    if news != self._team.news:
+                        look_at = now
         finally:
             if is_said:
                 area.say_waiting(rank, "")
                 self._flight.say_waiting("")
 
-    def _sleep(self, is_over: Callable[[], bool], limit_s: float, waited_s: float) -> bool:
+    def _sleep(self, is_over: Callable[[], bool], news: int, limit_s: float, waited_s: float) -> bool:
         """Sleep until a peer rings or `limit_s` is over, unless something moves now: then True, at once."""
         seen = self._mailbox.arm()
         if self._advance():
             return True
-        if not is_over():
+        if not is_over() and news == self._team.news:
             self._mailbox.sleep(seen, limit_s, max(_SHORTEST_NAP_S, min(_NAP_S, waited_s / 20)))
         return False
 
@@ -245,20 +251,25 @@ class PointToPoint:
     def _loop(self) -> None:
         """The thread: moves messages along while nobody waits for one."""
         needed_at = moved_at = look_at = time.monotonic()
+        news = self._team.news
         while not self._closed:
             now = time.monotonic()
             if self._is_needed():
                 needed_at = now
                 if self._advance():
                     moved_at = now
-                if now >= look_at:
-                    self._look()
-                    look_at = next_look(moved_at, now, threading.TIMEOUT_MAX)
+                if now >= look_at or news != self._team.news:
+                    news = self._team.news
+                    forever = threading.TIMEOUT_MAX
+                    has_looked = self._look()
+                    look_at = (
+                        next_look(moved_at, now, forever, self._team.is_told) if has_looked else now + _TRY_AGAIN_S
+                    )
                 if now - moved_at > _THREAD_NAPS_FOR_S:
-                    if self._sleep(lambda: not self._is_needed(), look_at - now, now - moved_at):
+                    if self._sleep(lambda: not self._is_needed(), news, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
                     continue
-            elif now - needed_at > _THREAD_RESTS_AFTER_S:
+            elif now - needed_at > (_THREAD_RESTS_BESIDE_DRIVER_S if self._drivers else _THREAD_RESTS_AFTER_S):
                 self._has_work.clear()
                 if not self._is_needed() and not self._closed:
                     self._has_work.wait()
@@ -316,14 +327,14 @@ class PointToPoint:
 
     # ---- trouble -------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """End the transfers that cannot finish any more, unless another thread is at it."""
+    def _look(self) -> bool:
+        """End the transfers that cannot finish any more. False, and nothing done, if another thread is at it."""
         if not self._lock.acquire(blocking=False):
-            return
+            return False
         failed: list[tuple[Transfer, PeerTrouble | None]] = []
         try:
             if self._closed:
-                return
+                return True
             # Before reading: what a peer sent before it left has been sent.
             gone = self._gone(peer for peer in range(self._team.world_size) if peer != self._team.rank)
             self._progress()
@@ -339,6 +350,7 @@ class PointToPoint:
         self._finish(finished)
         for transfer, trouble in failed:
             self._end(transfer, self._flight.repeat() if trouble is None else self._explain(transfer, trouble))
+        return True
 
     def _gone(self, peers: Iterable[int]) -> dict[int, TroubleKind]:
         """Those of `peers` that will not send or receive any more."""

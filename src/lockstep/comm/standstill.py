@@ -17,6 +17,7 @@ between: whoever came first would have had to stop waiting first.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ _SEARCH_EVERY_S = 0.02
 # Who waits for a shorter time only tries, and will come to the next collective.
 _SHORTEST_TIMEOUT_S = 2.0
 _CONFIRM_S = 0.2
+_CONFIRM_LOOKS_EVERY_S = 0.05
 # After the error, for this long the others may still count on this rank's having waited.
 _LAST_WORD_S = 2.0
 _MAX_AWAITED = 16
@@ -94,7 +96,7 @@ class Standstill:
         self._suspects: dict[int, int] = {}  # rank -> serial of its wait
         self._suspected_at_ns = 0
 
-    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> None:
+    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> float:
         """This rank has waited for a while, and these ranks of the group have not come.
 
         Args:
@@ -102,14 +104,19 @@ class Standstill:
             waited_s: since the wait began.
             timeout_s: until it gives up by itself.
 
+        Returns:
+            Seconds after which it wants to look again: soon, if there is a circle to be confirmed.
+
         Raises:
             PeerTrouble: of kind CROSSED; they never will, because they wait for this one.
         """
-        if waited_s < _SAY_AFTER_S or timeout_s < _SHORTEST_TIMEOUT_S:
-            return
+        if timeout_s < _SHORTEST_TIMEOUT_S:
+            return math.inf
+        if waited_s < _SAY_AFTER_S:
+            return _SAY_AFTER_S - waited_s
         if not self._is_blocked():
             self.end()
-            return
+            return math.inf
         awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
         text = f"{','.join(map(str, awaited))}|{self._group_name}|{self._where()}"
         if text != self._said:
@@ -124,6 +131,7 @@ class Standstill:
                 self._board.beat(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
                 self._said = ""  # not to be taken back by `end`
                 raise PeerTrouble(dict.fromkeys(missing, TroubleKind.CROSSED), waited_s)
+        return _CONFIRM_LOOKS_EVERY_S if self._suspects else math.inf
 
     def end(self) -> None:
         """The wait is over."""

@@ -4,7 +4,8 @@ Knows nothing of torch.distributed. General layout, from the bottom up:
 
 * `support`: what this system has of what ranks need to share memory.
 * `segment`: memory shared by the processes of one host.
-* `futex`: sleeping until a word of it changes; `liveness`: whether a process is still there.
+* `futex`: sleeping until a word of it changes.
+* `sentry`: one thread that sleeps until a process ends; `liveness`: whether a process is still there, and who is told.
 * `cores`: how a wait gives up the core; `doorbell`: waking a rank that sleeps until a peer has done something.
 * `board`: the control segment, one control block for each rank.
 * `sync`: counters in that segment, by which ranks wait for each other.

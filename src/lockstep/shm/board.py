@@ -3,8 +3,8 @@
 Layout in bytes, all integers 64 bit little endian, every hot field on a cache line of its own::
 
     0        header of the segment (nonce)                                 64
-    64       gate: the last step for which somebody was woken; its bell:   64
-             not 0 if a rank sleeps until the gate changes
+    64       gate: changes when sleepers are woken; its bell: not 0 if     64
+             a rank sleeps until the gate changes; count of alarms
     4096     block of rank 0, then of rank 1, …                            BLOCK_BYTES each
     …        small slots of rank 0, then of rank 1, …                      2 x small_slot_bytes each
 
@@ -34,6 +34,7 @@ each, and a text that one of the two names is not overwritten.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.shm.liveness import PeerIdentity
@@ -86,6 +87,10 @@ class Failure:
     message: str
 
 
+def _nobody_waits() -> None:
+    """While the group is being made."""
+
+
 class Board:
     """Typed access to the blocks of the control segment.
 
@@ -93,6 +98,9 @@ class Board:
         segment: the mapped control segment.
         rank: this rank; the only one whose block is written here.
         world_size: number of blocks.
+
+    Attributes:
+        on_end: called when this rank has left or failed, after that can be read. See [Note: alarm] in `sync.py`.
     """
 
     def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
@@ -108,6 +116,7 @@ class Board:
         self.stamp_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]
         self._ring_counts = {_CALLS_START: 0, _SITES_START: 0}
         self._num_blocked = 0
+        self.on_end: Callable[[], None] = _nobody_waits
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
@@ -150,6 +159,7 @@ class Board:
         state = self.state_words[self.rank]
         if self.words[state] in (PeerState.READY, PeerState.GIVING_UP):
             self.words[state] = PeerState.LEFT
+            self.on_end()
 
     def fail(self, failure: Failure) -> None:
         """Mark this rank as failed. The first failure stays, because it is the cause of the others."""
@@ -160,6 +170,7 @@ class Board:
         self._write_text(*_FAILURE, f"{failure.kind}|{culprits}|{failure.message}")
         fence()
         self.words[state] = PeerState.FAILED
+        self.on_end()
 
     def failure(self, rank: int) -> Failure:
         """Why that rank failed."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from lockstep.shm.cores import nap
 from lockstep.shm.futex import Futex
 from lockstep.shm.mail_area import MailArea
-from lockstep.shm.sync import fence
+from lockstep.shm.sync import fence, random_word
 
 __all__ = ["Doorbell"]
 
@@ -79,6 +79,14 @@ class Doorbell:
     def ring_here(self) -> None:
         """Wake the threads of this rank that sleep. Local."""
         self.ring(self._place, wrote=True)
+
+    def ring_all(self) -> None:
+        """Wake all ranks, whatever they sleep for: there is trouble to be looked at. Local, in any thread."""
+        for place in range(self._area.num_places):
+            word = self._area.bell_word(place)
+            self._words[word] = random_word()
+            if self._futex is not None:
+                self._futex.wake(word)
 
     def _wake(self, place: int) -> None:
         word = self._area.bell_word(place)

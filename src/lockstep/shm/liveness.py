@@ -1,7 +1,8 @@
 """Is that process still there? By pidfd, which also sees a process that nobody has reaped yet.
 
-Where pidfds cannot be had (an old kernel, a container whose filter does not know the call, no descriptor
-left), `/proc/<pid>/stat` tells the same, at a higher price and therefore less often.
+All watches of this process share the pidfds, and a thread that sleeps on them (`sentry.py`). Where pidfds cannot be had
+(an old kernel, a container whose filter does not know the call, no descriptor left), `/proc/<pid>/stat` tells the same,
+to whoever asks, at a higher price and therefore less often.
 
 [Note: what proves a death] A pid means a process only within its pid namespace, so a process of another one (another
 container) is not watched by its pid: its state word in the shared segment, which it sets when it leaves or fails, and
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
-import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from lockstep.shm.sentry import ProcessKey, sentry
 
 __all__ = [
     "PeerIdentity",
@@ -30,7 +32,6 @@ __all__ = [
     "started_at_s",
 ]
 
-_CLOSE_PATIENCE_S = 0.1
 _READ_PROC_EVERY_S = 0.05
 _NO_SUCH_PROCESS = (errno.ENOENT, errno.ESRCH)
 
@@ -107,26 +108,36 @@ def _has_pid(pid: int) -> bool:
 
 
 class Watch:
-    """Watches a set of processes of this host for their end.
+    """Watches a set of processes of this host for their end. Thread-safe.
 
     A process in another pid namespace cannot be watched and counts as alive for ever. See [Note: what proves a death].
+
+    Attributes:
+        on_death: called after a process has ended, in any thread, unless `must_ask`; may not wait for anything.
     """
 
-    def __init__(self, peers: dict[int, PeerIdentity]) -> None:
+    def __init__(self, peers: Mapping[int, PeerIdentity]) -> None:
         """Args: peers: rank -> identity, without the calling process."""
-        self._ranks: dict[int, int] = {}  # pidfd -> rank
-        self._poll = select.poll()
+        self._ranks: dict[ProcessKey, set[int]] = {}
         self._without_pidfd: dict[int, PeerIdentity] = {}
         self._read_proc_at_s = 0.0
         self._dead: set[int] = set()
-        # Collectives and point to point wait in threads of their own, and a poll object bears only one.
-        self._lock = threading.Lock()
+        self.on_death: Callable[[], None] | None = None
         for rank, peer in peers.items():
             self.add(rank, peer)
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether there is a process whose end only `dead` finds out, and `on_death` does not tell."""
+        return bool(self._without_pidfd)
 
     def add(self, rank: int, peer: PeerIdentity) -> None:
         """Watch one more process. Local."""
         if peer.pid_namespace != pid_namespace():
+            return
+        process = (peer.pid, peer.start_time)
+        self._ranks.setdefault(process, set()).add(rank)
+        if sentry().join(process, self):
             return
         fd: int | None = None
         try:
@@ -145,36 +156,32 @@ class Watch:
                 self._dead.add(rank)
             else:
                 self._without_pidfd[rank] = peer  # `dead` goes on asking
-        if not is_peer:
-            # Dead, or this `/proc` counts time or pids differently: nothing to watch by.
-            if fd is not None:
-                os.close(fd)
-        elif fd is None:
+        if is_peer and fd is not None and sentry().watch(process, fd, self):
+            return
+        if fd is not None:
+            os.close(fd)
+        if is_peer:
             self._without_pidfd[rank] = peer
-        else:
-            self._ranks[fd] = rank
-            self._poll.register(fd, select.POLLIN)
+        # Else dead, or this `/proc` counts time or pids differently: nothing to watch by.
+
+    def note_end(self, process: ProcessKey) -> None:
+        """A process that the sentry watches has ended."""
+        self._dead.update(self._ranks[process])
+        tell = self.on_death
+        if tell is not None:
+            tell()
 
     def dead(self) -> set[int]:
-        """Ranks whose process has ended. Half a microsecond while all are alive."""
-        with self._lock:
-            for fd, _ in self._poll.poll(0):
-                self._dead.add(self._ranks.pop(fd))
-                self._poll.unregister(fd)
-                os.close(fd)
-            if self._without_pidfd and time.monotonic() >= self._read_proc_at_s:
-                self._read_proc_at_s = time.monotonic() + _READ_PROC_EVERY_S
-                self._dead.update(rank for rank, peer in self._without_pidfd.items() if not is_running(peer))
-            return set(self._dead)
+        """Ranks whose process has ended. A microsecond while all are alive."""
+        sentry().look()
+        if self._without_pidfd and time.monotonic() >= self._read_proc_at_s:
+            self._read_proc_at_s = time.monotonic() + _READ_PROC_EVERY_S
+            asked = list(self._without_pidfd.items())
+            self._dead.update(rank for rank, peer in asked if not is_running(peer))
+        return set(self._dead)
 
     def close(self) -> None:
         """Stop watching."""
-        # A fork may have copied the lock while another thread held it.
-        has_lock = self._lock.acquire(timeout=_CLOSE_PATIENCE_S)
-        for fd in self._ranks:
-            os.close(fd)
-        self._ranks.clear()
+        sentry().leave(self)
+        self.on_death = None
         self._without_pidfd.clear()
-        self._poll = select.poll()
-        if has_lock:
-            self._lock.release()

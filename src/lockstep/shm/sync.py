@@ -22,10 +22,18 @@ bell with the number of the step, looks once more whether all have come, and sle
 Who has seen all ranks come looks at the bell. If two came at the same moment, and each missed the other at first, both
 see it in the end, so a bell that was rung is heard; one for a later step is none of their business.
 
-[Note: looks] A look costs a tenth of a millisecond, and a sleeper wakes up for it. Where ranks outnumber cores
+[Note: looks] A look costs a tenth of a millisecond and more, and a sleeper wakes up for it. Where ranks outnumber cores
 that time is the computing rank's: with a look every 2 ms, 31 waiting ranks on two cores took all of both. So looks
-become rarer the longer a wait lasts, down to five a second: a rank that dies, fails or closes its group is
-then noticed that much later. A step wakes the sleeper at once, however long it has slept.
+become rarer the longer a wait lasts: the next one after another four times as long, at most half a second. What can be
+told wakes the sleepers at once ([Note: alarm]). Looks are for what cannot: the deadline, ranks that wait for each other
+in different groups (they say when they want the next look), a rank that is stopped. Where deaths are not told
+(`Watch.must_ask`), or a waiter listens in its looks, they stay five a second, and more in the first.
+
+[Note: alarm] Whoever knows of trouble writes it down (its state, or in its own process the death of a peer), then
+counts the alarm, then changes the gate and wakes all that sleep there. A sleeper reads the gate, then the alarm, then
+sleeps unless the gate has changed; and it looks whenever the alarm has. So no alarm is missed; of two ranks that count
+at the same moment each has written down its reason before. All ranks wake up for any alarm: of a death the first
+process that is told tells the others. What an alarm writes into the gate is a random number: nobody has slept on it.
 
 [Note: steps taken back] A rank that gives up waiting takes its own step back: it writes that it is
 giving up, then the count before the step. A peer that comes later finds the step incomplete, waits,
@@ -36,8 +44,10 @@ is in the block a little later, so a rank that is giving up is not late: it will
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -48,7 +58,17 @@ from lockstep.shm.cores import LOST_AFTER_S, LOST_BY_OWNER_AFTER_S, nap, own_cor
 from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import Watch
 
-__all__ = ["Channel", "Overseer", "PeerState", "PeerTrouble", "TroubleKind", "Waiter", "fence", "next_look"]
+__all__ = [
+    "Channel",
+    "Overseer",
+    "PeerState",
+    "PeerTrouble",
+    "TroubleKind",
+    "Waiter",
+    "fence",
+    "next_look",
+    "random_word",
+]
 
 _SPINS_OF_MANY = 4
 _SLEEP_AFTER_S = 0.0003
@@ -56,8 +76,11 @@ _NAP_AFTER_S = 0.002
 _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
 _SHORTEST_NAP_S = 0.000001
 _LOOK_EVERY_S = 0.002
-_LONGEST_LOOK_S = 0.2
-_LOOKS_OF_WAITED = 0.3  # of the time waited so far passes between two looks
+# Between two looks passes at most so much of the time waited so far, and at most so long; the latter where a wait
+# is told of trouble.
+_LOOKS_OF_WAITED, _LOOKS_OF_WAITED_IF_TOLD = 0.3, 4.0
+_LONGEST_LOOK_S, _LONGEST_LOOK_IF_TOLD_S = 0.2, 0.5
+_RANDOM_BITS = 62
 _REASON_FOLLOWS_WITHIN_S = 5.0
 
 
@@ -116,18 +139,37 @@ else:
             pass
 
 
-def next_look(start: float, now: float, timeout_s: float) -> float:
-    """When a wait that began at `start` looks at its peers again: rarely in the end. See [Note: looks]."""
+def next_look(start: float, now: float, timeout_s: float, is_told: bool = False) -> float:
+    """When a wait that began at `start` looks at its peers again: rarely in the end. See [Note: looks].
+
+    Args:
+        start: monotonic time.
+        now: monotonic time.
+        timeout_s: after `start` there is a look in any case.
+        is_told: trouble wakes this wait.
+    """
     soon = now + _LOOK_EVERY_S
-    pause_s = min((now - start) * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
+    if is_told:
+        pause_s = min((now - start) * _LOOKS_OF_WAITED_IF_TOLD, _LONGEST_LOOK_IF_TOLD_S)
+    else:
+        pause_s = min((now - start) * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
     return max(soon, min(now + pause_s, start + timeout_s))
+
+
+def random_word() -> int:
+    """A positive number that no word of shared memory has held before."""
+    return secrets.randbits(_RANDOM_BITS)
 
 
 class Overseer(Protocol):
     """Looks at a wait from further away than the waiter does: at what the ranks do in other groups."""
 
-    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> None:
-        """The ranks `missing` have not come yet, of `timeout_s` seconds. Raises PeerTrouble if they never will."""
+    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> float:
+        """The ranks `missing` have not come yet, of `timeout_s` seconds. Raises PeerTrouble if they never will.
+
+        Returns:
+            Seconds after which it wants to look again.
+        """
 
     def end(self) -> None:
         """The wait is over."""
@@ -141,11 +183,15 @@ class Waiter:
         state_words: index of each rank's state word.
         rank: this rank.
         watch: liveness of the peers' processes.
-        gate_word: index of the gate, and behind it of its bell, on which waits in these words sleep. None: they do not.
+        gate_word: index of the gate, on which waits in these words sleep, and behind it of its bell and of its alarm.
+            None: they do not sleep.
 
     Attributes:
         overseer: asked in every look that finds no trouble, if there is one.
+        closed: the group was shut down on this rank; every wait ends.
     """
+
+    hears_in_looks = False  # whether looks do more than see what an alarm tells
 
     def __init__(
         self,
@@ -158,6 +204,7 @@ class Waiter:
         self._words = words
         self._state_words = state_words
         self._gate = 0 if gate_word is None else gate_word
+        self._has_alarm = gate_word is not None
         self._futex = Futex(words) if gate_word is not None and Futex.is_supported() else None
         self._rank = rank
         self._watch = watch
@@ -201,7 +248,8 @@ class Waiter:
         self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float
     ) -> None:
         start = now = time.monotonic()
-        look_at = next_look(start, start, timeout_s)
+        news, is_told = self.news, self.is_told
+        look_at = next_look(start, start, timeout_s, is_told)
         may_yield = own_cores.may_yield(start)
         position, count = 0, len(pending)  # ranks before `position` have come
         while True:
@@ -213,28 +261,32 @@ class Waiter:
                         return
                     position = 0
             if now >= look_at:
-                self.look(words, pending, target, now - start, timeout_s)
-                look_at = next_look(start, now, timeout_s)
+                news = self.news
+                again_s = self.look(words, pending, target, now - start, timeout_s)
+                look_at = min(next_look(start, now, timeout_s, is_told), now + again_s)
             if may_yield and now - start < self._yield_for_s:
                 before = now
                 now = own_cores.give_up(before, self._lost_after_s)
                 may_yield = now - before < (_SHARED_CORE_S if self._has_own_core else _SLEEP_AFTER_S)
             else:
-                self._sleep(words, pending, target, now - start, look_at - now)
+                if self._futex is None:
+                    nap(max((now - start) / 20, _SHORTEST_NAP_S))
+                else:
+                    self._sleep(words, pending, target, news, look_at - now)
                 now = time.monotonic()
+                if news != self.news:
+                    look_at = now
 
     def _sleep(
-        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, waited_s: float, limit_s: float
+        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, news: int, limit_s: float
     ) -> None:
-        """Sleep until the gate opens, or for `limit_s`. See [Note: gate]."""
-        if self._futex is None:
-            nap(max(waited_s / 20, _SHORTEST_NAP_S))
-            return
+        """Sleep until the gate opens, or for `limit_s`. See [Note: gate] and [Note: alarm]."""
+        assert self._futex is not None
         gate = self._words[self._gate]
         fence()
         self._words[self._gate + 1] = target
         fence()
-        if any(words[index] < target for _, index in pending):
+        if news == self.news and any(words[index] < target for _, index in pending):
             self._futex.sleep(self._gate, gate, max(limit_s, 0.0))
 
     def open_gate(self, count: int) -> None:
@@ -245,6 +297,31 @@ class Waiter:
         if self._futex is not None:
             self._futex.wake(self._gate)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether trouble wakes a wait, so that it need not look often."""
+        return self._futex is not None and not self.hears_in_looks and not self._watch.must_ask
+
+    @property
+    def news(self) -> int:
+        """Changes with every alarm."""
+        return self._words[self._gate + 2] if self._has_alarm else 0
+
+    def sound_alarm(self) -> None:
+        """Have all waits of the group look at once. Local, in any thread; after what there is to see was written."""
+        if self._has_alarm:
+            fence()
+            self._words[self._gate + 2] += 1
+            fence()
+            self._words[self._gate] = random_word()
+            if self._futex is not None:
+                self._futex.wake(self._gate)
+
+    def close(self) -> None:
+        """End the waits of this rank, now and later. Local, in any thread."""
+        self.closed = True
+        self.sound_alarm()
+
     def look(
         self,
         words: memoryview,
@@ -252,8 +329,12 @@ class Waiter:
         target: int,
         waited_s: float,
         timeout_s: float,
-    ) -> None:
-        """Raise PeerTrouble if a rank that is still awaited cannot come any more."""
+    ) -> float:
+        """Raise PeerTrouble if a rank that is still awaited cannot come any more.
+
+        Returns:
+            Seconds after which there should be another look, whatever else there is.
+        """
         if self.closed:
             raise PeerTrouble({self._rank: TroubleKind.CLOSED}, waited_s)
         dead = set(self._watch.dead())
@@ -277,7 +358,8 @@ class Waiter:
         if kinds:
             raise PeerTrouble(kinds, waited_s)
         if missing and self.overseer is not None:
-            self.overseer.look(missing, waited_s, timeout_s)
+            return self.overseer.look(missing, waited_s, timeout_s)
+        return math.inf
 
     def give_up(self) -> None:
         """Let the peers know that a reason for not coming will follow. See [Note: steps taken back]."""

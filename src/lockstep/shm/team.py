@@ -16,6 +16,7 @@ import torch
 from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
 from lockstep.shm.board import Board, Failure
+from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.meeting import Meeting
@@ -103,9 +104,11 @@ class Team:
             segment.tensor(start + peer * 2 * SMALL_SLOT_BYTES, 2 * SMALL_SLOT_BYTES) for peer in range(world_size)
         ]
         self.mail_area = MailArea(segment, start + world_size * 2 * SMALL_SLOT_BYTES, world_size)
+        self._doorbell = Doorbell(self.mail_area, rank)
         self._large: Region | None = None
         self._large_slot_bytes = LARGE_SLOT_BYTES
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
+        self.board.on_end = self.watch.on_death = self._sound_alarm
 
     @classmethod
     def connect(cls, meeting: Meeting) -> Team:
@@ -132,6 +135,21 @@ class Team:
             team.watch.close()
             raise error from None
         return team
+
+    def _sound_alarm(self) -> None:
+        """A rank has ended: wake those that wait for it, in collectives and in point to point."""
+        self.waiter.sound_alarm()
+        self._doorbell.ring_all()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether trouble wakes whoever sleeps in a wait of this group."""
+        return self.waiter.is_told
+
+    @property
+    def news(self) -> int:
+        """Changes when there is trouble to be looked at."""
+        return self.waiter.news
 
     def wait_by(self, waiter: Waiter) -> None:
         """From now on wait by another waiter. Local; nobody waits yet."""
@@ -260,6 +278,6 @@ class Team:
     def close(self) -> None:
         """Leave in good order. Local; peers that still wait for this rank raise RankLost."""
         self.board.leave()
-        self.waiter.closed = True
+        self.waiter.close()
         self.watch.close()
         self._views.clear()

@@ -12,6 +12,7 @@ wait looks after the ranks that it waits for, and hears what they say.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,8 @@ _Transfers = Sequence[tuple[int, torch.Tensor]]
 class _LocalWaiter(Waiter):
     """Waits for ranks of this host, and hears what those of all hosts say meanwhile."""
 
+    hears_in_looks = True
+
     def __init__(self, team: HostsTeam) -> None:
         local, board = team.local, team.local.board
         super().__init__(board.words, board.state_words, local.rank, local.watch, board.gate_word)
@@ -57,9 +60,10 @@ class _LocalWaiter(Waiter):
         target: int,
         waited_s: float,
         timeout_s: float,
-    ) -> None:
+    ) -> float:
         """Raise PeerTrouble, in ranks of the whole group, if a rank that is still awaited cannot come any more."""
         self._team.look_locally(lambda: [rank for rank, index in pending if words[index] < target], waited_s, timeout_s)
+        return math.inf
 
 
 class _FarWatch(Watch):
@@ -325,7 +329,7 @@ class HostsTeam(MessageTeam):
 
     def close(self) -> None:
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
-        self.waiter.closed = True
+        self.waiter.close()
         in_good_order = not self.has_failed and not self._abandoned
         self._say_goodbye()
         self._guard.close()

@@ -165,7 +165,7 @@ class MpiTeam(MessageTeam):
 
     def close(self) -> None:
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
-        self.waiter.closed = True
+        self.waiter.close()
         self.watch.close()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._say_goodbye()

@@ -34,6 +34,10 @@ class MpiWaiter:
         self.spins = 100 if num_local <= len(os.sched_getaffinity(0)) else 4
         self.closed = False
 
+    def close(self) -> None:
+        """End the waits of this rank, now and later. Local, in any thread."""
+        self.closed = True
+
     def wait(self, awaited: Callable[[], list[int]], look: Callable[[list[int], float], None]) -> None:
         """Return when nobody is awaited any more.
 

@@ -1,0 +1,181 @@
+"""One thread of this process that sleeps until a process ends that some group of it shares memory with.
+
+[Note: one sentry] Each group has a `Watch`, and they watch mostly the same processes. So there is one pidfd for each
+process, whatever the number of groups, and one thread that sleeps on all of them: it costs nothing while nobody dies.
+When somebody does, it tells the watches that asked, which wake those that wait. The thread is there while a process is
+watched. A fork has neither the thread nor the right to the descriptors: the parent's epoll is one with the child's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import weakref
+from typing import Protocol
+
+__all__ = ["Listener", "ProcessKey", "Sentry", "sentry"]
+
+# Pid and start time: a pid alone may mean another process later.
+ProcessKey = tuple[int, int]
+_END_PATIENCE_S = 1.0
+
+
+class Listener(Protocol):
+    """Wants to know of the end of processes."""
+
+    def note_end(self, process: ProcessKey) -> None:
+        """That process has ended. In any thread, at most once for each process; may not wait for anything."""
+
+
+class _Post:
+    """One process under watch."""
+
+    __slots__ = ("fd", "listeners", "process")
+
+    def __init__(self, process: ProcessKey, fd: int) -> None:
+        self.process = process
+        self.fd = fd
+        self.listeners: weakref.WeakSet[Listener] = weakref.WeakSet()  # a group may go without being closed
+
+
+class Sentry:
+    """Watches processes for their end, for all groups of this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._posts: dict[ProcessKey, _Post] = {}
+        self._by_fd: dict[int, _Post] = {}
+        # While there are posts, and until the thread has seen that there are none.
+        self._epoll: select.epoll | None = None
+        self._bell = -1
+        self._thread: threading.Thread | None = None
+
+    def join(self, process: ProcessKey, listener: Listener) -> bool:
+        """Listen for the end of a process that is watched already; False if it is not. Local."""
+        with self._lock:
+            post = self._posts.get(process)
+            if post is not None:
+                post.listeners.add(listener)
+            return post is not None
+
+    def watch(self, process: ProcessKey, pidfd: int, listener: Listener) -> bool:
+        """Listen for the end of a process. Local.
+
+        Args:
+            process: which.
+            pidfd: of it. Belongs to the sentry from now on, if it can watch.
+            listener: to be told.
+
+        Returns:
+            Whether it can: not without a descriptor or a thread to be had.
+        """
+        with self._lock:
+            post = self._posts.get(process)
+            if post is not None:
+                os.close(pidfd)  # Another thread was faster.
+            elif not self._mount():
+                return False
+            else:
+                assert self._epoll is not None
+                self._epoll.register(pidfd, select.EPOLLIN)
+                post = self._posts[process] = self._by_fd[pidfd] = _Post(process, pidfd)
+            post.listeners.add(listener)
+            return True
+
+    def leave(self, listener: Listener) -> None:
+        """Stop telling it. Local; where nothing is left to watch, the thread ends."""
+        with self._lock:
+            for post in list(self._posts.values()):
+                post.listeners.discard(listener)
+                if not post.listeners:
+                    self._dismiss(post)
+            thread = None if self._posts else self._thread
+            if thread is not None:
+                os.eventfd_write(self._bell, 1)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_END_PATIENCE_S)
+
+    def look(self) -> None:
+        """Tell of those that have ended. Local; a microsecond while nobody has."""
+        ended: list[_Post] = []
+        with self._lock:
+            if self._epoll is None:
+                return
+            # Asked under the lock: a number in an older answer may by now be another process's.
+            for fd, _ in self._epoll.poll(0):
+                if fd != self._bell:
+                    ended.append(self._by_fd[fd])
+                    self._dismiss(self._by_fd[fd])
+        for post in ended:
+            for listener in list(post.listeners):
+                listener.note_end(post.process)
+
+    def _dismiss(self, post: _Post) -> None:
+        """Watch a process no more. Under the lock."""
+        assert self._epoll is not None
+        del self._posts[post.process], self._by_fd[post.fd]
+        self._epoll.unregister(post.fd)
+        os.close(post.fd)
+
+    def _mount(self) -> bool:
+        """Have the thread, and what it sleeps on. Under the lock."""
+        if self._epoll is not None:
+            return True
+        epoll, bell = None, -1
+        try:
+            epoll = select.epoll()
+            bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            epoll.register(bell, select.EPOLLIN)
+            thread = threading.Thread(target=self._sleep_and_tell, args=[epoll], name="lockstep-sentry", daemon=True)
+            self._epoll, self._bell, self._thread = epoll, bell, thread
+            thread.start()
+        except (AttributeError, OSError, RuntimeError):  # No such calls, no descriptors or no threads left.
+            self._epoll, self._bell, self._thread = None, -1, None
+            if epoll is not None:
+                epoll.close()
+            if bell >= 0:
+                os.close(bell)
+            return False
+        return True
+
+    def _sleep_and_tell(self, epoll: select.epoll) -> None:
+        """The thread."""
+        while True:
+            epoll.poll()
+            self.look()
+            with self._lock:
+                if not self._posts:
+                    epoll.close()
+                    os.close(self._bell)
+                    self._epoll, self._bell, self._thread = None, -1, None
+                    return
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+
+    def disown(self) -> None:
+        """In a forked child: give up what belongs to the parent. Takes no lock: it may have been held at the fork."""
+        for fd in [*self._by_fd, self._bell]:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        if self._epoll is not None:
+            self._epoll.close()
+
+
+_sentry = Sentry()
+
+
+def sentry() -> Sentry:
+    """That of this process. Local."""
+    return _sentry
+
+
+def _begin_anew() -> None:
+    global _sentry
+    _sentry.disown()
+    _sentry = Sentry()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
