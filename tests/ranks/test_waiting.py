@@ -13,14 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lockstep
 from failing import Caught, attempt, kill_self
 from lockstep.comm import p2p
-from lockstep.errors import CollectiveAborted, RankLost, SharedMemoryError
+from lockstep.errors import CollectiveAborted, RankLost
 from lockstep.shm import sync
 from lockstep.shm.futex import Futex
 from lockstep.testing import WorkerDied, limit_s, run_ranks
-from lockstep.torch_private.stores import TCPStore
 
 pytestmark = pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
 
@@ -224,29 +222,3 @@ def test_descriptors_do_not_grow_with_groups() -> None:
     """See [Note: one sentry]: it was one for each peer in each group."""
     for before, between, after in run_ranks(descriptors_of_groups, 3):
         assert before == between == after
-
-
-def run_out_of_descriptors(port: int) -> tuple[BaseException | None, BaseException | None]:
-    """A group that cannot be made, and one more when there are descriptors again."""
-    # Of all stores only this one opens nothing for each use.
-    lockstep.init(backend="lockstep", store=TCPStore("127.0.0.1", port, is_master=False))
-    dist.barrier()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = os.open(os.devnull, os.O_RDONLY)
-    os.close(spare)  # the lowest number that is free
-    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, limits[1]))
-    refused = attempt(dist.new_group)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    dist.barrier()
-    later = attempt(lambda: dist.barrier(dist.new_group()))
-    dist.destroy_process_group()
-    return refused.error, later.error
-
-
-def test_out_of_descriptors_names_the_limit() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for refused, later in run_ranks(run_out_of_descriptors, 3, store.port, init=False):
-        assert isinstance(refused, SharedMemoryError), refused
-        assert "open at a time" in str(refused)
-        assert "ulimit -n" in str(refused)
-        assert later is None

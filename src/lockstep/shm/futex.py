@@ -3,7 +3,8 @@
 [Note: missed wake-ups] Who wants to sleep says so in a word beside the one that it waits for, and looks once more; who
 changes the word looks there behind its store, and wakes. A processor may let that look pass the store, for as long as
 the store takes to leave its core: some tens of nanoseconds, while the sleeper still has a system call before it. Should
-it happen nevertheless, the sleeper wakes up by itself after `timeout_s`, 2 ms at first, half a second at most: late, not lost.
+it happen nevertheless, the sleeper wakes up by itself after `timeout_s`, 2 ms at first and half a second at most: late,
+not lost.
 """
 
 from __future__ import annotations

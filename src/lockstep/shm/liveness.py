@@ -14,6 +14,7 @@ permission) says something about the process that asks.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 import time
@@ -77,8 +78,12 @@ class PeerIdentity:
 
 
 def own_identity() -> PeerIdentity:
-    """The identity of the calling process."""
-    pid = os.getpid()
+    """The identity of the calling process. Read once: a process that runs out of descriptors later still knows it."""
+    return _identity_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _identity_of(pid: int) -> PeerIdentity:
     return PeerIdentity(pid, _read_stat(pid)[1], socket.gethostname(), pid_namespace())
 
 
