@@ -153,7 +153,7 @@ def frozen_model() -> nn.Module:
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "no module": (lambda: "mlp", {}, InputTypeError, "wraps a torch.nn.Module, got str"),
-    "dim": (mlp, {"dim": 1}, InputError, "dim=1: one process handles one part of the batch here"),
+    "dim": (mlp, {"dim": 1}, InputError, "dim is not supported: one process handles one part of the batch"),
     "device_ids on CPU": (mlp, {"device_ids": [0]}, InputError, "device_ids names cuda:0, but parameters are on cpu"),
     "two device_ids": (mlp, {"device_ids": [0, 1]}, InputError, "device_ids=[0, 1]: one process drives one device"),
     "group": (mlp, {"process_group": "gloo"}, InputTypeError, "process_group must be a ProcessGroup or None, got str"),

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from lockstep import batch
 from lockstep.batch import BatchShare
 from lockstep.drift import engines, note_use
-from lockstep.errors import InputError, InputTypeError, ModelError
+from lockstep.errors import InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
@@ -39,13 +39,13 @@ from lockstep.parallel.checks import (
     host_device,
 )
 from lockstep.parallel.claims import Claims, join_claims
-from lockstep.parallel.feeding import PLAIN, Feed, Feeding, add_up
+from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.graph import runs_backward_to
 from lockstep.parallel.loss_kinds import look_at_next_loss
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
-from lockstep.parallel.nesting import check_not_inside_torch, check_not_nested
+from lockstep.parallel.nesting import check_module, check_not_inside_torch
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.passage import Passage
@@ -154,22 +154,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        if not isinstance(module, torch.nn.Module):
-            raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
-        check_not_nested(module)
+        check_module(module)
         check_refused(
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
             bucket_cap_mb_list=bucket_cap_mb_list,
+            dim=dim or None,
         )
-        if dim != 0:
-            raise InputError(f"dim={dim}: one process handles one part of the batch here; only dim=0 is supported")
         self.module = module
         self.process_group = group = check_group(choose_group(process_group, device_mesh))
         self.broadcast_buffers = choose_broadcast_buffers(broadcast_buffers, forward_sync_buffers)
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True
         self._world_size = group.size()
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -184,8 +180,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         cap_mib = check_bucket_cap(bucket_cap_mb)
         if init_sync:
             self._agree(ignored, cap_mib)
-        self._cap_mib = cap_mib
-        self._always_views = gradient_as_bucket_view
+        self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
@@ -370,11 +365,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             InputError: negative, or 0 on all ranks.
             InputTypeError: no integer.
         """
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
-        total = int(add_up(count, self.process_group, host_device(self.process_group, self.device)).item())
-        if count < 0 or total <= 0:
-            raise InputError(f"samples({count}): give a number of at least 0, and more than 0 on some rank")
+        total = count_samples(count, self.process_group, host_device(self.process_group, self.device))
         with batch.hold(BatchShare(count, total, self._world_size)):
             yield
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
 from lockstep.comm.wording import describe_tensor
-from lockstep.errors import InputError
+from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.parts import Parts, describe_share
 from lockstep.tree import tensors_in
 
-__all__ = ["PLAIN", "Feed", "Feeding", "Question", "add_up"]
+__all__ = ["PLAIN", "Feed", "Feeding", "Question", "add_up", "count_samples"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,21 @@ class Question:
         rows = rows.to(self.device, non_blocking=True)
         dist.all_reduce(rows, group=self.group)
         return self.follow(rows)
+
+
+def count_samples(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The sum over ranks of what each says that it holds. Collective.
+
+    Raises:
+        InputError: negative, or 0 on all ranks.
+        InputTypeError: no integer.
+    """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
+    total = int(add_up(count, group, device).item())
+    if count < 0 or total <= 0:
+        raise InputError(f"samples({count}): give a number of at least 0, and more than 0 on some rank")
+    return total
 
 
 def add_up(count: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
 from lockstep.drift import is_engine
-from lockstep.errors import ModelError
+from lockstep.errors import InputTypeError, ModelError
 
-__all__ = ["check_not_inside_torch", "check_not_nested"]
+__all__ = ["check_module", "check_not_inside_torch"]
 
 _OURS = "lockstep.DistributedDataParallel"
 _TORCHS = "torch.nn.parallel.DistributedDataParallel"
@@ -19,12 +19,15 @@ _TORCHS = "torch.nn.parallel.DistributedDataParallel"
 _WALKERS = frozenset(str(sys.modules[kind.__module__].__file__) for kind in (nn.Module, TorchEngine))
 
 
-def check_not_nested(module: nn.Module) -> None:
-    """Refuse a module that contains an engine. Local.
+def check_module(module: object) -> None:
+    """Refuse what is no module, and a module that contains an engine. Local.
 
     Raises:
+        InputTypeError: no module.
         ModelError: it is one, or one of its submodules is; names both.
     """
+    if not isinstance(module, nn.Module):
+        raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
     for name, submodule in module.named_modules():
         inner = _name_of(submodule)
         if inner is not None:

@@ -26,6 +26,7 @@ _REFUSED = {
         "average them with dist.all_reduce"
     ),
     "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params, which is not supported either",
+    "dim": "one process handles one part of the batch, along dimension 0",
     "bucket_cap_mb_list": "give one size for all buckets: bucket_cap_mb",
 }
 
