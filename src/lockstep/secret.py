@@ -21,7 +21,7 @@ import stat
 from lockstep import env
 from lockstep.errors import SetupError
 
-__all__ = ["Refused", "Seals", "Secret", "new_token", "read_token_file", "secret_of_ranks"]
+__all__ = ["Refused", "Seals", "Secret", "new_token", "read_token_file", "secret_of_ranks", "token_for_ranks"]
 
 MAC_BYTES = 32
 _SHORTEST_TOKEN = 16
@@ -146,6 +146,11 @@ class Seals:
 
     def _mac(self, key: str, head: str, text: str) -> bytes:
         return self._key.mac(*(part.encode(errors="surrogatepass") for part in (key, head, text)))
+
+
+def token_for_ranks(given: str | None) -> str:
+    """The token that the launcher of one host gives its ranks: a new one, or of what the launcher was given itself."""
+    return new_token() if given is None else Secret(given).derive("ranks").as_token()
 
 
 def secret_of_ranks() -> Secret:

@@ -72,9 +72,11 @@ def test_ranks_without_a_token_say_so_once(hosts: Cluster) -> None:
 
 def test_ranks_with_different_tokens_are_told(hosts: Cluster) -> None:
     more = [{"LOCKSTEP_TOKEN": "a" * 64}, {"LOCKSTEP_TOKEN": "b" * 64}]
-    for found in hosts.run(programs.what_init_says, (1, 1), more=lambda rank: more[rank]):
-        assert isinstance(found, RendezvousError), found
-        assert "Do all ranks have the same LOCKSTEP_TOKEN" in str(found)
+    zero, one = hosts.run(programs.what_init_says, (1, 1), more=lambda rank: more[rank])
+    assert isinstance(zero, RendezvousError)
+    assert isinstance(one, RendezvousError)
+    assert "rank 1 did not come" in str(zero)
+    assert "Do all ranks have the same LOCKSTEP_TOKEN" in str(one)
 
 
 def test_interface_that_is_not_there(hosts: Cluster) -> None:

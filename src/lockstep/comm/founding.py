@@ -42,7 +42,7 @@ class MeetingStore:
         self._scope = (*scope, f"attempt{attempt}")
         self._store = PrefixStore(f"attempt{attempt}", store)
         self._seals = Seals(secret_of_ranks(), *self._scope)
-        self._refused: dict[str, tuple[float, str]] = {}  # since when, and why
+        self._refused: dict[str, float] = {}  # since when
 
     @property
     def torch_store(self) -> Store:
@@ -80,11 +80,14 @@ class MeetingStore:
         if not self._store.check([key]):
             return None
         try:
-            return self._seals.open(key, bytes(self._store.get(key)).decode(errors="replace"))
+            value = self._seals.open(key, bytes(self._store.get(key)).decode(errors="replace"))
         except Refused as refused:
             why = str(refused)
+        else:
+            self._refused.pop(key, None)
+            return value
         now_s = time.monotonic()
-        since_s, _ = self._refused.setdefault(key, (now_s, why))
+        since_s = self._refused.setdefault(key, now_s)
         text = f"what stands in the store as {key!r} was not written by a rank of this job: {why}"
         if now_s - since_s > _PATIENCE_S:
             raise RendezvousError(f"{text}. Do all ranks have the same LOCKSTEP_TOKEN, and the same Lockstep?")

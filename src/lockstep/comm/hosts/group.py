@@ -20,7 +20,7 @@ from lockstep.comm.hosts.places import Notes, find_members
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.wire import current_wire
-from lockstep.errors import InputError, LockstepError, RankLost
+from lockstep.errors import InputError, LockstepError, RankLost, RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.secret import secret_of_ranks
 from lockstep.shm.meeting import Meeting
@@ -150,14 +150,21 @@ def _open_links(
     except BaseException:
         entrance.close()
         raise
-    for peer, one in enumerate(found):
-        error = disagreement(f"rank {ranks[rank]}", terms, f"rank {ranks[peer]}", one[3])
+    try:
+        places = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found)}
+        theirs = [one[3] for one in found]
+    except (TypeError, ValueError, KeyError, IndexError):
+        entrance.close()
+        raise RendezvousError(f"a rank says of its entrance what no rank says: {str(found)[:200]}") from None
+    for peer, other in enumerate(theirs):
+        error = disagreement(f"rank {ranks[rank]}", terms, f"rank {ranks[peer]}", other)
         if error is not None:
             entrance.close()
             notes.part(range(len(ranks)))
             raise error
-    places = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found) if peer != rank}
-    return entrance.connect(rank, places, notes.remaining_s(), look_out), str(found[0][2])
+    token = places[0][2]
+    del places[rank]
+    return entrance.connect(rank, places, notes.remaining_s(), look_out), token
 
 
 def _await_ready(links: Links, ranks: Sequence[int], rank: int, timeout_s: float, look_out: Callable[[], None]) -> None:
