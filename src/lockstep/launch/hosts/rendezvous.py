@@ -196,12 +196,12 @@ class HostRendezvous(RendezvousHandler):
         if now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
             self._give_up_lost()
-            self._put_back(now_s)
-            self._place.watch(lambda: {host.address for host in self.roll.hosts})
+            self._beware(now_s)
         return self.roll
 
-    def _put_back(self, now_s: float) -> None:
-        """Say again what this host has told in this round, if somebody has written over it. See [Note: put back]."""
+    def _beware(self, now_s: float) -> None:
+        """Say again what this host has told, if somebody has written over it, and warn. See [Note: put back]."""
+        self._place.watch(lambda: {host.address for host in self.roll.hosts})
         if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
             return
         self._put_back_s = now_s
@@ -392,7 +392,7 @@ class HostRendezvous(RendezvousHandler):
                 self._num_foreign += 1
                 self._check(_POLL_S)
             return None
-        self._sealed, self._count = raw, count
+        self.roll, self._sealed, self._count = roll, raw, count
         return roll
 
     def _give_up_lost(self) -> None:
@@ -409,6 +409,7 @@ class HostRendezvous(RendezvousHandler):
         self._change(lambda roll: roll.joined(self.host))
         while True:
             self._give_up_lost()
+            self._beware(time.monotonic())
             now_s, roll = time.monotonic(), self.roll
             if roll.closed is not None:
                 raise JobClosed(roll)
