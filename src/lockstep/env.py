@@ -257,6 +257,12 @@ LOCKSTEP_JOB = Variable(
     "Id of the job, after those of the jobs it is nested in, joined by ':'. Every process of a job carries it, "
     "which is how the launcher finds those that left the session of their rank.",
 )
+LOCKSTEP_TOKEN = Variable(
+    "LOCKSTEP_TOKEN",
+    str,
+    "The secret of the job, by which its launchers and ranks know each other; every process of it has the same. Set by "
+    "`lockstep run` for its ranks. Never shown.",
+)
 LOCKSTEP_REHEARSAL = Variable(
     "LOCKSTEP_REHEARSAL", str, "What `lockstep rehearse` tells the processes of its job, as JSON; set by it alone."
 )

@@ -14,6 +14,7 @@ The tree::
     │   ├── CollectiveMismatch      ranks asked for different things
     │   ├── RankLost                a rank died, left or raised while others waited
     │   ├── CollectiveTimeout       a rank did not come before the deadline
+    │   ├── SegmentDamaged          the control segment holds what no rank has written
     │   └── CollectiveAborted       this group was shut down under a waiting call
     ├── InputError (ValueError)     a value that no rank could use
     ├── InputTypeError (TypeError)  a type that no rank could use
@@ -48,6 +49,7 @@ __all__ = [
     "NotInitialized",
     "RankLost",
     "RendezvousError",
+    "SegmentDamaged",
     "SetupError",
     "SharedMemoryError",
     "UnusedParameters",
@@ -125,6 +127,10 @@ class RankLost(CollectiveError):
 
 class CollectiveTimeout(CollectiveError):
     """One or more ranks did not arrive before the deadline."""
+
+
+class SegmentDamaged(CollectiveError):
+    """The memory in which ranks note what they do holds what no rank has written there. The script is not at fault."""
 
 
 class CollectiveAborted(CollectiveError):

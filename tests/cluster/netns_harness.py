@@ -209,6 +209,7 @@ class Cluster:
                 env.MASTER_ADDR.set(self.hosts[0].address, variables)
                 env.MASTER_PORT.set(MASTER_PORT + self._jobs, variables)
                 env.OMP_NUM_THREADS.set("1", variables)
+                env.LOCKSTEP_TOKEN.set("0123456789abcdef" * 4, variables)
                 found.append(variables)
         return found
 

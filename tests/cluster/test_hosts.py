@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hosts_programs as programs
+from lockstep.errors import RendezvousError
 from lockstep.testing import limit_s
 from lockstep.testing.conformance import run_conformance
 from netns_harness import MASTER_PORT, Cluster, RankDied, cluster, needs_namespaces
@@ -61,6 +62,21 @@ def test_init(hosts: Cluster) -> None:
         line = "[lockstep] 2 hosts: hosta (ranks 0, 1) eth0 10.77.0.1 | hostb (ranks 2, 3) eth0 10.77.0.2\n"
         assert found["said"] == (line if rank == 0 else "")
     assert any(port >= MASTER_PORT for _, port in ranks[0]["ports"])
+
+
+def test_ranks_without_a_token_say_so_once(hosts: Cluster) -> None:
+    ranks = well(hosts.run(programs.what_init_says, (1, 1), more=lambda rank: {"LOCKSTEP_TOKEN": ""}))
+    assert ranks[0]["said"].count("these ranks have no token (LOCKSTEP_TOKEN)") == 1
+    assert ranks[1]["said"] == ""
+
+
+def test_ranks_with_different_tokens_are_told(hosts: Cluster) -> None:
+    more = [{"LOCKSTEP_TOKEN": "a" * 64}, {"LOCKSTEP_TOKEN": "b" * 64}]
+    zero, one = hosts.run(programs.what_init_says, (1, 1), more=lambda rank: more[rank])
+    assert isinstance(zero, RendezvousError)
+    assert isinstance(one, RendezvousError)
+    assert "rank 1 did not come" in str(zero)
+    assert "Do all ranks have the same LOCKSTEP_TOKEN" in str(one)
 
 
 def test_interface_that_is_not_there(hosts: Cluster) -> None:

@@ -58,21 +58,24 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "train.py").write_text(textwrap.dedent(TRAIN))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, host: Host, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a launcher; what it and its ranks say is in files of the host's name."""
         times = (
             f"keep_alive_interval=0.2,keep_alive_max_attempt={limit_s(15):.0f},last_call_timeout=0.5,join_timeout=60"
         )
-        words = [sys.executable, "-m", "lockstep", "run", f"--rdzv-conf={times}", *arguments, "train.py"]
+        given = [word for word in arguments if word.startswith("--rdzv-conf=")]
+        times = ",".join([times, *(word.partition("=")[2] for word in given)])
+        others = [word for word in arguments if word not in given]
+        words = [sys.executable, "-m", "lockstep", "run", f"--rdzv-conf={times}", *others, "train.py"]
         # Whoever enters other mounts begins at their root.
         command = host.namespaces.enter("sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *words)
         with open(self.folder / f"{host.name}.out", "ab") as out, open(self.folder / f"{host.name}.err", "ab") as err:
             # A host without power removes nothing; what was its own lies in a folder that the test removes.
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary(host))}
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables)
-        self._processes.append(process)
+        self.processes.append(process)
         return process
 
     def _temporary(self, host: Host) -> Path:
@@ -90,7 +93,7 @@ class Job:
         return (self.folder / f"{host.name}.err").read_text()
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
@@ -116,6 +119,46 @@ def wait_until(condition: Callable[[], object], job: Job, hosts: Cluster) -> Non
 def sizes(job: Job, host: Host) -> list[object]:
     """Numbers of ranks in the rounds of a host so far."""
     return [line[3] for line in job.lines(host)]
+
+
+STRANGER = """
+import json, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore(sys.argv[1], 29500, None, False, timedelta(seconds=30), wait_for_workers=False)
+store.set("lockstep/lockstep/roll", json.dumps({"closed": "the stranger says so", "exit_code": 0}))
+open("wrote", "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("token", [True, False])
+def test_stranger_is_named_by_address(token: bool, job: Job, hosts: Cluster) -> None:
+    """He ended both launchers with code 0 and no line; now the job goes on, and one warning says who knocked."""
+    first, second, third = hosts.hosts
+    (job.folder / "token").write_text("0123456789abcdef" * 4)
+    (job.folder / "token").chmod(0o600)
+    conf = ["--rdzv-conf=token_file=token"] if token else []
+    for number, host in enumerate((first, second)):
+        meet = ("--nnodes", "2", "--node-rank", str(number), "--master-addr", first.address, "--nproc", "1")
+        job.start(host, *conf, *meet)
+    wait_until(lambda: sizes(job, first) == sizes(job, second) == [2], job, hosts)
+    assert ("this job has no token" in job.said(first)) is not token
+    (job.folder / "stranger.py").write_text(STRANGER)
+    command = third.namespaces.enter(
+        "sh", "-c", 'cd "$0" && exec "$@"', str(job.folder), sys.executable, "stranger.py", first.address
+    )
+    stranger = subprocess.Popen(command)
+    try:
+        wait_until(lambda: "It is refused, and the job goes on" in job.said(first), job, hosts)
+        assert f"connected there, from no host of this job: {third.address}." in job.said(first)
+        (job.folder / "stop").touch()
+        wait_until(lambda: all(process.poll() is not None for process in job.processes), job, hosts)
+    finally:
+        stranger.kill()
+        stranger.wait()
+    assert [process.returncode for process in job.processes] == [0, 0]
+    assert (job.said(first) + job.said(second)).count("lockstep: warning: somebody who does not have") == 1
 
 
 def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) -> None:

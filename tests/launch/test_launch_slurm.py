@@ -46,6 +46,26 @@ def run_main(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, out, err
 
 
+def test_token_is_made_where_the_job_runs(folder: Path) -> None:
+    """Slurm keeps the script, so no token stands in it; each run has another."""
+    script = BatchJob("train.py", nodes=2).script()
+    (line,) = [line for line in script.splitlines() if "LOCKSTEP_TOKEN" in line]
+    said = [
+        subprocess.run(
+            ["bash", "-c", f'{line}\necho "$LOCKSTEP_TOKEN"'],
+            env={"PATH": str(folder / "bin"), **given},
+            capture_output=True,
+            text=True,
+            timeout=limit_s(30),
+        ).stdout.strip()
+        for given in ({}, {}, {"LOCKSTEP_TOKEN": "mine"})
+    ]
+    assert len(said[0]) == len(said[1]) == 64
+    assert said[0] != said[1]
+    assert said[2] == "mine"
+    assert "LOCKSTEP_TOKEN" not in BatchJob("train.py").script(), "on one host no port is opened"
+
+
 # ---- the script -------------------------------------------------------------------------------------
 
 

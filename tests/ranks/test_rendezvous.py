@@ -191,14 +191,37 @@ def meet_at(address: str, port: int) -> tuple[int, int, set[str]]:
     return orders[0], orders[1], listening(port)
 
 
-@pytest.mark.parametrize(
-    ("address", "listens_on"), [("127.0.0.1", "0100007F"), ("localhost", "00000000000000000000000000000000")]
-)
-def test_rank_zero_listens_where_it_must(address: str, listens_on: str) -> None:
+LOOPBACK = ("0100007F", "00000000000000000000000001000000")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_rank_zero_listens_where_it_must(address: str) -> None:
     outcomes = run_ranks(meet_at, 3, address, find_free_port(), init=False)
     assert sorted(first for first, _, _ in outcomes) == [1, 2, 3]
     assert sorted(second for _, second, _ in outcomes) == [1, 2, 3]
-    assert outcomes[0][2] == {listens_on}
+    (listens_on,) = outcomes[0][2]
+    assert listens_on in LOOPBACK
+
+
+def meet_by_env(port: int) -> tuple[float, set[str]]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    total = 0.0
+    for _ in range(2):
+        dist.init_process_group("lockstep")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        total += tensor.item()
+        found = listening(port)
+        dist.barrier()
+        dist.destroy_process_group()
+    return total, found
+
+
+def test_env_url_listens_on_one_address() -> None:
+    """torch's own handler has rank 0 listen on every address of its host."""
+    outcomes = run_ranks(meet_by_env, 3, find_free_port(), init=False)
+    assert {total for total, _ in outcomes} == {6.0}
+    assert outcomes[0][1] == {LOOPBACK[0]}
 
 
 def test_port_that_is_taken_is_said() -> None:

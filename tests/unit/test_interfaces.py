@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from lockstep.comm.hosts.entrance import Entrance
 from lockstep.comm.hosts.layout import Layout, Member
-from lockstep.comm.hosts.links import _HELLO, Entrance, Links
+from lockstep.comm.hosts.links import Links
 from lockstep.errors import RendezvousError
 from lockstep.rendezvous.interfaces import Door, Interface, candidates, interfaces, reachable, source_towards
 from lockstep.shm.liveness import PeerIdentity
@@ -77,7 +78,7 @@ def connected() -> tuple[Links, Links]:
     entrances = [Entrance("127.0.0.1") for _ in range(2)]
     address, port, _ = entrances[0].place
     stranger = socket.create_connection((address, port))
-    stranger.sendall(_HELLO.pack(bytes(16), 1))
+    stranger.sendall(bytes(20))
     made: dict[int, Links] = {}
 
     def join(rank: int) -> None:
@@ -88,7 +89,7 @@ def connected() -> tuple[Links, Links]:
         thread.start()
     for thread in threads:
         thread.join()
-    assert stranger.recv(1) == b"", "who does not know the nonce is turned away"
+    assert stranger.recv(1) == b"", "who cannot prove who it is is turned away"
     stranger.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((address, port))

@@ -15,7 +15,7 @@ from package_sources import Module, imports_of, modules
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.errors",),
     ("lockstep.env",),
-    ("lockstep.log", "lockstep.libc", "lockstep.after_import"),
+    ("lockstep.log", "lockstep.libc", "lockstep.after_import", "lockstep.secret"),
     ("lockstep.torch_private",),
     ("lockstep.blackbox", "lockstep.frames"),
     ("lockstep.topology",),

@@ -233,9 +233,27 @@ def test_handle_cannot_name_a_descriptor_that_is_no_segment(tmp_path: Path) -> N
     before = descriptors()
     with path.open("r+b") as file, pytest.raises(SharedMemoryError, match="is not the segment that was announced"):
         Segment.attach(forged(None, contents, fd=file.fileno()))
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(SharedMemoryError, match="is no handle of a segment"):
         Segment.attach(forged(None, contents, pid=f"self/root{tmp_path}/home", fd="../train.py"))
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("handle", ["", "not json", "[]", "{}", "[" * 100_000, "9" * 5000, '{"pid": 1e999}'])
+def test_handle_that_is_none_is_named(handle: str) -> None:
+    with pytest.raises(SharedMemoryError, match="is no handle of a segment; is the store ours") as caught:
+        Segment.attach(handle)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_size_is_what_this_process_works_out() -> None:
+    segment = Segment.create(PAGE_BYTES + 1)
+    Segment.attach(segment.handle, size_bytes=PAGE_BYTES + 1).release()
+    with pytest.raises(SharedMemoryError, match="has 8192 bytes; here it would have 4096"):
+        Segment.attach(segment.handle, size_bytes=PAGE_BYTES)
+    for size_bytes in (0, -4096, 1 << 62):
+        with pytest.raises(SharedMemoryError, match="no segment has"):
+            Segment.attach(altered(segment, size_bytes=size_bytes))
+    segment.release()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can open what another user owns")

@@ -28,6 +28,7 @@ from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.names import BACKEND_NAME
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
+from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, SetupError
 from lockstep.shm.board import Board
@@ -393,7 +394,7 @@ def _connect(store: MeetingStore, rank: int, ranks: Sequence[int], timeout_s: fl
     # What is needed only between hosts is loaded only there.
     default_group = dist.group.WORLD
     with Lookout(default_group, ranks) as look_out:
-        meeting = Meeting(store, rank, ranks, timeout_s, look_out)
+        meeting = Meeting(store, rank, ranks, timeout_s, look_out, {"wire": current_wire().name})
         known = None
         engine: Any = getattr(default_group, "engine", None)
         if engine is not None and not isinstance(engine.team, Team):
@@ -448,7 +449,7 @@ class LockstepProcessGroup(EngineProcessGroup):
     ) -> None:
         ranks = tuple(global_ranks) or tuple(range(world_size))
         timeout_s = timeout.total_seconds()
-        team = _connect(MeetingStore(store), rank, ranks, timeout_s)
+        team = _connect(MeetingStore(store, group_name), rank, ranks, timeout_s)
         name = describe_group(group_name, ranks, is_default=len(global_ranks) == 0)
         flight = Flight(cast(Team, team), name, ranks)
         flight.waiting_in = team.mail_area.waiting

@@ -26,10 +26,11 @@ from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     RankLost,
+    SegmentDamaged,
 )
 from lockstep.frames import split_site
 from lockstep.log import get_logger, warn_once
-from lockstep.shm.board import RING, Board, Failure, Record
+from lockstep.shm.board import RING, TEXT_BYTES, Board, Failure, Record, damage_text
 from lockstep.shm.sync import PeerTrouble, TroubleKind
 from lockstep.shm.team import Team
 
@@ -40,7 +41,7 @@ __all__ = ["Flight", "fingerprint"]
 
 # What a rank may have given up with that is no failure of its own: those who waited for it raise the same.
 _GIVEN_UP: dict[str, type[CollectiveError]] = {
-    error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch)
+    error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch, SegmentDamaged)
 }
 
 _FOR_ALL_RANKS = {
@@ -211,10 +212,10 @@ class Flight:
         stamps = [self._words[words[self.number & 1]] for words in self._stamps]
         calls, lines = {stamp & ~_LINE_MASK for stamp in stamps}, [stamp & _LINE_MASK for stamp in stamps]
         if len(calls) > 1:
-            raise self._mismatch()
+            raise self._damaged() or self._mismatch()
         verdict = self._swaps.judge(self.number, calls.pop(), lines)
         if verdict is Verdict.SWAPPED:
-            raise self._swap(lines)
+            raise self._damaged() or self._swap(lines)
         if verdict is Verdict.SUSPICIOUS:
             own = self._board.record(self._rank, self.number)
             warn_once(
@@ -222,6 +223,21 @@ class Flight:
                 f"{own.call} of {self.group_name} at {own.site}: another rank calls this and its last collective in "
                 "the other order. If that is not on purpose, the results are made of unrelated tensors",
             )
+
+    def _damaged(self) -> CollectiveError | None:
+        """The error if a rank cannot have written what stands there of this collective; breaks the group."""
+        if not isinstance(self._board, Board):
+            return None  # type: ignore[unreachable]  # ranks that say by messages what they came for
+        for rank in range(self._team.world_size):
+            what = self._board.find_damage(rank, self.number)
+            record = None if what else self._board.record(rank, self.number)
+            is_whole = record is not None and len(record.call.encode()) < TEXT_BYTES - 4
+            if record is not None and is_whole and (record.fingerprint ^ fingerprint(record.call)) & ~_LINE_MASK:
+                what = f"its fingerprint of collective #{self.number} is not that of {record.call[:80]!r}"
+            if what is not None:
+                text = damage_text(f"of {self.name(rank)}, {what}")
+                return self.break_with(SegmentDamaged(f"{self.name(self._rank)} in {self.describe_activity()}: {text}"))
+        return None
 
     def _swap(self, lines: Sequence[int]) -> CollectiveMismatch:
         """Some ranks made the last two calls in the other order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from lockstep import env
 from lockstep.comm.message_team import MessageTeam
 from lockstep.comm.mpi.board import MpiBoard
-from lockstep.errors import RankLost
+from lockstep.errors import RankLost, RendezvousError
+from lockstep.log import get_logger, warn_once
+from lockstep.secret import Refused, Seals, secret_of_ranks
 from lockstep.shm.board import Board
 from lockstep.shm.liveness import Watch
 from lockstep.shm.sync import PeerState
@@ -19,19 +22,27 @@ from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["Lookout", "MeetingStore"]
 
+# Until a value of others is an error: whoever has written the true one writes it again before that.
+_PATIENCE_S = 10.0
+
 
 class MeetingStore:
-    """A torch store with keys of its own for each attempt of a job.
+    """A torch store with keys of its own for each attempt of a job, and values under a seal (`lockstep.secret`).
 
-    A restarted job may find its store as the attempt before it left it.
+    A restarted job may find its store as the attempt before it left it. What has no seal of this job counts as not
+    there: whoever wrote a value writes it again while it waits for others.
 
     Args:
         store: whose keys nobody else uses within the attempt.
+        scope: what the keys belong to, the same on all ranks, such as the name of the group.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *scope: str) -> None:
         attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
+        self._scope = (*scope, f"attempt{attempt}")
         self._store = PrefixStore(f"attempt{attempt}", store)
+        self._seals = Seals(secret_of_ranks(), *self._scope)
+        self._refused: dict[str, float] = {}  # since when
 
     @property
     def torch_store(self) -> Store:
@@ -40,19 +51,48 @@ class MeetingStore:
 
     def below(self, prefix: str) -> MeetingStore:
         """A store for keys of its own."""
-        return MeetingStore(PrefixStore(prefix, self._store))
+        return MeetingStore(PrefixStore(prefix, self._store), *self._scope, prefix)
 
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
-        self._store.set(key, value)
+        self._store.set(key, self._seals.seal(key, value))
 
     def get(self, key: str) -> str:
-        """Read a value that is there."""
-        return bytes(self._store.get(key)).decode()
+        """Read a value that is there.
+
+        Raises:
+            RendezvousError: it is one of somebody who is not of this job.
+        """
+        value = self._find(key)
+        if value is None:
+            raise RendezvousError(f"what stood in the store as {key!r} is gone")
+        return value
 
     def has(self, key: str) -> bool:
-        """Whether a value is there."""
-        return bool(self._store.check([key]))
+        """Whether a value is there.
+
+        Raises:
+            RendezvousError: for some time now there has been one of somebody who is not of this job.
+        """
+        return self._find(key) is not None
+
+    def _find(self, key: str) -> str | None:
+        if not self._store.check([key]):
+            return None
+        try:
+            value = self._seals.open(key, bytes(self._store.get(key)).decode(errors="replace"))
+        except Refused as refused:
+            why = str(refused)
+        else:
+            self._refused.pop(key, None)
+            return value
+        now_s = time.monotonic()
+        since_s = self._refused.setdefault(key, now_s)
+        text = f"what stands in the store as {key!r} was not written by a rank of this job: {why}"
+        if now_s - since_s > _PATIENCE_S:
+            raise RendezvousError(f"{text}. Do all ranks have the same LOCKSTEP_TOKEN, and the same Lockstep?")
+        warn_once(get_logger(__name__), f"{text}. It is refused, and the job goes on")
+        return None
 
     def delete(self, key: str) -> None:
         """Remove a value, from a store that can."""

@@ -11,6 +11,7 @@ On top of the launcher's own environment, every rank has
 * `OMP_NUM_THREADS`: cores divided by ranks of this host, at least 1; only if it is not set already;
 * `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt on this host;
 * `LOCKSTEP_SHOWS_ERRORS=True`: the launcher shows what a rank raises, so that it need not; only if that is so;
+* `LOCKSTEP_TOKEN`: the secret of the job's ranks, the same on all hosts; not if the launchers of several have none;
 * `LOCKSTEP_PARENT_PID`: the launcher; a rank that finds another parent exits;
 * `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of;
 * `HOROVOD_RANK`, `HOROVOD_SIZE` and the others that horovodrun sets, if the launcher's environment has HOROVOD_SIZE.
@@ -22,7 +23,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep import env
@@ -69,9 +70,13 @@ def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
 
 
 def guardian_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without the mark of an outer job, whose sweep must not find the guardian."""
+    """The launcher's environment without the mark of an outer job, whose sweep must not find the guardian.
+
+    And without the secret, which is none of its business.
+    """
     bare = dict(variables)
     env.LOCKSTEP_JOB.unset(bare)
+    env.LOCKSTEP_TOKEN.unset(bare)
     return bare
 
 
@@ -94,6 +99,7 @@ class AttemptEnvironment:
         num_nodes: number of hosts.
         shows_errors: the launcher shows what ranks raise.
         run_id: TORCHELASTIC_RUN_ID, the same on all hosts; None for the job's id.
+        token: the secret of the ranks; None where there is none that all hosts know.
     """
 
     base: Mapping[str, str]
@@ -110,6 +116,7 @@ class AttemptEnvironment:
     num_nodes: int = 1
     shows_errors: bool = False
     run_id: str | None = None
+    token: str | None = field(default=None, repr=False)
 
     @property
     def ranks(self) -> range:
@@ -141,6 +148,9 @@ class AttemptEnvironment:
         env.LOCKSTEP_SHOWS_ERRORS.unset(variables)
         if self.shows_errors:
             env.LOCKSTEP_SHOWS_ERRORS.set(True, variables)
+        env.LOCKSTEP_TOKEN.unset(variables)
+        if self.token is not None:
+            env.LOCKSTEP_TOKEN.set(self.token, variables)
         env.LOCKSTEP_PARENT_PID.set(os.getpid(), variables)
         outer = env.LOCKSTEP_JOB.get(variables)
         env.LOCKSTEP_JOB.set(f"{outer}:{self.job}" if outer else self.job, variables)

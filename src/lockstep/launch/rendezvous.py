@@ -28,6 +28,7 @@ _EVENTS = "events"
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _LOWEST_PORT = 10_000
 _TRIES = 200
+_DIGITS_OF_RANK = 9
 
 
 class Rendezvous:
@@ -62,7 +63,7 @@ class Rendezvous:
             text = os.read(self.events_fd, 65536)
         except BlockingIOError:
             return []
-        return [int(word) for word in text.split() if word.isdigit()]
+        return [int(word) for word in text.split() if word.isdigit() and len(word) <= _DIGITS_OF_RANK]
 
     def remove(self) -> None:
         """Remove the folder and all that is in it. May be called twice."""

@@ -211,8 +211,13 @@ def _parse(text: str) -> ErrorReport | None:
     try:
         content = json.loads(text)
         content["culprits"] = tuple(int(rank) for rank in content["culprits"])
-        return ErrorReport(**{field.name: content[field.name] for field in fields(ErrorReport)})
-    except (ValueError, TypeError, KeyError):
+        report = ErrorReport(**{field.name: content[field.name] for field in fields(ErrorReport)})
+        kinds: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
+        is_typed = all(
+            isinstance(content[one.name], kinds.get(str(one.type), (object,))) for one in fields(ErrorReport)
+        )
+        return report if is_typed else None
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
 
 
@@ -223,7 +228,7 @@ def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
         kind, _, text = str(message["message"]).partition(": ")
         extra = message["extraInfo"]
         trace, moment = str(extra["py_callstack"]), float(extra["timestamp"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     secondary = any(phrase in text.lower() for phrase in _ECHO_PHRASES)
     return ErrorReport(rank, pid, socket.gethostname(), kind, text, trace, "", 0, moment, secondary)
@@ -243,7 +248,7 @@ def read_reports(folder: Path, pids: dict[int, int]) -> dict[int, ErrorReport]:
     reports: dict[int, ErrorReport] = {}
     for rank, pid in pids.items():
         try:
-            text = _report_path(folder, rank).read_text(encoding="utf-8")
+            text = _report_path(folder, rank).read_text(encoding="utf-8", errors="replace")
         except OSError:
             report = _parse_elastic(folder / f"torchelastic-rank{rank}.json", rank, pid)
         else:

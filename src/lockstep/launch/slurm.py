@@ -43,6 +43,11 @@ requeue() {
 trap requeue USR1
 """
 
+# Made where the job runs, so that Slurm, which keeps the script, never has it; srun hands it on in the environment.
+_TOKEN_LINE = (
+    'export LOCKSTEP_TOKEN="${{LOCKSTEP_TOKEN:-$({python} -c "import secrets; print(secrets.token_hex(32))")}}"\n'
+)
+
 # `wait` returns early when the signal comes, with a code that is not the step's.
 _REQUEUE_TAIL = """\
 step=$!
@@ -153,7 +158,8 @@ class BatchJob:
             f"#SBATCH {_quote_directive(option)}\n" for option in (*self._options(), *self.sbatch_args)
         )
         threads = 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"\n'
-        head = f"#!/bin/bash\n# {self.num_ranks} ranks of {self.target!r}\n{directives}\n{threads}"
+        token = _TOKEN_LINE.format(python=shlex.quote(self.python)) if self.nodes > 1 else ""
+        head = f"#!/bin/bash\n# {self.num_ranks} ranks of {self.target!r}\n{directives}\n{threads}{token}"
         step = shlex.join(self._step())
         if self.requeue:
             return f"{head}{_REQUEUE_HEAD}{step} &\n{_REQUEUE_TAIL}"

@@ -22,6 +22,7 @@ from lockstep.launch.process import RankCommand, start_guardian, worker_command_
 from lockstep.launch.rendezvous import Rendezvous, find_free_port
 from lockstep.launch.report import read_reports
 from lockstep.launch.verdict import Failure, find_first_failure
+from lockstep.secret import new_token
 
 __all__ = ["RankTraceback", "spawn"]
 
@@ -102,7 +103,8 @@ def spawn(
         relay = Relay(_target_of(sys.stdout, 1), _target_of(sys.stderr, 2)) if prefix else None
         if relay is not None:
             stack.callback(relay.end, _DRAIN_TIMEOUT_S)
-        shared = AttemptEnvironment(variables, job, rendezvous.folder, num_ranks, "127.0.0.1", find_free_port())
+        port, token = find_free_port(), new_token()
+        shared = AttemptEnvironment(variables, job, rendezvous.folder, num_ranks, "127.0.0.1", port, token=token)
         with contextlib.ExitStack() as processes:
             attempt = Attempt(rendezvous, guardian, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
             processes.callback(attempt.close)

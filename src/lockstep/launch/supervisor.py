@@ -21,6 +21,7 @@ from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.verdict import Failure, format_verdict
+from lockstep.secret import token_for_ranks
 
 __all__ = ["Supervisor", "launch_job"]
 
@@ -58,6 +59,7 @@ class Supervisor:
         env.check(self._variables)
         self._num_ranks = resolve_nproc(config.nproc, self._variables)
         self._job = new_job_id()
+        self._token = token_for_ranks(env.LOCKSTEP_TOKEN.get(self._variables))
         self._logs = LogFolder(config.log_dir) if config.log_dir is not None else None
 
     def run(self) -> int:
@@ -98,6 +100,7 @@ class Supervisor:
                 master_port=config.master_port if config.master_port is not None else find_free_port(),
                 restart_count=restart_count,
                 max_restarts=config.max_restarts,
+                token=self._token,
                 shows_errors=self._logs is None,  # a log is read by itself, and has the rank's own
             )
             crew.start(environment)

@@ -4,7 +4,7 @@ The store, the connections of the group and the engines underneath (Gloo, NCCL) 
 here and on no other. `GLOO_SOCKET_IFNAME`, or else `NCCL_SOCKET_IFNAME`, decides for who has set it. Otherwise an
 interface comes first by which this host reaches the address where the ranks meet, then the one of the default route,
 then the others; a loopback interface only where there is nothing else. Which of them the other hosts can really reach
-is found out by connecting to it: each host opens a `Door` on every candidate, and behind it is a nonce, so that some
+is found out by connecting to it: each host opens a `Door` on every candidate, which answers a challenge, so that some
 other machine with the same private address (a Docker bridge has 172.17.0.1 everywhere) is not taken for it.
 
 No torch. Local, all of it.
@@ -13,7 +13,6 @@ No torch. Local, all of it.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import ipaddress
 import secrets
 import select
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from lockstep import env
 from lockstep.errors import RendezvousError
+from lockstep.secret import MAC_BYTES, Secret, secret_of_ranks
 
 __all__ = [
     "Door",
@@ -51,6 +51,7 @@ _NONCE_BYTES = 16
 _TRY_S = 3.0
 _BETTER_ONE_MAY_FOLLOW_S = 0.2
 _POLL_MS = 100
+_MOST_VISITORS = 4096
 _BACKLOG = 1024
 
 
@@ -162,7 +163,10 @@ def name_for_engines(address: str) -> str | None:
 
 
 class Door:
-    """Listens on candidate addresses and says a nonce to whoever connects, until closed.
+    """Listens on candidate addresses, and answers whoever gives it a challenge, until closed.
+
+    The answer is an HMAC of the challenge, with a key derived from the job's secret and the nonce. All visitors are
+    heard at the same time, each for a moment.
 
     Args:
         addresses: of this host.
@@ -173,36 +177,75 @@ class Door:
     """
 
     def __init__(self, addresses: Sequence[Interface]) -> None:
-        secret = secrets.token_bytes(_NONCE_BYTES)
-        self.nonce = secret.hex()
+        self.nonce = secrets.token_hex(_NONCE_BYTES)
         self.places: list[tuple[str, str, int]] = []
+        self._key = _key_of_door(self.nonce)
         self._listeners: dict[int, socket.socket] = {}
+        self._visitors: dict[int, tuple[socket.socket, bytes, float]] = {}  # what each has said, and how long it may
         self._poll = select.poll()
         for one in addresses:
             with contextlib.suppress(OSError):  # gone since it was listed
                 listener = listen_on(one.address)
+                listener.setblocking(False)
                 self._listeners[listener.fileno()] = listener
                 self._poll.register(listener, select.POLLIN)
                 self.places.append((one.name, one.address, int(listener.getsockname()[1])))
         self._is_open = True
-        self._thread = threading.Thread(target=self._answer, args=(secret,), name="lockstep-door", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="lockstep-door", daemon=True)
         self._thread.start()
 
-    def _answer(self, secret: bytes) -> None:
+    def _answer(self) -> None:
         while self._is_open:
             for descriptor, _ in self._poll.poll(_POLL_MS):
-                with contextlib.suppress(OSError):
-                    visitor, _ = self._listeners[descriptor].accept()
-                    with visitor:
-                        visitor.settimeout(_TRY_S)
-                        visitor.sendall(secret)
+                if descriptor in self._listeners:
+                    self._let_in(self._listeners[descriptor])
+                elif descriptor in self._visitors:
+                    self._hear(descriptor)
+            now_s = time.monotonic()
+            for descriptor, (_, _, until_s) in list(self._visitors.items()):
+                if now_s > until_s or len(self._visitors) > _MOST_VISITORS:
+                    self._dismiss(descriptor)
+
+    def _let_in(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            visitor, _ = listener.accept()
+            visitor.setblocking(False)
+            self._visitors[visitor.fileno()] = (visitor, b"", time.monotonic() + _TRY_S)
+            self._poll.register(visitor, select.POLLIN)
+
+    def _hear(self, descriptor: int) -> None:
+        visitor, said, until_s = self._visitors[descriptor]
+        try:
+            piece = visitor.recv(_NONCE_BYTES - len(said))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            piece = b""
+        said += piece
+        if piece and len(said) < _NONCE_BYTES:
+            self._visitors[descriptor] = (visitor, said, until_s)
+            return
+        if piece:
+            with contextlib.suppress(OSError):
+                visitor.send(self._key.mac(said))
+        self._dismiss(descriptor)
+
+    def _dismiss(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        self._visitors.pop(descriptor)[0].close()
 
     def close(self) -> None:
         """Stop listening."""
         self._is_open = False
         self._thread.join(_TRY_S)
+        for visitor, _, _ in self._visitors.values():
+            visitor.close()
         for listener in self._listeners.values():
             listener.close()
+
+
+def _key_of_door(nonce: str) -> Secret:
+    return secret_of_ranks().derive("door", nonce)
 
 
 def listen_on(address: str) -> socket.socket:
@@ -218,17 +261,20 @@ def listen_on(address: str) -> socket.socket:
     return listener
 
 
-def _answers(address: str, port: int, nonce: bytes) -> bool:
+def _answers(address: str, port: int, nonce: str) -> bool:
     """Whether that door is what listens at the address."""
+    challenge = secrets.token_bytes(_NONCE_BYTES)
     try:
         with socket.create_connection((address, port), timeout=_TRY_S) as visitor:
-            said = b""
-            while len(said) < len(nonce):
-                piece = visitor.recv(len(nonce) - len(said))
+            visitor.sendall(challenge)
+            said, until_s = b"", time.monotonic() + _TRY_S
+            while len(said) < MAC_BYTES:
+                visitor.settimeout(max(until_s - time.monotonic(), 0.001))
+                piece = visitor.recv(MAC_BYTES - len(said))
                 if not piece:
                     break
                 said += piece
-            return hmac.compare_digest(said, nonce)
+            return _key_of_door(nonce).has_made(said, challenge)
     except OSError:
         return False
 
@@ -249,7 +295,7 @@ def reachable(doors: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) -> dic
     try:
         for host, (nonce, places) in doors.items():
             for index, (address, port) in enumerate(places):
-                tries[pool.submit(_answers, address, port, bytes.fromhex(nonce))] = (host, index)
+                tries[pool.submit(_answers, address, port, nonce)] = (host, index)
         pending = set(tries)
         deadline = time.monotonic() + _TRY_S
         while pending and time.monotonic() < deadline:

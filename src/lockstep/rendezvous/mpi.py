@@ -25,6 +25,7 @@ from lockstep import env
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.mpi_library import is_installed, load
 from lockstep.rendezvous import folder, tcp
+from lockstep.secret import new_token
 from lockstep.topology import Topology
 from lockstep.topology.mpi import job_id
 from lockstep.torch_private.stores import HashStore, Store
@@ -99,6 +100,8 @@ def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
         return Topology(0, 1, 0, 1), HashStore()
     deadline = _Deadline(timeout)
     place = _invite(world, deadline) if rank == 0 else _join(world, deadline)
+    if place.get("token"):
+        env.LOCKSTEP_TOKEN.set(str(place["token"]))
     topology = _locate(rank, place["hosts"])
     if "name" in place:
         return topology, folder.open_store(place["name"], rank, world_size, timeout)
@@ -179,6 +182,8 @@ def _open_place(hosts: Sequence[str]) -> dict[str, Any]:
         listener = tcp.listen(address, 0)
         port = listener.getsockname()[1]
         _place.update(address=address, port=port)
+        if env.LOCKSTEP_TOKEN.get() is None:
+            _place["token"] = new_token()  # by MPI's own messages, which no store sees
         _listeners[port] = listener
     return _place
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lockstep.errors import RendezvousError
+from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
 __all__ = ["listen", "open_brief_store", "open_store"]
@@ -19,6 +20,7 @@ __all__ = ["listen", "open_brief_store", "open_store"]
 _BACKLOG = 4096
 _ANY_ADDRESS = "::"
 _ANY_ADDRESS_V4 = "0.0.0.0"
+_LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 _stores: dict[tuple[str, int], Store] = {}
 _openings: Counter[tuple[str, int]] = Counter()
@@ -36,7 +38,7 @@ def open_store(
 
     Rank 0 listens on that address alone. Only where it is a name that means this host itself (127.0.1.1, as some
     systems call themselves), or an address that this host does not have (one that is translated on the way), it
-    listens on all, because the others come to another one.
+    listens on all, because the others come to another one, and says so.
 
     Args:
         address: name or address of rank 0's host, as all ranks know it.
@@ -99,6 +101,11 @@ def listen(address: str, port: int) -> socket.socket:
     for candidate in _own_addresses(address):
         with contextlib.suppress(_NotHere):
             return _listen_on(candidate, port)
+    warn_once(
+        get_logger(__name__),
+        f"{address} is no address of {socket.gethostname()} that other hosts could know, so rank 0 listens on all of "
+        "its addresses; give an address of this host (MASTER_ADDR, --master-addr) to have it listen there only",
+    )
     try:
         return _listen_on(_ANY_ADDRESS, port)
     except _NotHere:  # a host without IPv6
@@ -120,7 +127,8 @@ def _own_addresses(address: str) -> list[str]:
     except OSError:
         return []
     if any(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in found):
-        return []
+        # "localhost" is meant so; the name of a host that leads to itself (127.0.1.1) is another address for others.
+        return found if address.lower() in _LOCALHOST else []
     return found[:1]
 
 

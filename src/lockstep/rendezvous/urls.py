@@ -68,6 +68,9 @@ class _EnvHandler:
         topology = read_mpi(variables)
         is_said = bool(_query(url)) or env.RANK.get(variables) is not None or env.WORLD_SIZE.get(variables) is not None
         if topology is None or is_said:
+            met = None if _query(url) else _listen_on_one_address(variables, timeout)
+            if met is not None:
+                return iter([met])
             return self._torchs_own(url, timeout=timeout, **options)
         rank, world_size = topology.rank, topology.world_size
         if env.MASTER_ADDR.get(variables) is not None and env.MASTER_PORT.get(variables) is not None:
@@ -81,6 +84,29 @@ class _EnvHandler:
                 "install mpi4py (`pip install torch-lockstep[mpi]`), or set MASTER_ADDR and MASTER_PORT"
             )
         return iter([(store, rank, world_size)])
+
+
+def _listen_on_one_address(variables: dict[str, str], timeout: timedelta) -> tuple[Store, int, int] | None:
+    """What torch's own handler does, with a rank 0 that listens on MASTER_ADDR instead of every address of its host.
+
+    None where that is not for this process to do: torchrun's own process listens, a variable is missing, which torch's
+    handler explains, or something of this process listens there already, which torch's handler uses again.
+    """
+    rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
+    address, port = env.MASTER_ADDR.get(variables), env.MASTER_PORT.get(variables)
+    if env.TORCHELASTIC_USE_AGENT_STORE.get(variables) == "True":
+        return None
+    if rank is None or world_size is None or address is None or port is None:
+        return None
+    from lockstep.rendezvous import tcp
+
+    listener = None
+    if rank == 0:
+        try:
+            listener = tcp.listen(address, port)
+        except RendezvousError:
+            return None
+    return tcp.open_brief_store(address, port, rank, world_size, timeout, listener), rank, world_size
 
 
 def _query(url: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ Knows nothing of torch.distributed. General layout, from the bottom up:
 * `cores`: how a wait gives up the core; `doorbell`: waking a rank that sleeps until a peer has done something.
 * `board`: the control segment, one control block for each rank.
 * `sync`: counters in that segment, by which ranks wait for each other.
+* `terms`: what the ranks of a group must have alike.
 * `meeting`: how the ranks of one host find each other, through a store.
 * `team`: the ranks of one group, met, with the memory they move data through.
 * `kernels`: adds up the parts of all ranks, always in the same tree.

@@ -37,11 +37,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lockstep.errors import SegmentDamaged
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import PeerState, fence
 
-__all__ = ["Board", "Failure", "Record"]
+__all__ = ["Board", "Failure", "Record", "damage_text"]
 
 BLOCKS_START = 4096
 RING = 64
@@ -60,6 +61,15 @@ _BLOCKED = (1536, 512)
 _FAILURE = (2048, 2048)
 _CALLS_START = 4096
 _SITES_START = 4096 + RING * TEXT_BYTES
+
+
+def damage_text(what: str) -> str:
+    """The message of a SegmentDamaged."""
+    return (
+        f"the control segment of this group is damaged: {what}, and no rank writes that. Something else wrote into the "
+        "memory that the ranks share: a wild pointer in a process of this job, a faulty memory module, or another "
+        "program of this user. The script made no mistake in this call; start the job again"
+    )
 
 
 @dataclass(frozen=True)
@@ -129,9 +139,9 @@ class Board:
         self._bytes[start + 2 : start + 2 + len(data)] = data
         self._bytes[start : start + 2] = len(data).to_bytes(2, "little")
 
-    def _read_text(self, rank: int, offset: int) -> str:
+    def _read_text(self, rank: int, offset: int, capacity: int) -> str:
         start = self._starts[rank] + offset
-        length = int.from_bytes(self._bytes[start : start + 2], "little")
+        length = min(int.from_bytes(self._bytes[start : start + 2], "little"), capacity - 2)
         return bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="ignore")
 
     def introduce(self, identity: PeerIdentity) -> None:
@@ -148,11 +158,18 @@ class Board:
         """Who that rank is. Only for a rank that is not ABSENT."""
         state = self.state_words[rank]
         namespace = self.words[self._starts[rank] // 8 + _NAMESPACE_WORD]
-        return PeerIdentity(self.words[state + 1], self.words[state + 2], self._read_text(rank, _HOST[0]), namespace)
+        return PeerIdentity(self.words[state + 1], self.words[state + 2], self._read_text(rank, *_HOST), namespace)
 
     def state(self, rank: int) -> PeerState:
-        """Where that rank stands."""
-        return PeerState(self.words[self.state_words[rank]])
+        """Where that rank stands.
+
+        Raises:
+            SegmentDamaged: no rank writes what is there.
+        """
+        word = self.words[self.state_words[rank]]
+        if not PeerState.ABSENT <= word <= PeerState.FAILED:
+            raise SegmentDamaged(damage_text(f"rank {rank} of it would be in state {word}"), (rank,))
+        return PeerState(word)
 
     def leave(self) -> None:
         """Mark this rank as gone in good order; a failure stays a failure."""
@@ -174,8 +191,27 @@ class Board:
 
     def failure(self, rank: int) -> Failure:
         """Why that rank failed."""
-        kind, culprits, message = self._read_text(rank, _FAILURE[0]).split("|", 2)
-        return Failure(kind, tuple(int(culprit) for culprit in culprits.split(",") if culprit), message)
+        text = self._read_text(rank, *_FAILURE)
+        kind, _, rest = text.partition("|")
+        culprits, separator, message = rest.partition("|")
+        numbers = tuple(int(culprit) for culprit in culprits.split(",") if culprit.isascii() and culprit.isdigit())
+        if not separator:  # nothing that `fail` writes
+            return Failure("", (), f"failed, and the reason cannot be read: {text[:60]!r}")
+        return Failure(kind, numbers, message)
+
+    def find_damage(self, rank: int, number: int) -> str | None:
+        """What that rank cannot have written, of what it says of collective `number`, which it has entered.
+
+        Every rank has a record of it before its step, and the fingerprint in it is that of the text beside it.
+        """
+        word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
+        _, written_number, call, site = self.words[word : word + 4]
+        if written_number != number:
+            return f"its record of collective #{number} says #{written_number}"
+        if not (0 <= call < RING and 0 <= site < RING):
+            return f"its record of collective #{number} names the texts {call} and {site} of {RING}"
+        state = self.words[self.state_words[rank]]
+        return None if PeerState.READY <= state <= PeerState.FAILED else f"it is in state {state}"
 
     def announce(self, text: str) -> None:
         """Publish a short text; peers read it after the next step."""
@@ -183,7 +219,7 @@ class Board:
 
     def announcement(self, rank: int) -> str:
         """What that rank announced last."""
-        return self._read_text(rank, _ANNOUNCEMENT[0])
+        return self._read_text(rank, *_ANNOUNCEMENT)
 
     def say_blocked(self, text: str) -> None:
         """Say what this rank waits in, and for whom; a new wait, also where the text is the same as before."""
@@ -207,7 +243,7 @@ class Board:
         start = self._starts[rank] // 8
         number, beat_ns = self.words[start + _BLOCKED_WORD], self.words[start + _BEAT_WORD]
         fence()
-        text = self._read_text(rank, _BLOCKED[0])
+        text = self._read_text(rank, *_BLOCKED)
         fence()
         if number == 0 or number != self.words[start + _BLOCKED_WORD]:
             return None
@@ -239,8 +275,8 @@ class Board:
         return Record(
             self.words[self.stamp_words[rank][number & 1]],
             written_number,
-            self._read_text(rank, _CALLS_START + call * TEXT_BYTES),
-            self._read_text(rank, _SITES_START + site * TEXT_BYTES),
+            self._read_text(rank, _CALLS_START + call % RING * TEXT_BYTES, TEXT_BYTES),
+            self._read_text(rank, _SITES_START + site % RING * TEXT_BYTES, TEXT_BYTES),
         )
 
     def latest_record(self, rank: int) -> Record | None:

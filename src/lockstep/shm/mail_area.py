@@ -41,21 +41,22 @@ class MailArea:
 
     def __init__(self, segment: Segment, start: int, world_size: int) -> None:
         self.segment = segment
-        self.capacity = self._capacity(world_size)
+        self.capacity = self.capacity_of(world_size)
         self._memory = segment.memory
         self._start = start
         self.num_places = world_size
         self.words = segment.memory.cast("q")
 
     @staticmethod
-    def _capacity(world_size: int) -> int:
+    def capacity_of(world_size: int) -> int:
+        """Bytes of each ring among so many ranks."""
         share = max(_RING_BYTES_PER_RANK // world_size, 1)
         return max(_SMALLEST_RING_BYTES, min(_LARGEST_RING_BYTES, 1 << share.bit_length() - 1))
 
     @classmethod
     def size_bytes(cls, world_size: int) -> int:
         """Bytes of the area."""
-        return world_size * (_TEXT_BYTES + _BELL_BYTES) + world_size**2 * ring_bytes(cls._capacity(world_size))
+        return world_size * (_TEXT_BYTES + _BELL_BYTES) + world_size**2 * ring_bytes(cls.capacity_of(world_size))
 
     def ring_start(self, sender: int, receiver: int) -> int:
         """Offset in the segment of the ring from one rank to another."""

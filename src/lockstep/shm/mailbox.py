@@ -30,8 +30,9 @@ from enum import IntEnum
 import torch
 
 from lockstep import env
-from lockstep.errors import SharedMemoryError
+from lockstep.errors import SegmentDamaged, SharedMemoryError
 from lockstep.shm.base_mailbox import BaseMailbox
+from lockstep.shm.board import damage_text
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Matcher, Receive, Send
@@ -269,40 +270,56 @@ class Mailbox(BaseMailbox):
     # ---- reading -------------------------------------------------------------------------------------
 
     def _read(self, peer: _Peer) -> None:
-        """Handle what has come from a peer."""
-        reader = peer.reader
+        """Handle what has come from a peer.
+
+        Raises:
+            SegmentDamaged: no rank writes such records.
+        """
         for _ in range(_RECORDS_PER_READ):
-            fields = reader.read()
+            fields = peer.reader.read()
             if fields is None:
                 return
-            kind, number, tag, num_bytes, label, chunk, chunk_bytes = fields
-            if kind == _Kind.EAGER:
-                data = reader.payload(num_bytes)
-                self._match(Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, data))
-            elif kind == _Kind.ANNOUNCE:
-                arrival = Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, announced=True)
-                if chunk != _NO_CHUNK:
-                    assert peer.pool is not None, "the handle of a pool comes before its first chunk"
-                    arrival.chunk, arrival.data = chunk, peer.pool.view(chunk, chunk_bytes)
-                self._match(arrival)
-            elif kind == _Kind.CHUNK:
-                self._read_piece(peer, number, num_bytes, chunk)
-            elif kind == _Kind.GRANT:
-                self._go_on(peer.announced.pop(number))
-            elif kind == _Kind.REFUSE:
-                self._finish(peer.announced.pop(number), peer.labels[label])
-            elif kind == _Kind.LABEL:
-                peer.labels[label] = Label.decode(bytes(reader.payload(num_bytes).numpy()))
-            else:
-                assert kind == _Kind.POOL, fields
-                peer.pool = PoolView(bytes(reader.payload(num_bytes).numpy()).decode())
-            reader.advance()
+            try:
+                self._take(peer, fields)
+            except (KeyError, ValueError, IndexError) as error:
+                what = f"rank {peer.rank} of it would have sent {fields}"
+                raise SegmentDamaged(damage_text(f"{what} ({type(error).__name__})"), (peer.rank,)) from None
+            peer.reader.advance()
             self.num_records += 1
             self._touched.setdefault(peer.rank, False)
+
+    def _take(self, peer: _Peer, fields: Fields) -> None:
+        """Handle one record."""
+        reader = peer.reader
+        kind, number, tag, num_bytes, label, chunk, chunk_bytes = fields
+        if kind == _Kind.EAGER:
+            data = reader.payload(num_bytes)
+            self._match(Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, data))
+        elif kind == _Kind.ANNOUNCE:
+            arrival = Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, announced=True)
+            if chunk != _NO_CHUNK:
+                if peer.pool is None or chunk_bytes > num_bytes:
+                    raise ValueError(chunk)  # The handle of a pool comes before its first chunk.
+                arrival.chunk, arrival.data = chunk, peer.pool.view(chunk, chunk_bytes)
+            self._match(arrival)
+        elif kind == _Kind.CHUNK:
+            self._read_piece(peer, number, num_bytes, chunk)
+        elif kind == _Kind.GRANT:
+            self._go_on(peer.announced.pop(number))
+        elif kind == _Kind.REFUSE:
+            self._finish(peer.announced.pop(number), peer.labels[label])
+        elif kind == _Kind.LABEL:
+            peer.labels[label] = Label.decode(bytes(reader.payload(num_bytes).numpy()))
+        elif kind == _Kind.POOL:
+            peer.pool = PoolView(bytes(reader.payload(num_bytes).numpy()).decode())
+        else:
+            raise ValueError(kind)
 
     def _read_piece(self, peer: _Peer, number: int, num_bytes: int, chunk: int) -> None:
         """The next piece of a granted message."""
         receive = peer.granted[number]
+        if num_bytes > receive.flat.numel() - receive.num_received:
+            raise ValueError(num_bytes)
         pool = peer.pool if chunk != _NO_CHUNK else None
         data = peer.reader.payload(num_bytes) if pool is None else pool.view(chunk, num_bytes)
         start, stop = receive.num_received, receive.num_received + num_bytes

@@ -33,6 +33,7 @@ from lockstep.shm.liveness import (
 )
 from lockstep.shm.segment import Segment, boot_id
 from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
+from lockstep.shm.terms import Terms, disagreement
 
 __all__ = ["Meeting", "SeveralHosts", "Store"]
 
@@ -78,6 +79,10 @@ class Meeting:
         global_ranks: the global rank of each.
         timeout_s: seconds to wait for the last of them.
         look_out: called while waiting; raises if a rank that is awaited cannot come.
+        terms: what all of them must have alike.
+
+    Attributes:
+        terms: as given; whoever makes a team of the ranks adds its own before `open_segment`.
     """
 
     def __init__(
@@ -87,8 +92,10 @@ class Meeting:
         global_ranks: Sequence[int],
         timeout_s: float,
         look_out: Callable[[], None] = _nothing_lost,
+        terms: Terms | None = None,
     ) -> None:
         self._store = store
+        self.terms: dict[str, str | int] = dict(terms or {})
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.timeout_s = timeout_s
@@ -129,12 +136,12 @@ class Meeting:
         Raises:
             RendezvousError: a rank did not come in time, or two came as the same; names it.
             RankLost: a rank came and died.
-            SetupError: ranks were given different world sizes.
+            SetupError: ranks were given different world sizes, or go by different terms; on every rank.
             SharedMemoryError: the memory cannot be had; on every rank.
             SeveralHosts: not all of them are on one host; on every rank.
         """
         if self.rank != 0:
-            return self._introduce(*self._find())
+            return self._introduce(*self._find(size_bytes))
         try:
             return self._introduce(*self._publish(size_bytes))
         except LockstepError as error:
@@ -162,7 +169,7 @@ class Meeting:
                     "each process a rank of its own"
                 )
             board.introduce(own_identity())
-            self._await_all(board, _failure_key(published))
+            self._await_all(board, published)
         finally:
             segment.release()
         return segment
@@ -182,6 +189,7 @@ class Meeting:
             {
                 "handle": segment.handle,
                 "world_size": self.world_size,
+                "terms": self.terms,
                 "maker": asdict(own_identity()),
                 "published_at_s": seconds_since_boot(),
             }
@@ -189,39 +197,72 @@ class Meeting:
         self._store.set(_SEGMENT, published)
         return segment, published
 
-    def _find(self) -> tuple[Segment, str]:
+    def _find(self, size_bytes: int) -> tuple[Segment, str]:
         while True:
             published = self._await_published()
-            found = json.loads(published)
+            found = self._read(published)
             if "error" in found:
                 if found["boot_id"] == boot_id() and found["published_at_s"] < started_at_s():
                     self._nap([0])
                     continue
-                kind = SharedMemoryError if found["error"] == SharedMemoryError.__name__ else RendezvousError
-                raise kind(f"{self.name(0)} gave up: {found['message']}")
-            if json.loads(found["handle"])["boot_id"] != boot_id():
+                raise _error_of(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
+            if found["boot_id"] != boot_id():
                 self._tell_several_hosts()
+            different = self._different(found)
+            if different is not None and is_running(found["maker"]):
+                self._store.set(_failure_key(published), json.dumps([type(different).__name__, str(different)]))
+                raise different
             try:
-                segment = Segment.attach(found["handle"])
+                segment = Segment.attach(found["handle"], size_bytes=None if different else size_bytes)
             except SharedMemoryError as error:
-                if self._store.has(_SEVERAL_HOSTS):
-                    raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
-                if found["maker"]["pid_namespace"] != pid_namespace() and error.errno != errno.ENOMEM:
-                    # Two containers of one machine that share neither processes nor a folder are two hosts.
-                    self._tell_several_hosts()
-                if error.errno not in _STALE or not self._may_be_replaced(found):
-                    text = f"{self.name(self.rank)}: {error}"
-                    self._store.set(_failure_key(published), text)
-                    raise SharedMemoryError(error.errno, text) from None
+                self._explain_unmapped(error, found, published)
                 time.sleep(_LONGEST_NAP_S)
                 continue
-            if found["world_size"] != self.world_size:
+            if different is not None:
                 segment.release()
-                raise SetupError(
-                    f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} "
-                    f"{found['world_size']}: give all ranks the same"
-                )
+                raise different
             return segment, published
+
+    def _read(self, published: str) -> dict[str, Any]:
+        """What stands in the store for the segment, as rank 0 writes it.
+
+        Raises:
+            RendezvousError: rank 0 did not write that.
+        """
+        try:
+            found = json.loads(published)
+            if "error" not in found:
+                found["boot_id"] = json.loads(found["handle"])["boot_id"]
+                found["maker"] = PeerIdentity(**found["maker"])
+                _ = found["world_size"], found["maker"].pid + found["maker"].start_time
+            found["published_at_s"] = float(found["published_at_s"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise RendezvousError(
+                f"{self.name(self.rank)} found something else in the store than {self.name(0)} writes there: "
+                f"{published[:60]!r}. Does another program use the same store?"
+            ) from None
+        return dict(found)
+
+    def _different(self, found: dict[str, Any]) -> SetupError | None:
+        """What rank 0 was told otherwise than this rank."""
+        if found["world_size"] != self.world_size:
+            return SetupError(
+                f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} {found['world_size']}: "
+                "give all ranks the same"
+            )
+        return disagreement(self.name(self.rank), self.terms, self.name(0), found.get("terms"))
+
+    def _explain_unmapped(self, error: SharedMemoryError, found: dict[str, Any], published: str) -> None:
+        """Raise why the segment cannot be mapped here, unless it may be replaced soon."""
+        if self._store.has(_SEVERAL_HOSTS):
+            raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
+        if found["maker"].pid_namespace != pid_namespace() and error.errno not in (errno.ENOMEM, errno.EINVAL):
+            # Two containers of one machine that share neither processes nor a folder are two hosts.
+            self._tell_several_hosts()
+        if error.errno not in _STALE or not self._may_be_replaced(found):
+            text = f"{self.name(self.rank)}: {error}"
+            self._store.set(_failure_key(published), json.dumps([SharedMemoryError.__name__, text]))
+            raise SharedMemoryError(error.errno, text) from None
 
     def _tell_several_hosts(self) -> NoReturn:
         self._store.set(_SEVERAL_HOSTS, self.name(self.rank))
@@ -232,7 +273,7 @@ class Meeting:
         waited_s = self._waited_s()
         if found["published_at_s"] < started_at_s():
             return waited_s < min(self.timeout_s, _EARLIER_LIFE_PATIENCE_S)
-        if not is_running(PeerIdentity(**found["maker"])):
+        if not is_running(found["maker"]):
             raise self._lost([0], "died")
         return waited_s < min(self.timeout_s, _SAME_LIFE_PATIENCE_S)
 
@@ -247,8 +288,9 @@ class Meeting:
                 ) from None
             self._nap([0])
 
-    def _await_all(self, board: Board, failure_key: str) -> None:
+    def _await_all(self, board: Board, published: str) -> None:
         """Wait until every rank has introduced itself."""
+        failure_key = _failure_key(published)
         ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
         watch = Watch({})
         known: set[int] = {board.rank}
@@ -265,8 +307,10 @@ class Meeting:
                     raise self._lost(dead, "died")
                 if self._waited_s() > ask_store_at_s:
                     ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
+                    if self.rank == 0 and not self._store.has(_SEGMENT):
+                        self._store.set(_SEGMENT, published)  # Somebody has written over it.
                     if self._store.has(failure_key):
-                        raise SharedMemoryError(self._store.get(failure_key))
+                        raise _read_failure(self._store.get(failure_key))
                     if self._store.has(_SEVERAL_HOSTS):
                         raise SeveralHosts
                 self._nap([rank for rank in range(board.world_size) if rank not in known])
@@ -287,6 +331,20 @@ class Meeting:
                 f"with the same world size of {self.world_size}?"
             )
         time.sleep(min(_LONGEST_NAP_S, waited_s / 10))
+
+
+def _error_of(kind: str, message: str) -> SetupError:
+    kinds = {one.__name__: one for one in (SharedMemoryError, RendezvousError, SetupError)}
+    return kinds.get(kind, RendezvousError)(message)
+
+
+def _read_failure(text: str) -> SetupError:
+    """What a rank could not do with the segment, as it says in the store."""
+    try:
+        kind, message = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        kind, message = "", f"a rank could not use the segment: {text[:200]!r}"
+    return _error_of(str(kind), str(message))
 
 
 def _failure_key(published: str) -> str:

@@ -62,7 +62,11 @@ class Label:
 
     @classmethod
     def decode(cls, data: bytes) -> Label:
-        """From bytes, the end of which may be missing."""
+        """From bytes, the end of which may be missing.
+
+        Raises:
+            ValueError: no label is encoded so.
+        """
         dtype, shape, site = data.decode(errors="replace").split("|", 2)
         return cls(dtype, tuple(int(size) for size in shape.split(",") if size), site)
 

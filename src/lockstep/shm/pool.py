@@ -20,6 +20,7 @@ __all__ = ["CHUNK_BYTES", "Pool", "PoolView"]
 
 CHUNK_BYTES = 512 << 10
 _NUM_CHUNKS = 8
+_SIZE_BYTES = PAGE_BYTES + _NUM_CHUNKS * CHUNK_BYTES
 _LINE_WORDS = 8
 _HANDED_BACK = 1
 
@@ -32,7 +33,13 @@ class _Chunks:
         self._data = segment.tensor(PAGE_BYTES, _NUM_CHUNKS * CHUNK_BYTES)
 
     def view(self, chunk: int, num_bytes: int) -> torch.Tensor:
-        """The first bytes of a chunk: uint8, shape (num_bytes,)."""
+        """The first bytes of a chunk: uint8, shape (num_bytes,).
+
+        Raises:
+            ValueError: a pool has no such chunk.
+        """
+        if not (0 <= chunk < _NUM_CHUNKS and 0 <= num_bytes <= CHUNK_BYTES):
+            raise ValueError(f"chunk {chunk} with {num_bytes} bytes")
         start = chunk * CHUNK_BYTES
         return self._data[start : start + num_bytes]
 
@@ -48,7 +55,7 @@ class Pool(_Chunks):
     """
 
     def __init__(self) -> None:
-        self._segment = Segment.create(PAGE_BYTES + _NUM_CHUNKS * CHUNK_BYTES)
+        self._segment = Segment.create(_SIZE_BYTES)
         super().__init__(self._segment)
         self.handle = self._segment.handle
         self._free = list(range(_NUM_CHUNKS))
@@ -97,7 +104,7 @@ class PoolView(_Chunks):
     """
 
     def __init__(self, handle: str) -> None:
-        segment = Segment.attach(handle)
+        segment = Segment.attach(handle, size_bytes=_SIZE_BYTES)
         super().__init__(segment)
         segment.release()
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.errors import SegmentDamaged
+from lockstep.shm.board import damage_text
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import fence
 
@@ -44,7 +46,12 @@ def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
     Args:
         source: contiguous, uint8, shape (n,).
         target: the same, elsewhere.
+
+    Raises:
+        ValueError: the target is smaller.
     """
+    if target.numel() < source.numel():
+        raise ValueError(f"{source.numel()} bytes do not fit into {target.numel()}")
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
@@ -141,20 +148,32 @@ class RingReader:
         self._offset = 0
 
     def read(self) -> Fields | None:
-        """The fields of the next record, or None if there is none yet. Local. Then comes `advance`."""
+        """The fields of the next record, or None if there is none yet. Local. Then comes `advance`.
+
+        Raises:
+            SegmentDamaged: no writer makes such a record.
+        """
         memory = self._memory
         while memory.words[memory.written] != self._read:
             fence()
             self._offset = self._read % self._capacity
             header = _HEADER.unpack_from(memory.data, self._offset)
             self._size = header[0]
+            if not 0 < self._size <= self._capacity - self._offset or self._size % _RECORD_UNIT:
+                raise SegmentDamaged(damage_text(f"a record of a ring would have {self._size} bytes"))
             if header[1] != _GAP:
                 return header[1:]
             self.advance()
         return None
 
     def payload(self, num_bytes: int) -> torch.Tensor:
-        """The first bytes of the record's payload: uint8, shape (num_bytes,). Valid until `advance`."""
+        """The first bytes of the record's payload: uint8, shape (num_bytes,). Valid until `advance`.
+
+        Raises:
+            SegmentDamaged: the record has not so many.
+        """
+        if not 0 <= num_bytes <= self._size - _RECORD_UNIT:
+            raise SegmentDamaged(damage_text(f"a record of {self._size} bytes would carry {num_bytes}"))
         start = self._offset + _RECORD_UNIT
         return self._memory.tensor[start : start + num_bytes]
 

@@ -12,7 +12,8 @@ in that folder removes the files that nobody holds.
 
 [Note: forged handles] A handle comes out of a store that others may be able to write, and what it names is mapped and
 written. So it may name only what a rank of this user made for this: a file of our name in this rank's own
-LOCKSTEP_SHM_DIR, whatever folder the handle speaks of, or a memfd of our name; nothing else of the user's files.
+LOCKSTEP_SHM_DIR, whatever folder the handle speaks of, or a memfd of our name; nothing else of the user's files. Its
+size is what this rank works out for itself, not what the handle says.
 
 Pages are reserved when the segment is made (`posix_fallocate`): a full file system is an
 error here, never a SIGBUS later.
@@ -49,6 +50,7 @@ _FILE_PREFIX = "lockstep-segment-"
 _FILE_NAME = re.compile(_FILE_PREFIX + "[0-9a-f]{16}")
 _MEMFD_NAME = "lockstep"
 _MEMFD_LINK = re.compile(rf"/?memfd:{_MEMFD_NAME}( \(deleted\))?")
+_LARGEST_BYTES = 1 << 46
 _LONGEST_DIRECTORY = 200  # the path travels in a small field of the control segment
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -137,10 +139,35 @@ def _out_of_descriptors(error: OSError) -> str:
     return ""
 
 
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "boot_id": str,
+    "pid": int,
+    "fd": int,
+    "path": (str, type(None)),
+    "size_bytes": int,
+    "nonce": str,
+}
+_LONGEST_HANDLE = 1024
+
+
+def _read_handle(handle: str) -> dict[str, Any]:
+    """What a handle says, each value of the type that it has in one of ours. See [Note: forged handles]."""
+    try:
+        found = json.loads(handle) if len(handle) <= _LONGEST_HANDLE else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(
+        name in found and isinstance(found[name], kind) and not isinstance(found[name], bool)
+        for name, kind in _FIELDS.items()
+    ):
+        raise SharedMemoryError(errno.EINVAL, f"{handle[:60]!r} is no handle of a segment; is the store ours?")
+    return found
+
+
 def _place_of(description: dict[str, Any], directory: str | None) -> str:
     """Where to open what a handle describes. See [Note: forged handles]."""
     if description["path"] is None:
-        return f"/proc/{int(description['pid'])}/fd/{int(description['fd'])}"
+        return f"/proc/{description['pid']}/fd/{description['fd']}"
     name = os.path.basename(str(description["path"]))
     if not _FILE_NAME.fullmatch(name):
         raise SharedMemoryError(errno.EINVAL, f"{description['path']} is not the name of a segment; is the store ours?")
@@ -272,18 +299,23 @@ class Segment:
         self._memory = _own(address, size_bytes)
 
     @classmethod
+    def whole(cls, size_bytes: int) -> int:
+        """The size of a segment that was made with that many bytes: whole pages, whole huge pages from 2 MiB on."""
+        unit = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+        return -(-size_bytes // unit) * unit
+
+    @classmethod
     def create(cls, size_bytes: int, directory: str | None = None) -> Segment:
         """Make a new segment. Local.
 
         Args:
-            size_bytes: rounded up to whole pages (to whole huge pages from 2 MiB on).
+            size_bytes: rounded up, see `whole`.
             directory: where the file goes; default `LOCKSTEP_SHM_DIR`, else no file at all.
 
         Raises:
             SharedMemoryError: not enough space; says how much was asked for and where.
         """
-        unit = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
-        size_bytes = -(-size_bytes // unit) * unit
+        size_bytes = cls.whole(size_bytes)
         directory = directory or segment_folder()
         path: str | None = None
         if directory is None:
@@ -314,26 +346,36 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, handle: str, directory: str | None = None) -> Segment:
+    def attach(cls, handle: str, directory: str | None = None, *, size_bytes: int | None = None) -> Segment:
         """Map a segment that a peer on this host made. Local.
 
         Args:
             handle: what the peer's segment has as `handle`.
             directory: where its file is, if it has one; default `LOCKSTEP_SHM_DIR`. Not taken from the handle.
+            size_bytes: what the peer gave `create`, as this process works it out; None where nothing is used of it.
 
         Raises:
-            SharedMemoryError: the peer is on another host, or its segment cannot be opened from here, or it is none.
+            SharedMemoryError: the peer is on another host, or its segment cannot be opened from here, or it is none,
+                or of another size.
         """
-        description = json.loads(handle)
+        description = _read_handle(handle)
         if description["boot_id"] != boot_id():
             raise SharedMemoryError(
                 errno.EXDEV,
                 "the shared memory is that of another host. A lockstep group holds the ranks of one host; use gloo or "
                 "nccl across hosts",
             )
-        size_bytes = int(description["size_bytes"])
+        announced_bytes = description["size_bytes"]
+        if size_bytes is not None and announced_bytes != cls.whole(size_bytes):
+            raise SharedMemoryError(
+                errno.EINVAL,
+                f"the segment that process {description['pid']} announced has {announced_bytes} bytes; here it would "
+                f"have {cls.whole(size_bytes)}. Do all ranks run the same Lockstep?",
+            )
+        if not 0 < announced_bytes <= _LARGEST_BYTES:
+            raise SharedMemoryError(errno.EINVAL, f"no segment has {announced_bytes} bytes; is the store ours?")
         fd, path = _open_peers(description, directory or segment_folder())
-        segment = cls(fd, size_bytes, handle, None)
+        segment = cls(fd, announced_bytes, handle, None)
         if bytes(segment.memory[:_NONCE_BYTES]).hex() != description["nonce"]:
             segment.release()
             raise SharedMemoryError(errno.ESTALE, f"{path} does not hold the nonce that was announced")

@@ -15,13 +15,15 @@ import torch
 
 from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
-from lockstep.shm.board import Board, Failure
+from lockstep.shm.board import BLOCK_BYTES, RING, Board, Failure
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.meeting import Meeting
+from lockstep.shm.pool import CHUNK_BYTES
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
 from lockstep.shm.sync import Channel, PeerTrouble, Waiter
+from lockstep.shm.terms import common_terms
 
 __all__ = ["Region", "Team"]
 
@@ -71,6 +73,19 @@ class Region:
         return PAGE_BYTES // 8 + rank * self.WORDS_PER_RANK
 
 
+def _terms(world_size: int) -> dict[str, str | int]:
+    """What ranks that share memory must have alike."""
+    return common_terms() | {
+        "small slots": SMALL_SLOT_BYTES,
+        "large slots": LARGE_SLOT_BYTES,
+        "rings": MailArea.capacity_of(world_size),
+        "blocks": BLOCK_BYTES,
+        "calls kept": RING,
+        "chunks": CHUNK_BYTES,
+        "words of a region": Region.WORDS_PER_RANK,
+    }
+
+
 class Team:
     """The ranks of one host, connected.
 
@@ -117,10 +132,11 @@ class Team:
         Raises:
             RendezvousError: a rank did not come in time, or two came as the same; names it.
             RankLost: a rank came and died.
-            SetupError: ranks were given different world sizes.
+            SetupError: ranks were given different world sizes, or go by different terms; on every rank.
             SharedMemoryError: the memory cannot be had; on every rank.
         """
         world_size = meeting.world_size
+        meeting.terms |= _terms(world_size)
         slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
         size_bytes = Board.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
         team = cls(meeting.open_segment(size_bytes), meeting.rank, world_size)
@@ -221,7 +237,7 @@ class Team:
                 raise SharedMemoryError(handle.removeprefix(_ERROR))
             if self.rank != 0:
                 try:
-                    segment = Segment.attach(handle)
+                    segment = Segment.attach(handle, size_bytes=Region.size_bytes(part_bytes, self.world_size))
                     self.board.announce("mapped")
                 except SharedMemoryError as error:
                     self.board.announce(f"{_ERROR}{error}")

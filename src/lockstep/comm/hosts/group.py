@@ -7,20 +7,25 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from lockstep import env
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import MeetingStore
 from lockstep.comm.hosts import algorithms
 from lockstep.comm.hosts.bulk import Bulk
+from lockstep.comm.hosts.entrance import Entrance
 from lockstep.comm.hosts.layout import Layout, Member
-from lockstep.comm.hosts.links import Entrance, Links
+from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.mailbox import HostsMailbox
 from lockstep.comm.hosts.places import Notes, find_members
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.wire import current_wire
-from lockstep.errors import InputError, LockstepError, RankLost, SetupError
+from lockstep.errors import InputError, LockstepError, RankLost, RendezvousError
+from lockstep.log import get_logger, warn_once
+from lockstep.secret import secret_of_ranks
 from lockstep.shm.meeting import Meeting
 from lockstep.shm.team import Team
+from lockstep.shm.terms import common_terms, disagreement
 from lockstep.torch_private.stores import PrefixStore
 
 __all__ = ["HostsEngine", "announce", "connect", "known_members"]
@@ -85,7 +90,7 @@ def connect(
     Raises:
         RendezvousError: a rank did not come, or a host cannot be reached.
         RankLost: a rank came and died.
-        SetupError: the ranks were given different wire formats.
+        SetupError: the ranks go by different terms, such as wire formats.
         SharedMemoryError: the memory of a host cannot be had.
     """
     notes = Notes(store, rank, ranks, timeout_s, look_out)
@@ -114,6 +119,7 @@ def _connect(
         [ranks[peer] for peer in here],
         timeout_s,
         look_out,
+        {"wire": current_wire().name},
     )
     if len(layout.hosts) == 1:
         team = Team.connect(meeting)
@@ -136,24 +142,29 @@ def _open_links(
     notes: Notes, rank: int, ranks: Sequence[int], address: str, look_out: Callable[[], None]
 ) -> tuple[Links, str]:
     """The connections to all others, and a word that only this group knows. Collective."""
-    wire = current_wire().name
+    terms = common_terms() | {"wire": current_wire().name}
     entrance = Entrance(address)
     try:
-        notes.write("entrance", [*entrance.place, wire])
+        notes.write("entrance", [*entrance.place, terms])
         found = notes.read("entrance", range(len(ranks)))
     except BaseException:
         entrance.close()
         raise
-    other = next((peer for peer, one in enumerate(found) if one[3] != wire), None)
-    if other is not None:
+    try:
+        places = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found)}
+        theirs = [one[3] for one in found]
+    except (TypeError, ValueError, KeyError, IndexError):
         entrance.close()
-        notes.part(range(len(ranks)))
-        raise SetupError(
-            f"rank {ranks[rank]} was given the wire format {wire}, rank {ranks[other]} {found[other][3]}; give all "
-            "ranks the same, by lockstep.init(wire=…) or LOCKSTEP_WIRE"
-        )
-    places = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found) if peer != rank}
-    return entrance.connect(rank, places, notes.remaining_s(), look_out), str(found[0][2])
+        raise RendezvousError(f"a rank says of its entrance what no rank says: {str(found)[:200]}") from None
+    for peer, other in enumerate(theirs):
+        error = disagreement(f"rank {ranks[rank]}", terms, f"rank {ranks[peer]}", other)
+        if error is not None:
+            entrance.close()
+            notes.part(range(len(ranks)))
+            raise error
+    token = places[0][2]
+    del places[rank]
+    return entrance.connect(rank, places, notes.remaining_s(), look_out), token
 
 
 def _await_ready(links: Links, ranks: Sequence[int], rank: int, timeout_s: float, look_out: Callable[[], None]) -> None:
@@ -181,3 +192,10 @@ def _await_ready(links: Links, ranks: Sequence[int], rank: int, timeout_s: float
 def announce(team: HostsTeam) -> None:
     """Say in one line which hosts there are, and how they reach each other. By one rank."""
     print(f"[lockstep] {len(team.layout.hosts)} hosts: {team.layout.describe()}", file=sys.stderr, flush=True)
+    is_said = env.LOCKSTEP_RENDEZVOUS.get() is not None  # by our launcher, to whom no token was given
+    if not secret_of_ranks().is_given and not is_said:
+        warn_once(
+            get_logger(__name__),
+            "these ranks have no token (LOCKSTEP_TOKEN), so whoever reaches the port where they meet can disturb them "
+            "or pass for one; docs/security.md says how to give them one",
+        )

@@ -2,130 +2,30 @@
 
 They carry short messages and the end of a process: when a process dies, the kernel closes its side, and the peer
 reads that at once. Where a whole host vanishes, keepalive probes find it out within half a minute.
-
-A rank listens while the group is being made, on the chosen address of its host and a free port, and no longer: once all
-are connected there is no listening port. Whoever connects has to know the nonce that the listener has published
-in the store of the group.
+They are made by `entrance.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
 import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from lockstep.errors import RendezvousError
-from lockstep.rendezvous.interfaces import listen_on
+__all__ = ["Links"]
 
-__all__ = ["Entrance", "Links"]
-
-_NONCE_BYTES = 16
-_HELLO = struct.Struct("!16sI")  # the listener's nonce, the rank that connects
 _LENGTH = struct.Struct("!I")
-_POLL_S = 0.05
-_HELLO_WITHIN_S = 5.0
 _BUFFER_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
 _LONGEST_MESSAGE_BYTES = 64 << 10
 # A peer whose host has vanished: 10 s of silence, then 3 probes 5 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _FLUSH_S = 2.0
-
-
-class Entrance:
-    """Where the other ranks of a new group connect to this one. Closed once they have.
-
-    Args:
-        address: of this host.
-
-    Attributes:
-        place: what the others must know, to be published: address, port and nonce.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._listener = listen_on(address)
-        self.place: tuple[str, int, str] = (address, int(self._listener.getsockname()[1]), self._nonce.hex())
-
-    def connect(
-        self, rank: int, places: Mapping[int, tuple[str, int, str]], timeout_s: float, look_out: Callable[[], None]
-    ) -> Links:
-        """Connect to all others: to those of lower rank, and let in those of higher. Collective.
-
-        Args:
-            rank: this rank.
-            places: of the other ranks.
-            timeout_s: until a rank that does not come is an error.
-            look_out: called while waiting; raises if a rank cannot come.
-
-        Raises:
-            RendezvousError: a rank cannot be reached, or did not come.
-        """
-        deadline = time.monotonic() + timeout_s
-        sockets: dict[int, socket.socket] = {}
-        try:
-            for peer, (address, port, nonce) in places.items():
-                if peer < rank:
-                    sockets[peer] = self._visit(rank, peer, address, port, bytes.fromhex(nonce), deadline)
-            while len(sockets) < len(places):
-                missing = [peer for peer in places if peer not in sockets]
-                if time.monotonic() >= deadline:
-                    raise RendezvousError(f"ranks {missing} did not connect to rank {rank} within {timeout_s:g} s")
-                look_out()
-                self._let_in(sockets, missing)
-        except BaseException:
-            for one in sockets.values():
-                one.close()
-            raise
-        finally:
-            self._listener.close()
-        return Links(sockets)
-
-    def _visit(self, rank: int, peer: int, address: str, port: int, nonce: bytes, deadline: float) -> socket.socket:
-        try:
-            link = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
-            link.sendall(_HELLO.pack(nonce, rank))
-        except OSError as error:
-            raise RendezvousError(
-                f"rank {rank} cannot connect to rank {peer} at {address}, port {port}: {error}. If a firewall lies "
-                "between the hosts it must let their ranks connect; GLOO_SOCKET_IFNAME chooses another interface"
-            ) from None
-        return link
-
-    def _let_in(self, sockets: dict[int, socket.socket], missing: list[int]) -> None:
-        """Let one visitor in, if there is one who knows the nonce."""
-        self._listener.settimeout(_POLL_S)
-        try:
-            visitor, _ = self._listener.accept()
-        except OSError:
-            return
-        try:
-            visitor.settimeout(_HELLO_WITHIN_S)
-            hello = b""
-            while len(hello) < _HELLO.size:
-                piece = visitor.recv(_HELLO.size - len(hello))
-                if not piece:
-                    raise OSError("gone")
-                hello += piece
-            nonce, peer = _HELLO.unpack(hello)
-            if not hmac.compare_digest(nonce, self._nonce) or peer not in missing:
-                raise OSError("a stranger")
-        except OSError:
-            visitor.close()
-            return
-        sockets[peer] = visitor
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._listener.close()
 
 
 class _Link:

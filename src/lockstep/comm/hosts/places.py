@@ -34,6 +34,7 @@ _Answer = TypeVar("_Answer")
 _LONGEST_NAP_S = 0.02
 _TROUBLE = "trouble"
 _PARTING_S = 5.0
+_LOOK_AGAIN_S = 0.5
 
 
 class Notes:
@@ -56,13 +57,14 @@ class Notes:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._look_out = look_out
-        self._written: list[str] = []
+        self._written: dict[str, str] = {}
+        self._look_again_s = 0.0
 
     def write(self, topic: str, value: Any) -> None:
         """Tell all ranks something: JSON."""
-        key = f"{topic}{self._rank}"
-        self._ask(lambda: self._store.set(key, json.dumps(value)))
-        self._written.append(key)
+        key, text = f"{topic}{self._rank}", json.dumps(value)
+        self._ask(lambda: self._store.set(key, text))
+        self._written[key] = text
 
     def read(self, topic: str, ranks: Sequence[int]) -> list[Any]:
         """What these ranks told about a topic, in order.
@@ -76,7 +78,7 @@ class Notes:
         while True:
             for rank in ranks:
                 if rank not in found and (said := self._said(f"{topic}{rank}")) is not None:
-                    found[rank] = json.loads(said)
+                    found[rank] = self._parse(topic, rank, said)
             if len(found) == len(ranks):
                 return [found[rank] for rank in ranks]
             self._look_out()
@@ -89,8 +91,26 @@ class Notes:
                     f"{missing} did not come within {self._timeout_s:g} s of rank {self._global_ranks[self._rank]}. Is "
                     f"every rank running, with the same world size of {len(self._global_ranks)}?"
                 )
+            self._write_again()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def _parse(self, topic: str, rank: int, said: str) -> Any:
+        try:
+            return json.loads(said)
+        except (ValueError, RecursionError):
+            raise RendezvousError(
+                f"rank {self._global_ranks[rank]} says of {topic!r} what no rank says: {said[:60]!r}"
+            ) from None
+
+    def _write_again(self) -> None:
+        """What somebody has written over: he may have had his reasons, and the others wait for it."""
+        now_s = time.monotonic()
+        if now_s > self._look_again_s:
+            for key, text in self._written.items() if self._look_again_s else ():
+                if self._said(key) is None:
+                    self._ask(lambda key=key, text=text: self._store.set(key, text))  # type: ignore[misc]
+            self._look_again_s = now_s + _LOOK_AGAIN_S
 
     def part(self, ranks: Sequence[int]) -> None:
         """Before all raise the same: wait a moment until all know. The store may go with the first that ends."""
@@ -139,8 +159,16 @@ class _Card:
     handle: str
 
     @classmethod
-    def decode(cls, found: dict[str, Any]) -> _Card:
-        return cls(**{**found, "identity": PeerIdentity(**found["identity"])})
+    def decode(cls, found: Any) -> _Card:
+        try:
+            card = cls(**{**found, "identity": PeerIdentity(**found["identity"])})
+            is_typed = isinstance(card.boot_id, str) and isinstance(card.handle, str)
+            _ = card.identity.pid + card.identity.start_time + card.identity.pid_namespace, card.identity.host + ""
+        except (TypeError, KeyError, AttributeError):
+            is_typed = False
+        if not is_typed:
+            raise RendezvousError(f"a rank says of itself what no rank says: {str(found)[:60]!r}")
+        return card
 
 
 def find_members(notes: Notes, rank: int, world_size: int) -> list[Member]:
@@ -176,7 +204,7 @@ def _first_on_host(own: _Card, cards: Sequence[_Card], rank: int) -> int:
         if card.identity.pid_namespace == own.identity.pid_namespace:
             return peer
         try:
-            Segment.attach(card.handle).release()
+            Segment.attach(card.handle, size_bytes=PAGE_BYTES).release()
         except SharedMemoryError:
             continue
         return peer

@@ -170,7 +170,13 @@ class MpiBoard:
         return all(rank in self.finished for rank in ranks)
 
     def hear(self, rank: int, notice: memoryview) -> None:
-        """Write down what that rank said."""
+        """Write down what that rank said.
+
+        Raises:
+            ValueError: no rank says such a thing.
+        """
+        if len(notice) < _HEADER.size:
+            raise ValueError(f"a notice of {len(notice)} bytes")
         kind, fingerprint, number, call, site, call_bytes, site_bytes = _HEADER.unpack_from(notice)
         call_end = _HEADER.size + max(call_bytes, 0)
         first_text = bytes(notice[_HEADER.size : call_end]).decode(errors="replace")

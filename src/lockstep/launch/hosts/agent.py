@@ -11,6 +11,7 @@ a host left or was lost, and there are too few                 FAILED, or the jo
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -156,6 +157,7 @@ class HostAgent(SimpleElasticAgent):
             num_nodes=len(rendezvous.members),
             run_id=rendezvous.get_run_id(),
             shows_errors=self._logs is None,
+            token=rendezvous.token_of_ranks(),
         )
         if self._logs is not None:
             self._logs.open(environment.ranks)
@@ -187,8 +189,9 @@ class HostAgent(SimpleElasticAgent):
         notice = rendezvous.notice()
         # Who has judged this round first may have ended the job already; all come to the same verdict.
         if roll.closed is not None and (notice is not None or not has_failed):
+            is_cut_short = self._outcome is None
             self._stop_workers(worker_group)
-            raise JobClosed(roll)
+            raise JobClosed(roll, is_cut_short)
         if notice is not None:
             return self._regroup(notice.text)
         if has_failed:
@@ -270,7 +273,13 @@ class HostAgent(SimpleElasticAgent):
         """What the hosts of the round have said of their ranks' ends."""
         rendezvous = self._rendezvous_of_hosts
         texts = [rendezvous.get(f"report/{host.key}") for host in rendezvous.members]
-        return [None if text is None else HostReport.decode(text) for text in texts]
+        reports: list[HostReport | None] = []
+        for text in texts:
+            report = None
+            with contextlib.suppress(ValueError):  # Whoever wrote that is no launcher, and the true one says it again.
+                report = None if text is None else HostReport.decode(text)
+            reports.append(report)
+        return reports
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
         """A rank has failed somewhere: once all hosts have said how theirs ended, or are gone, decide."""

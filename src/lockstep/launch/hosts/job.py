@@ -8,8 +8,11 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 
 from lockstep import env
+from lockstep.errors import LaunchError, SetupError
 from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.crew import Crew, end_without_reader
 from lockstep.launch.environment import new_job_id
@@ -17,11 +20,13 @@ from lockstep.launch.hosts.agent import HostAgent, Interrupted, OutputLost
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
+from lockstep.launch.hosts.visitors import is_loopback
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_guardian
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.verdict import format_verdict
+from lockstep.secret import Secret, read_token_file
 
 __all__ = ["launch_on_hosts"]
 
@@ -47,6 +52,8 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
         LaunchError: the job cannot be started as asked, or the hosts did not meet.
     """
     config.check()
+    variables = config.environment if config.environment is not None else env.snapshot()
+    hosts = replace(hosts, secret=_find_secret(hosts, variables))
     # torch's agent tells of every step; what matters is said here.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
@@ -60,6 +67,23 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
         except PlaceLost as lost_place:
             say(f"{_RULE}\nlockstep: {lost_place}; without it no host can go on\n{_RULE}\n")
             return 1
+
+
+def _find_secret(hosts: HostsConfig, variables: Mapping[str, str]) -> Secret:
+    """The secret of the job: of the file, else of LOCKSTEP_TOKEN, else none.
+
+    Raises:
+        LaunchError: the file has no token.
+    """
+    if hosts.token_file is None:
+        return Secret(env.LOCKSTEP_TOKEN.get(variables))
+    try:
+        token, remarks = read_token_file(hosts.token_file)
+    except SetupError as error:
+        raise LaunchError(f"--rdzv-conf has {error}") from None
+    for remark in remarks:
+        say(f"lockstep: {remark}\n")
+    return Secret(token)
 
 
 class _Job:
@@ -86,6 +110,11 @@ class _Job:
         self._guardian = start_guardian(self._job, variables)
         stack.callback(self._guardian.dismiss)
         place = Place.open(hosts, self._wait)
+        if place.is_holder and not hosts.secret.is_given and not is_loopback(hosts.address):
+            say(
+                f"lockstep: this job has no token, so whoever reaches {hosts.place} can take part in it or end it; "
+                "--rdzv-conf token_file=PATH gives it one (docs/security.md)\n"
+            )
         self._rendezvous = HostRendezvous(hosts, place, num_ranks, config.max_restarts, self._wait)
         stack.callback(self._rendezvous.shutdown)
         self._agent = HostAgent(
@@ -97,9 +126,13 @@ class _Job:
         try:
             result = self._agent.run()
         except JobClosed as closed:
-            if closed.roll.exit_code != 0:
-                say(f"lockstep: {closed}; the job ends here too\n")
             code = closed.roll.exit_code
+            if closed.is_cut_short and code == 0:
+                # No launcher says that the job is done while ranks are at work.
+                say(f"lockstep: the job was ended from outside while ranks of this host were at work ({closed})\n")
+                code = 1
+            elif code != 0:
+                say(f"lockstep: {closed}; the job ends here too\n")
         except Interrupted as interrupted:
             self._leave(interrupted.number)
             raise

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockstep.errors import LaunchError
+from lockstep.secret import Secret
 
 __all__ = ["HostsConfig", "add_arguments", "hosts_from", "parse_conf", "parse_endpoint", "parse_nnodes"]
 
@@ -36,6 +37,8 @@ class HostsConfig:
         last_call_s: once there are `min_nodes` hosts, seconds to wait for yet another.
         pulse_s: seconds between two signs of life.
         lost_after_s: seconds without one until a host is given up.
+        token_file: path of a file with the job's token; None: LOCKSTEP_TOKEN says it, or there is none.
+        secret: what came of that, once the launcher has begun.
     """
 
     min_nodes: int
@@ -50,6 +53,8 @@ class HostsConfig:
     last_call_s: float = 5.0
     pulse_s: float = 1.0
     lost_after_s: float = 6.0
+    token_file: str | None = None
+    secret: Secret = field(default=Secret(None), repr=False, compare=False)
 
     @property
     def place(self) -> str:
@@ -126,11 +131,11 @@ class _Conf:
 _CONF = _Conf()
 
 
-def parse_conf(text: str) -> dict[str, float | bool]:
+def parse_conf(text: str) -> dict[str, float | bool | str]:
     """`--rdzv-conf`: KEY=VALUE,… with torchrun's keys, as fields of `HostsConfig`.
 
     `join_timeout`, `last_call_timeout`, `keep_alive_interval` in seconds; `keep_alive_max_attempt` signs of life may be
-    missing; `is_host` is 0 or 1.
+    missing; `is_host` is 0 or 1. `token_file`, which torchrun does not know, is the path of a file.
 
     Raises:
         LaunchError: an unknown key, or a value that is no number of seconds above 0.
@@ -138,21 +143,32 @@ def parse_conf(text: str) -> dict[str, float | bool]:
     >>> parse_conf("join_timeout=30,keep_alive_interval=0.5,keep_alive_max_attempt=4")
     {'join_s': 30.0, 'pulse_s': 0.5, 'lost_after_s': 2.0}
     """
-    found: dict[str, float | bool] = {}
+    found: dict[str, float | bool | str] = {}
+    pulse_s = HostsConfig.pulse_s
     pairs = dict(_split_pair(part) for part in text.split(",") if part.strip())
     for key, value in pairs.items():
         if key in _CONF.names:
-            found[_CONF.names[key]] = _seconds(key, value)
+            found[_CONF.names[key]] = seconds = _seconds(key, value)
+            pulse_s = seconds if key == "keep_alive_interval" else pulse_s
+        elif key == "token_file":
+            if not value:
+                raise LaunchError("--rdzv-conf has token_file= without a path; give that of a file with a token")
+            found["token_file"] = value
+        elif key in ("token", "secret"):
+            raise LaunchError(
+                f"--rdzv-conf has {key}=…: what stands on a command line, everybody on the host can read. Put the "
+                "token into a file, and give token_file=PATH"
+            )
         elif key == "is_host":
             if value.lower() not in ("0", "1", "true", "false"):
                 raise LaunchError(f"--rdzv-conf has is_host={value}; expected 0 or 1")
             found["is_holder"] = value.lower() in ("1", "true")
         elif key not in (*_CONF.ignored, "keep_alive_max_attempt"):
-            known = ", ".join((*_CONF.names, "keep_alive_max_attempt", "is_host"))
+            known = ", ".join((*_CONF.names, "keep_alive_max_attempt", "is_host", "token_file"))
             raise LaunchError(f"--rdzv-conf has no key {key!r}; there are: {known}")
     if "keep_alive_max_attempt" in pairs or "pulse_s" in found:
         attempts = _seconds("keep_alive_max_attempt", pairs.get("keep_alive_max_attempt", "6"))
-        found["lost_after_s"] = attempts * found.get("pulse_s", HostsConfig.pulse_s)
+        found["lost_after_s"] = attempts * pulse_s
     return found
 
 
@@ -195,7 +211,8 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--rdzv_conf",
         metavar="KEY=VALUE,...",
         default="",
-        help="seconds: join_timeout (600), last_call_timeout (5), keep_alive_interval (1); keep_alive_max_attempt (6)",
+        help="seconds: join_timeout (600), last_call_timeout (5), keep_alive_interval (1); keep_alive_max_attempt (6); "
+        "token_file=PATH: the secret of the job, a file of mode 0600 that every host has (made if there is none)",
     )
     parser.add_argument(
         "--local-addr",

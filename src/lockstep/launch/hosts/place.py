@@ -1,15 +1,24 @@
-"""The torch store in which the launchers of a job meet. One of them holds it; it ends with that launcher."""
+"""The torch store in which the launchers of a job meet. One of them holds it; it ends with that launcher.
+
+[Note: refusals] Whoever reaches the port can write into the store. So what launchers keep there is sealed
+(`lockstep.secret`), and what has no seal of this job counts as not there. The seals also hold a word that the launcher
+that came first has made, the birth, so that nothing of an earlier job with the same token fits. A launcher whose token
+is another leaves a knock, which is not believed, but said. Who finds something that no launcher of the job has
+written says so under a seal, and the holder warns of it, once, with the addresses from which somebody is connected.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import secrets
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,9 +26,11 @@ import torch.distributed as dist
 
 from lockstep.errors import LaunchError, RendezvousError
 from lockstep.launch.hosts.options import HostsConfig
+from lockstep.launch.hosts.visitors import Visitors
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
+from lockstep.secret import Refused, Seals
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
 __all__ = ["Place", "PlaceLost"]
@@ -32,6 +43,11 @@ _SILENCE_S = 8
 # For a name that nobody knows: names of pods and virtual machines appear when these are ready.
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
+_BIRTH, _KNOCK, _REFUSAL = "birth", "knock", "refusal"
+# Until a launcher believes that it has no business there: others put back what a stranger wrote over.
+_PATIENCE_S = 5.0
+_LONGEST_KNOCK = 200
+_NO_TEXT = "\ufffd"  # what decoding puts in the place of bytes that are none
 
 
 class PlaceLost(RendezvousError):
@@ -46,11 +62,19 @@ class Place:
         config: where it leads.
         address: how other hosts reach this one.
         is_holder: this launcher holds the store.
+        birth: the word of the job in this store, and as it stands there. See [Note: refusals].
     """
 
-    def __init__(self, store: Store, config: HostsConfig, address: str, is_holder: bool) -> None:
+    def __init__(
+        self, store: Store, config: HostsConfig, address: str, is_holder: bool, birth: tuple[str, str]
+    ) -> None:
         self._store = store
         self._config = config
+        self._birth, self._sealed_birth = birth
+        self._seals = Seals(config.secret, config.run_id, str(config.port), self._birth)
+        self._visitors = Visitors(config.port) if is_holder else None
+        self._has_warned = False
+        self._is_told = False
         self.address = address
         self.is_holder = is_holder
 
@@ -63,12 +87,14 @@ class Place:
             check: waits for so many seconds; raises when the launcher is told to end.
 
         Raises:
-            LaunchError: the port is taken, the address leads nowhere, or nobody holds the store in time.
+            LaunchError: the port is taken, the address leads nowhere, nobody holds the store in time, or it is of
+                launchers with another token.
         """
         is_holder = config.is_holder if config.is_holder is not None else _is_here(config.address)
         if is_holder:
             try:
-                return cls(_hold(config), config, config.local_addr or config.address, True)
+                store, address = _hold(config), config.local_addr or config.address
+                return cls(store, config, address, True, _agree_on_birth(store, config, address, 0.0, check))
             except RendezvousError as error:
                 # Another launcher of this machine came first, unless this one was told to be it.
                 if config.is_holder:
@@ -77,7 +103,9 @@ class Place:
                         "uses the port, or give all launchers another --master-port"
                     ) from None
         own_address = _reach(config, check)
-        return cls(_connect(config, check), config, config.local_addr or own_address, False)
+        store = _connect(config, check)
+        address = config.local_addr or own_address
+        return cls(store, config, address, False, _agree_on_birth(store, config, address, _PATIENCE_S, check))
 
     @classmethod
     def spare(cls, config: HostsConfig, address: str) -> Place:
@@ -87,7 +115,8 @@ class Place:
             LaunchError: no port is free.
         """
         own = replace(config, address=address, port=find_free_port())
-        return cls(_hold(own), own, address, True)
+        store = _hold(own)
+        return cls(store, own, address, True, _agree_on_birth(store, own, address, 0.0, time.sleep))
 
     @classmethod
     def attempt(
@@ -103,9 +132,15 @@ class Place:
         """
         try:
             socket.create_connection((config.address, config.port), timeout_s).close()
-            return cls(_connect(config, check), config, address, False)
+            store = _connect(config, check)
+            return cls(store, config, address, False, _agree_on_birth(store, config, address, timeout_s, check))
         except (OSError, UnicodeError, LaunchError):
             return None
+
+    @property
+    def birth(self) -> str:
+        """The word of the store. See [Note: refusals]."""
+        return self._birth
 
     @property
     def port(self) -> int:
@@ -114,30 +149,105 @@ class Place:
 
     def again(self) -> Place:
         """Another connection to the same store."""
-        return Place(_connect(self._config, time.sleep), self._config, self.address, False)
+        store, birth = _connect(self._config, time.sleep), (self._birth, self._sealed_birth)
+        return Place(store, self._config, self.address, False, birth)
 
     def store(self, prefix: str) -> Store:
         """The store, with keys of its own."""
         return PrefixStore(prefix, self._store)
 
-    def get(self, key: str) -> str | None:
-        """A value, or None if there is none."""
+    def raw(self, key: str) -> str:
+        """What stands under a key, whoever wrote it; "" if nothing does."""
         with self._explained():
-            return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+            return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else ""
+
+    def seal(self, key: str, value: str, count: int | None = None) -> str:
+        """A value as it is to stand in the store; see `Seals.seal`."""
+        return self._seals.seal(key, value, count)
+
+    def open_seal(self, key: str, raw: str) -> tuple[str, int]:
+        """A value that a launcher of this job wrote, and its count.
+
+        Raises:
+            Refused: no launcher of this job wrote it. The others are told.
+        """
+        try:
+            return self._seals.open(key, raw), self._seals.count_of(raw)
+        except Refused as refused:
+            self.note_refusal(key, str(refused))
+            raise
+
+    def get(self, key: str) -> str | None:
+        """A value, or None if there is none that a launcher of this job wrote."""
+        raw = self.raw(key)
+        if not raw:
+            return None
+        with contextlib.suppress(Refused):
+            return self.open_seal(key, raw)[0]
+        return None
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
         """Values, None where there is none."""
         return [self.get(key) for key in keys]
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        with self._explained():
-            self._store.set(key, value)
+    def set(self, key: str, value: str) -> str:
+        """Write a value; what stands there now."""
+        sealed = self._seals.seal(key, value)
+        self.put_back(key, sealed)
+        return sealed
 
-    def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Write a value if there is the expected one, "" for none; the value that is there now."""
+    def put_back(self, key: str, sealed: str) -> None:
+        """Write a value that is sealed already."""
         with self._explained():
-            return bytes(self._store.compare_set(key, expected, value)).decode()
+            self._store.set(key, sealed)
+
+    def compare_set(self, key: str, expected: str, sealed: str) -> bool:
+        """Write a sealed value if there is the expected raw one, "" for none; whether that was so.
+
+        What is no text cannot be compared with, and nobody of this job has written it: it is written over.
+        """
+        if _NO_TEXT in expected:
+            self.put_back(key, sealed)
+            return True
+        with self._explained():
+            return bytes(self._store.compare_set(key, expected, sealed)).decode(errors="replace") == sealed
+
+    def put_back_birth(self) -> None:
+        """Have launchers that come later find the word of the job, if somebody has written over it."""
+        if self.raw(_BIRTH) != self._sealed_birth:
+            self.note_refusal(_BIRTH, "it was another")
+            self.put_back(_BIRTH, self._sealed_birth)
+
+    def note_refusal(self, key: str, reason: str) -> None:
+        """Let the holder know, for its warning. See [Note: refusals]."""
+        if not self._has_warned:
+            self._has_warned = True
+            with self._explained():
+                self._store.set(_REFUSAL, self._seals.seal(_REFUSAL, f"wrote {key!r} there: {reason}"))
+
+    def watch(self, known: Callable[[], Collection[str]]) -> None:
+        """Warn, once, of strangers. By the holder; cheap to call often.
+
+        Args:
+            known: addresses of the hosts of the job.
+        """
+        if self._visitors is None or self._is_told:
+            return
+        self._visitors.look()
+        what = None
+        with contextlib.suppress(Refused):
+            if raw := self.raw(_REFUSAL):
+                what = self._seals.open(_REFUSAL, raw)
+        if what is None and (raw := self.raw(_KNOCK)):
+            what = _read_knock(raw)
+        if what is not None:
+            self._is_told = True
+            strangers = self._visitors.strangers({self.address, self._config.address, *known()})
+            seen = f"; connected there, from no host of this job: {', '.join(strangers)}" if strangers else ""
+            say(
+                f"lockstep: warning: somebody who does not have this job's token came to {self._config.place}, where "
+                f"the launchers meet, and {what}{seen}. It is refused, and the job goes on\n"
+            )
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -155,6 +265,46 @@ def _hold(config: HostsConfig) -> Store:
     listener = tcp.listen(config.address, config.port)
     store = serve_tcp_store(listener, config.address, config.port, None, _STORE_TIMEOUT, wait_for_workers=False)
     return PrefixStore(f"lockstep/{config.run_id}", store)
+
+
+def _agree_on_birth(
+    store: Store, config: HostsConfig, address: str, patience_s: float, check: Callable[[float], None]
+) -> tuple[str, str]:
+    """The word of a job in a store, by whichever launcher came first; and as it stands there.
+
+    Raises:
+        LaunchError: launchers of this job do not meet there.
+    """
+    seals, deadline_s = Seals(config.secret, config.run_id, str(config.port)), time.monotonic() + patience_s
+    own = seals.seal(_BIRTH, secrets.token_hex(16))
+    while True:
+        try:
+            found = bytes(store.compare_set(_BIRTH, "", own)).decode(errors="replace")
+            return seals.open(_BIRTH, found), found
+        except Refused as refused:
+            reason = str(refused)
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(f"the launcher at {config.place} is gone ({str(error).splitlines()[0]})") from None
+        if time.monotonic() > deadline_s:
+            break
+        check(_POLL_S)
+    with contextlib.suppress(RuntimeError):
+        store.set(_KNOCK, json.dumps({"host": socket.gethostname(), "address": address}))
+    raise LaunchError(
+        f"this launcher, on {socket.gethostname()}, has no part in the job at {config.place}, where launchers meet: "
+        f"of what stands there, {reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
+        "LOCKSTEP_TOKEN), and install the same release of Lockstep on all hosts"
+    )
+
+
+def _read_knock(raw: str) -> str | None:
+    """What a launcher says of itself that has another token; anybody may write that."""
+    try:
+        found = json.loads(raw[: 2 * _LONGEST_KNOCK])
+        host, address = (str(found[name])[:_LONGEST_KNOCK] for name in ("host", "address"))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "wrote 'knock' there"
+    return f"would take part: a launcher that calls itself {host!r}, at {address!r}"
 
 
 def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:

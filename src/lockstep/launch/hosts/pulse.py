@@ -74,7 +74,8 @@ class Observer:
         for host in hosts:
             count = self._place.get(_key(host))
             before = self._seen.get(host)
-            if before is None or before[0] != count:
+            # A count that is gone for now, or written over, is no sign of life, and none of death.
+            if before is None or (count is not None and before[0] != count):
                 self._seen[host] = (count, now_s)
             elif now_s - before[1] > self._lost_after_s:
                 gone.append(host)

@@ -10,6 +10,10 @@ every launcher therefore has a spare store. The hosts of the last round that are
 them, in the order of their numbers, so all come to the same one, and begin a round there. Whoever holds it looks every
 two seconds whether somebody holds a store at the first place again, as a launcher that is started there does; then all
 move back. A network that falls into two parts has two halves of a job, unless half of the hosts are too few to run.
+
+[Note: put back] A stranger may write over the state, or remove it. Every launcher keeps the last state that it has seen
+under this job's seal and puts it back as it was, with its count; one that has seen a later one then puts back that. So
+the job goes on from the latest state that anybody knows. What only this host says in a round is put back by this host.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from lockstep.launch.hosts.pulse import Observer, Pulse
 from lockstep.launch.hosts.roll import Host, Roll, Terms
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
+from lockstep.secret import Refused
 
 __all__ = ["HostRendezvous", "JobClosed", "Notice"]
 
@@ -43,6 +48,9 @@ _LOOK_HOME_EVERY_S = 2.0
 _LOOK_HOME_TIMEOUT_S = 0.3
 _PROBE_TIMEOUT_S = 3.0
 _MOVED = "moved"
+_PUT_BACK_EVERY_S = 1.0
+_TRIES = 200
+_FOREIGN_LOOKS = 20
 
 
 class JobClosed(Exception):
@@ -50,11 +58,13 @@ class JobClosed(Exception):
 
     Attributes:
         roll: the last state.
+        is_cut_short: ranks of this host were still at work.
     """
 
-    def __init__(self, roll: Roll) -> None:
+    def __init__(self, roll: Roll, is_cut_short: bool = False) -> None:
         super().__init__(roll.closed)
         self.roll = roll
+        self.is_cut_short = is_cut_short
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,10 @@ class HostRendezvous(RendezvousHandler):
         self._pulse = Pulse(place.again(), key, config.pulse_s)
         self._observer = Observer(place, config.lost_after_s)
         self._looked_home_s = 0.0
+        self._sealed, self._count = "", 0  # the state that stands in the store, as far as this launcher knows
+        self._num_foreign = 0
+        self._told: dict[str, str] = {}
+        self._put_back_s = 0.0
         self.roll = Roll(self._terms)
         self.roll = self._change(lambda roll: roll)
         self.members: tuple[Host, ...] = ()
@@ -170,8 +184,7 @@ class HostRendezvous(RendezvousHandler):
             if self.members[0].key not in {member.key for member in self.roll.members}:
                 return self._next_round()  # It came and was gone.
             self._check(_POLL_S)
-        address, port = json.loads(found)
-        self.master = (str(address), int(port))
+        self.master = _read_master(found)
         store = self._place.store(f"round{self.number}/agent")
         return RendezvousInfo(store, self.position, len(self.members), RendezvousStoreInfo(*self.master))
 
@@ -183,7 +196,19 @@ class HostRendezvous(RendezvousHandler):
         if now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
             self._give_up_lost()
+            self._beware(now_s)
         return self.roll
+
+    def _beware(self, now_s: float) -> None:
+        """Say again what this host has told, if somebody has written over it, and warn. See [Note: put back]."""
+        self._place.watch(lambda: {host.address for host in self.roll.hosts})
+        if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
+            return
+        self._put_back_s = now_s
+        self._place.put_back_birth()
+        for key, sealed in self._told.items():
+            if self._place.raw(key) != sealed and self._place.get(key) is None:
+                self._place.put_back(key, sealed)
 
     def missing(self) -> list[Host]:
         """Hosts of this host's round that have left it, or were lost."""
@@ -192,7 +217,9 @@ class HostRendezvous(RendezvousHandler):
 
     def put(self, key: str, value: str) -> None:
         """Tell the hosts of this round something."""
-        self._place.set(f"round{self.number}/{key}", value)
+        prefix = f"round{self.number}/"
+        self._told = {told: sealed for told, sealed in self._told.items() if told.startswith(prefix)}
+        self._told[prefix + key] = self._place.set(prefix + key, value)
 
     def get(self, key: str) -> str | None:
         """What a host of this round has told under that key."""
@@ -206,6 +233,13 @@ class HostRendezvous(RendezvousHandler):
     def give_notice(self, text: str) -> None:
         """Say that the round ends without a failure, before anybody's ranks do. See [Note: notices]."""
         self.put("notice", text)
+
+    def token_of_ranks(self) -> str | None:
+        """The secret of this round's ranks, the same on all hosts; None where the launchers have none."""
+        secret = self._config.secret
+        if not secret.is_given:
+            return None
+        return secret.derive("ranks", self._config.run_id, self._place.birth, str(self.number)).as_token()
 
     def regroup(self) -> None:
         """Have torch's agent begin another round."""
@@ -306,6 +340,7 @@ class HostRendezvous(RendezvousHandler):
         self._pulse = Pulse(place.again(), self.host.key, self._config.pulse_s)
         self._observer = Observer(place, self._config.lost_after_s)
         self._looked_home_s = time.monotonic()
+        self._sealed, self._count, self._told = "", 0, {}
         number = max(self.number + 1, self.roll.number + self.roll.is_running)
         self.roll = Roll(self._terms, number=number, failures=self.roll.failures, order=self.roll.order)
         self.roll = self._change(lambda roll: roll)
@@ -315,19 +350,50 @@ class HostRendezvous(RendezvousHandler):
 
     def _change(self, transition: Callable[[Roll], Roll]) -> Roll:
         """Apply a transition to the state as it is; what came of it."""
-        text = self._place.get(_ROLL) or ""
-        while True:
-            before = Roll.decode(text) if text else self.roll
+        for _ in range(_TRIES):
+            raw = self._place.raw(_ROLL)
+            before = self._read(raw)
+            if before is None:
+                continue  # It was put back.
             after = transition(before)
-            wanted = after.encode()
-            if text == wanted:
+            if raw and after == before:
                 self.roll = before
                 return before
-            found = self._place.compare_set(_ROLL, text, wanted)
-            if found == wanted:
-                self.roll = after
+            sealed = self._place.seal(_ROLL, after.encode(), self._count + 1)
+            if self._place.compare_set(_ROLL, raw, sealed):
+                self.roll, self._sealed, self._count = after, sealed, self._count + 1
                 return after
-            text = found
+        if not self._sealed:
+            raise LaunchError(
+                f"at {self._config.place}, where the launchers meet, somebody who does not have this job's token keeps "
+                "writing; choose another port, the same for all launchers"
+            )
+        return self.roll
+
+    def _read(self, raw: str) -> Roll | None:
+        """The state that stands in the store; None after putting back what had been there. See [Note: put back]."""
+        if not raw and not self._sealed:
+            return self.roll  # Nobody has begun.
+        try:
+            if not raw:
+                self._place.note_refusal(_ROLL, "it was removed")
+                raise Refused("it was removed")
+            text, count = self._place.open_seal(_ROLL, raw)
+            if count < self._count:
+                self._place.note_refusal(_ROLL, "it is older than what was there before")
+                raise Refused("it is older")
+            roll = self.roll if raw == self._sealed else Roll.decode(text)
+        except (Refused, ValueError):
+            if self._sealed:
+                self._place.compare_set(_ROLL, raw, self._sealed)
+            elif self._num_foreign >= _FOREIGN_LOOKS:
+                self._place.compare_set(_ROLL, raw, self._place.seal(_ROLL, self.roll.encode(), 0))
+            else:  # If others know a state, they put it back.
+                self._num_foreign += 1
+                self._check(_POLL_S)
+            return None
+        self.roll, self._sealed, self._count = roll, raw, count
+        return roll
 
     def _give_up_lost(self) -> None:
         roll = self._change(lambda roll: roll)
@@ -343,6 +409,7 @@ class HostRendezvous(RendezvousHandler):
         self._change(lambda roll: roll.joined(self.host))
         while True:
             self._give_up_lost()
+            self._beware(time.monotonic())
             now_s, roll = time.monotonic(), self.roll
             if roll.closed is not None:
                 raise JobClosed(roll)
@@ -417,6 +484,21 @@ class HostRendezvous(RendezvousHandler):
             f"{self.host} waits for other hosts at {self._config.place}: {len(roll.members)} of {_nnodes(roll.terms)} "
             f"came ({_names(roll.members)})"
         )
+
+
+def _read_master(text: str) -> tuple[str, int]:
+    """Address and port of rank 0, as the first host of a round says them.
+
+    Raises:
+        LaunchError: it said something else.
+    """
+    try:
+        address, port = json.loads(text)
+        if isinstance(address, str) and type(port) is int and 0 < port < 65536:
+            return address, port
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise LaunchError(f"the first host of the round says {text[:60]!r} where rank 0's address and port should be")
 
 
 def _farewell_key(host: Host) -> str:

@@ -57,8 +57,18 @@ class HostReport:
 
     @classmethod
     def decode(cls, text: str) -> HostReport:
-        """From text."""
-        found = json.loads(text)
+        """From text.
+
+        Raises:
+            ValueError: that is no report.
+        """
+        try:
+            return cls._decode(json.loads(text))
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no report of a host: {error}") from None
+
+    @classmethod
+    def _decode(cls, found: Any) -> HostReport:
         exits = [_make(RankExit, entry) for entry in found["exits"]]
         reports = [_make(ErrorReport, entry) for entry in found["reports"]]
         places = [

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TypeVar
 
 __all__ = ["Host", "Roll", "Terms"]
 
@@ -59,6 +60,30 @@ class Terms:
     max_restarts: int
 
 
+_Record = TypeVar("_Record", "Terms", "Host", "Roll")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "bool": (bool,),
+    "str": (str,),
+    "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
+}
+
+
+def _typed(record: _Record) -> _Record:
+    """The same record, each of whose plain fields has a value of its type.
+
+    Raises:
+        TypeError: one has not.
+    """
+    for one in fields(record):
+        kinds = _KINDS.get(str(one.type))
+        value = getattr(record, one.name)
+        if kinds is not None and type(value) not in kinds:
+            raise TypeError(f"{one.name} is {str(value)[:40]!r}")
+    return record
+
+
 @dataclass(frozen=True)
 class Roll:
     """The state. See [Note: roll].
@@ -97,13 +122,20 @@ class Roll:
 
     @classmethod
     def decode(cls, text: str) -> Roll:
-        """From text."""
-        fields = json.loads(text)
-        fields["terms"] = Terms(**fields["terms"])
-        for name in ("members", "waiting"):
-            fields[name] = tuple(Host(**host) for host in fields[name])
-        fields["order"] = tuple(fields["order"])
-        return cls(**fields)
+        """From text.
+
+        Raises:
+            ValueError: that is no state.
+        """
+        try:
+            found = json.loads(text)
+            found["terms"] = _typed(Terms(**found["terms"]))
+            for name in ("members", "waiting"):
+                found[name] = tuple(_typed(Host(**host)) for host in found[name])
+            found["order"] = tuple(str(key) for key in found["order"])
+            return _typed(cls(**found))
+        except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"no state of a job: {error}") from None
 
     @property
     def hosts(self) -> tuple[Host, ...]:

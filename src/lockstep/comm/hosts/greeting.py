@@ -1,0 +1,236 @@
+"""How two ranks that have just been connected prove to each other who they are.
+
+The visitor has connected to the entrance of the other::
+
+    visitor → host    who it is, a random challenge
+    host → visitor    an HMAC over both ranks and the challenge, a challenge of its own
+    visitor → host    an HMAC over the same and the host's challenge
+    host → visitor    whether it may stay
+
+Both HMACs are made with a key derived from the job's secret and the word of this entrance, which stands in the store.
+The secret itself does not, so who reads the store can neither pass for a rank nor have one talk to it. Where the job
+has no secret, the word is all there is to know; a visitor must then also come from the address that its rank has
+published.
+
+Nothing here waits: bytes are taken in as they come, none beyond what the next message has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+
+from lockstep.errors import RendezvousError
+from lockstep.secret import MAC_BYTES, Secret
+
+__all__ = ["Arrival", "Stranger", "Visit"]
+
+_MAGIC = b"LSG1"
+_CHALLENGE_BYTES = 16
+_HELLO = struct.Struct(f"!4sI{_CHALLENGE_BYTES}s")
+_ANSWER_BYTES = MAC_BYTES + _CHALLENGE_BYTES
+_STAY, _LEAVE = b"\x01", b"\x00"
+_SAY_WITHIN_S = 15.0
+_TRY_AGAIN_AFTER_S = 0.05
+
+
+class Stranger(Exception):
+    """What speaks at the other end is no rank that is awaited. The message is a clause."""
+
+
+class _Reader:
+    """What has come of a message of known size."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._data = bytearray()
+
+    def take(self, size: int) -> bytes | None:
+        """The next `size` bytes once all have come.
+
+        Raises:
+            OSError: the connection is closed.
+        """
+        while len(self._data) < size:
+            try:
+                piece = self._link.recv(size - len(self._data))
+            except (BlockingIOError, InterruptedError):
+                return None
+            if not piece:
+                raise ConnectionError("it closed the connection")
+            self._data += piece
+        data, self._data = bytes(self._data), bytearray()
+        return data
+
+
+def _proof(key: Secret, role: bytes, host: int, visitor: int, challenge: bytes, answer: bytes) -> bytes:
+    return key.mac(b"greeting", role, str(host).encode(), str(visitor).encode(), challenge, answer)
+
+
+class Arrival:
+    """The host's side of a greeting.
+
+    Args:
+        link: the connection that was accepted.
+        address: where it came from.
+        rank: this rank.
+        key: of this entrance.
+        admits: raises Stranger if a rank from that address is not awaited.
+    """
+
+    def __init__(
+        self, link: socket.socket, address: str, rank: int, key: Secret, admits: Callable[[int, str], None]
+    ) -> None:
+        link.setblocking(False)
+        self.socket = link
+        self.address = address
+        self.deadline = time.monotonic() + _SAY_WITHIN_S
+        self._rank = rank
+        self._key = key
+        self._admits = admits
+        self._reader = _Reader(link)
+        self._hello: tuple[int, bytes, bytes] | None = None
+
+    def advance(self) -> int | None:
+        """Take in what has come; the visitor's rank once it has proved it.
+
+        Raises:
+            Stranger: it is none.
+        """
+        try:
+            if self._hello is None and (data := self._reader.take(_HELLO.size)) is not None:
+                self._answer(data)
+            if self._hello is not None and (proof := self._reader.take(MAC_BYTES)) is not None:
+                return self._judge(proof)
+        except OSError as error:
+            raise Stranger(str(error)) from None
+        return None
+
+    def _answer(self, data: bytes) -> None:
+        magic, peer, challenge = _HELLO.unpack(data)
+        if magic != _MAGIC:
+            raise Stranger("what it says is no greeting")
+        own = secrets.token_bytes(_CHALLENGE_BYTES)
+        self._hello = (peer, challenge, own)
+        self.socket.send(_proof(self._key, b"host", self._rank, peer, challenge, own) + own)
+
+    def _judge(self, proof: bytes) -> int:
+        assert self._hello is not None
+        peer, challenge, own = self._hello
+        try:
+            if not hmac.compare_digest(proof, _proof(self._key, b"visitor", self._rank, peer, challenge, own)):
+                raise Stranger(f"it says that it is rank {peer}, and does not have this job's token")
+            self._admits(peer, self.address)
+        except Stranger:
+            with contextlib.suppress(OSError):
+                self.socket.send(_LEAVE)
+            raise
+        self.socket.send(_STAY)
+        return peer
+
+
+class _Step(Enum):
+    CONNECT = auto()
+    ANSWER = auto()
+    VERDICT = auto()
+
+
+class Visit:
+    """The visitor's side of a greeting; connects again where the connection breaks before the host has answered.
+
+    Args:
+        rank: this rank.
+        peer: the rank to be visited.
+        place: its address and port.
+        key: of its entrance.
+        source: the address of this host, from which it connects.
+    """
+
+    def __init__(self, rank: int, peer: int, place: tuple[str, int], key: Secret, source: str) -> None:
+        self.peer = peer
+        self._rank = rank
+        self._place = place
+        self._key = key
+        self._source = source
+        self._challenge = b""
+        self._again_s = 0.0
+        self.socket: socket.socket | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        family = socket.AF_INET6 if ":" in self._place[0] else socket.AF_INET
+        self.socket = link = socket.socket(family, socket.SOCK_STREAM)
+        link.setblocking(False)
+        with contextlib.suppress(OSError):  # then from whichever address the kernel chooses
+            link.bind((self._source, 0))
+        self._step, self._reader = _Step.CONNECT, _Reader(link)
+        with contextlib.suppress(BlockingIOError):
+            link.connect(self._place)
+
+    @property
+    def events(self) -> int:
+        """What to poll its socket for."""
+        return select.POLLOUT if self._step is _Step.CONNECT else select.POLLIN
+
+    def begin_again(self, now_s: float) -> bool:
+        """Connect anew if that is due; whether there is another socket now."""
+        if self.socket is not None or now_s < self._again_s:
+            return False
+        try:
+            self._connect()
+        except OSError:
+            self._break(now_s)
+            return False
+        return True
+
+    def _break(self, now_s: float) -> None:
+        if self.socket is not None:
+            self.socket.close()
+        self.socket, self._again_s = None, now_s + _TRY_AGAIN_AFTER_S
+
+    def advance(self) -> bool:
+        """Take in what has come; whether both have proved who they are.
+
+        Raises:
+            RendezvousError: what listens there is not that rank, or refuses this one.
+            OSError: nobody can be reached there.
+        """
+        link = self.socket
+        assert link is not None
+        if self._step is _Step.CONNECT:
+            trouble = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if trouble:
+                raise OSError(trouble, os.strerror(trouble))
+            self._challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+            link.send(_HELLO.pack(_MAGIC, self._rank, self._challenge))
+            self._step = _Step.ANSWER
+            return False
+        try:
+            return self._listen(link)
+        except OSError:
+            self._break(time.monotonic())
+            return False
+
+    def _listen(self, link: socket.socket) -> bool:
+        if self._step is _Step.ANSWER:
+            answer = self._reader.take(_ANSWER_BYTES)
+            if answer is None:
+                return False
+            proof, challenge = answer[:MAC_BYTES], answer[MAC_BYTES:]
+            wanted = _proof(self._key, b"host", self.peer, self._rank, self._challenge, challenge)
+            if not hmac.compare_digest(proof, wanted):
+                raise RendezvousError(f"what listens there has another token than this rank ({self._key.name})")
+            link.send(_proof(self._key, b"visitor", self.peer, self._rank, self._challenge, challenge))
+            self._step = _Step.VERDICT
+        verdict = self._reader.take(1)
+        if verdict is not None and verdict != _STAY:
+            raise RendezvousError(f"it does not let rank {self._rank} in")
+        return verdict is not None

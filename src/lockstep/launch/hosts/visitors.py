@@ -1,0 +1,78 @@
+"""Who is connected to the port where the launchers meet: addresses, for naming strangers. No torch.
+
+torch's store tells nobody who wrote a value. But the kernel knows who is connected, so the launcher that holds the
+store looks now and then, and can say, once a value was refused, which addresses are of no host of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+__all__ = ["Visitors", "connected_to", "is_loopback"]
+
+_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_LISTENS = "0A"
+_MAPPED = b"\0" * 10 + b"\xff\xff"
+_SHARE_OF_TIME = 0.01
+_MOST_ADDRESSES = 256
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches that address, or name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _address(digits: str) -> str:
+    """An address as the kernel's tables have it: 32-bit words in the order of this machine's bytes."""
+    words = bytes.fromhex(digits)
+    data = b"".join(words[start : start + 4][::-1] for start in range(0, len(words), 4))
+    return str(ipaddress.ip_address(data[12:] if data.startswith(_MAPPED) else data))
+
+
+def connected_to(port: int) -> set[str]:
+    """Addresses from which somebody is connected to a port of this host."""
+    found: set[str] = set()
+    for table in _TABLES:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, remote, state, *_ = line.split()
+                if int(local.rpartition(":")[2], 16) == port and state != _LISTENS:
+                    found.add(_address(remote.rpartition(":")[0]))
+    return found
+
+
+class Visitors:
+    """Those who were seen at a port.
+
+    Args:
+        port: of this host.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._seen: dict[str, None] = {}
+        self._next_s = 0.0
+
+    def look(self) -> None:
+        """Note who is connected now. Cheap to call often: on a host with many connections it looks more rarely."""
+        if time.monotonic() >= self._next_s:
+            self._look()
+
+    def _look(self) -> None:
+        start_s = time.monotonic()
+        for address in connected_to(self._port):
+            if len(self._seen) < _MOST_ADDRESSES:
+                self._seen[address] = None
+        self._next_s = start_s + (time.monotonic() - start_s) / _SHARE_OF_TIME
+
+    def strangers(self, known: Collection[str]) -> list[str]:
+        """Those that are none of these addresses."""
+        self._look()
+        return [address for address in self._seen if address not in known]

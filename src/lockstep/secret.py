@@ -1,0 +1,214 @@
+"""The secret of a job: what proves that a launcher, a rank or a value belongs to it.
+
+[Note: token] A launcher makes a token, or is given one, and hands it to its ranks in their environment
+(LOCKSTEP_TOKEN). It never stands in a store, on a command line or in a file that others may read. Keys for each purpose
+are derived from it, so what proves one thing proves no other. Where nobody gave a token, the keys are made of nothing:
+they tell what Lockstep wrote from what some other program did, and a stranger who knows Lockstep can make them too.
+
+[Note: seals] A value in a store travels under a seal: an HMAC over the job, the key that it stands under, who wrote it,
+the how-manieth value of that writer it is, and the text. So nobody else can write one, move one to another key, or put
+an older one in its place once a newer one was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+
+from lockstep import env
+from lockstep.errors import SetupError
+
+__all__ = ["Refused", "Seals", "Secret", "new_token", "read_token_file", "secret_of_ranks", "token_for_ranks"]
+
+MAC_BYTES = 32
+_SHORTEST_TOKEN = 16
+_LARGEST_FILE_BYTES = 4096
+_LARGEST_SEALED = 16 << 20
+_HEX = frozenset("0123456789abcdef")
+
+
+class Refused(Exception):
+    """A value that nobody with this job's token wrote there. The message is a clause."""
+
+
+def new_token() -> str:
+    """A token that nobody can guess: 64 hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+class Secret:
+    """A key, and what can be done with it; never its text.
+
+    Args:
+        token: what the members of a job have in common; None where nobody has given them anything.
+
+    Attributes:
+        is_given: whether there is a token.
+    """
+
+    __slots__ = ("_key", "is_given")
+
+    def __init__(self, token: str | None) -> None:
+        self.is_given = token is not None
+        self._key = hashlib.sha256(b"lockstep token" + (token or "").strip().encode()).digest()
+
+    def __repr__(self) -> str:
+        return "Secret(given)" if self.is_given else "Secret(none)"
+
+    def derive(self, *purpose: str) -> Secret:
+        """The key for one purpose."""
+        made = Secret(None)
+        made.is_given = self.is_given
+        made._key = self.mac(*(part.encode() for part in purpose))
+        return made
+
+    def as_token(self) -> str:
+        """As the token of others: for ranks, of a key that was derived for them."""
+        return self._key.hex()
+
+    @property
+    def name(self) -> str:
+        """What tells this key from others in an error, and from which nobody learns it."""
+        return self.mac(b"name").hex()[:8] if self.is_given else "none"
+
+    def mac(self, *parts: bytes) -> bytes:
+        """An HMAC-SHA256 of these parts, 32 bytes. Where one ends and the next begins counts."""
+        made = hmac.new(self._key, digestmod="sha256")
+        for part in parts:
+            made.update(len(part).to_bytes(8, "big") + part)
+        return made.digest()
+
+    def has_made(self, mac: bytes, *parts: bytes) -> bool:
+        """Whether that is the HMAC of these parts; takes as long for any answer."""
+        return hmac.compare_digest(mac, self.mac(*parts))
+
+
+class Seals:
+    """Seals values for one store, and opens them. See [Note: seals].
+
+    Args:
+        secret: of the job.
+        scope: what else the values belong to, such as the name of the job.
+    """
+
+    def __init__(self, secret: Secret, *scope: str) -> None:
+        self.secret = secret
+        self._key = secret.derive("seal", *scope)
+        self._writer = secrets.token_hex(6)
+        self._count = 0
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def seal(self, key: str, text: str, count: int | None = None) -> str:
+        """A value as it stands in the store.
+
+        Args:
+            key: under which it will stand.
+            text: the value.
+            count: the how-manieth change of that key it is, where several writers change the same value in turn.
+        """
+        writer = self._writer
+        if count is None:
+            self._count = count = self._count + 1
+        else:
+            writer = "all"
+        head = f"{self.secret.name} {writer} {count}"
+        return f"{head} {self._mac(key, head, text).hex()} {text}"
+
+    def open(self, key: str, sealed: str) -> str:
+        """The text of a value that somebody of this job wrote there.
+
+        Raises:
+            Refused: nobody of this job has, or it is older than what was read before.
+        """
+        parts = sealed.split(" ", 4) if len(sealed) <= _LARGEST_SEALED else []
+        if len(parts) < 5:
+            raise Refused("it has no seal")
+        name, writer, digits, mac, text = parts
+        is_formed = digits.isascii() and digits.isdigit() and len(digits) <= 18
+        if not is_formed or len(mac) != 2 * MAC_BYTES or not _HEX.issuperset(mac):
+            raise Refused("it has no seal")
+        if not hmac.compare_digest(bytes.fromhex(mac), self._mac(key, f"{name} {writer} {digits}", text)):
+            if name != self.secret.name and len(name) <= 8 and name.isalnum():
+                raise Refused(f"it was made with another token ({name}) than is known here ({self.secret.name})")
+            raise Refused("its seal is forged")
+        count = int(digits)
+        if count < self._seen.get((key, writer), 0):
+            raise Refused("it is older than what was read before")
+        self._seen[key, writer] = count
+        return text
+
+    def count_of(self, sealed: str) -> int:
+        """Which change of its key a value is that was opened before."""
+        return int(sealed.split(" ", 3)[2])
+
+    def _mac(self, key: str, head: str, text: str) -> bytes:
+        return self._key.mac(*(part.encode(errors="surrogatepass") for part in (key, head, text)))
+
+
+def token_for_ranks(given: str | None) -> str:
+    """The token that the launcher of one host gives its ranks: a new one, or of what the launcher was given itself."""
+    return new_token() if given is None else Secret(given).derive("ranks").as_token()
+
+
+def secret_of_ranks() -> Secret:
+    """That of the job of which this process is a rank."""
+    return Secret(env.LOCKSTEP_TOKEN.get())
+
+
+def read_token_file(path: str) -> tuple[str, list[str]]:
+    """The token in a file, which is made, for this user alone, if there is none yet. Local.
+
+    Hosts that share a folder so have one token by naming a file in it; elsewhere the file is copied to every host.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The token, and what is to be said about the file.
+
+    Raises:
+        SetupError: it cannot be read or made, or holds no token.
+    """
+    path = os.path.expanduser(path)
+    remarks: list[str] = []
+    try:
+        if _make_token_file(path):
+            remarks.append(f"made {path}, with a token for this job: every host needs the same file")
+        with open(path, "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                raise SetupError(f"token_file={path} is no file")
+            data = file.read(_LARGEST_FILE_BYTES + 1)
+    except OSError as error:
+        raise SetupError(f"token_file={path} cannot be read or made: {error.strerror}") from None
+    try:
+        token = data.decode().strip()
+    except UnicodeDecodeError:
+        token = ""
+    if not token or len(data) > _LARGEST_FILE_BYTES or not token.isprintable():
+        raise SetupError(f"token_file={path} holds no token: a line of text, such as `openssl rand -hex 32` prints")
+    if stat.S_IMODE(state.st_mode) & 0o077:
+        remarks.append(f"others may read {path} (mode {stat.S_IMODE(state.st_mode):04o}): chmod 600 keeps it secret")
+    if len(token) < _SHORTEST_TOKEN:
+        remarks.append(f"the token in {path} has {len(token)} characters: so few can be guessed")
+    return token, remarks
+
+
+def _make_token_file(path: str) -> bool:
+    """Make it with a new token unless there is one; it appears whole, whoever makes it at the same time."""
+    if os.path.lexists(path):
+        return False
+    draft = f"{path}.{secrets.token_hex(8)}"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(f"{new_token()}\n")
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(draft)
+    return True

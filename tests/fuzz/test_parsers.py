@@ -1,0 +1,331 @@
+"""What comes from a socket, a store, a file or shared memory, and is not what should: a named error, and nothing else.
+
+Every parser gets what it should get with random changes: some thousands in a run of CI, from fixed seeds; for
+FUZZ_MINUTES where that is set (`make nightly`), from others each time. A failure prints the seed; `SEED=… pytest
+tests/fuzz/test_parsers.py` runs it again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.blackbox import find_unjoined, read_positions
+from lockstep.comm.hosts.greeting import _HELLO, _MAGIC, Arrival, Stranger
+from lockstep.comm.hosts.links import Links
+from lockstep.comm.hosts.places import _Card
+from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
+from lockstep.launch.hosts.place import _read_knock
+from lockstep.launch.hosts.rendezvous import _read_master
+from lockstep.launch.hosts.reports import HostReport
+from lockstep.launch.hosts.roll import Host, Roll, Terms
+from lockstep.launch.process import RankExit
+from lockstep.launch.report import ErrorReport, _parse, read_reports
+from lockstep.secret import Refused, Seals, Secret, read_token_file
+from lockstep.shm.board import Board, Failure
+from lockstep.shm.liveness import own_identity
+from lockstep.shm.meeting import Meeting, _read_failure
+from lockstep.shm.messages import Label
+from lockstep.shm.ring import RingReader, RingWriter, ring_bytes
+from lockstep.shm.segment import PAGE_BYTES, Segment
+from lockstep.shm.terms import disagreement
+
+IS_NIGHTLY = "FUZZ_MINUTES" in os.environ
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "1"))
+CASES = 600
+INTERESTING = [
+    b"",
+    b"\0",
+    b"\xff\xff\xff\xff",
+    b"[",
+    b"{",
+    b"null",
+    b"-1",
+    b"1e999",
+    b"9" * 5000,
+    b"\x80\x04cos\n",
+    b"|",
+    b" ",
+]
+
+
+def mutate(data: bytes, choose: random.Random) -> bytes:
+    """The same with some changes."""
+    changed = bytearray(data)
+    for _ in range(choose.choice((1, 1, 2, 8))):
+        place = choose.randrange(len(changed) + 1)
+        kind = choose.randrange(6)
+        if kind == 0 and changed:
+            changed[place % len(changed)] ^= 1 << choose.randrange(8)
+        elif kind == 1:
+            del changed[place : place + choose.choice((1, 4, 64))]
+        elif kind == 2:
+            changed[place:place] = choose.choice(INTERESTING)
+        elif kind == 3:
+            changed[place : place + 8] = choose.randbytes(8)
+        elif kind == 4:
+            changed[place:place] = changed[place : place + choose.choice((1, 16, 256))]
+        else:
+            del changed[place:]
+    return bytes(changed)
+
+
+@dataclass
+class Parser:
+    """What reads, what it should get, and by which errors it may refuse what it gets."""
+
+    read: Callable[[bytes], object]
+    samples: list[bytes]
+    refuses: tuple[type[Exception], ...] = ()
+
+
+def text_of(read: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda data: read(data.decode(errors="replace"))
+
+
+def as_json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    """For what is handed parsed JSON."""
+
+    def parse(data: bytes) -> object:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        return read(value)
+
+    return parse
+
+
+def host(key: str) -> Host:
+    return Host(key, "node", 4711, "10.0.0.1", 2, None, 29401)
+
+
+def roll() -> Roll:
+    return Roll(Terms(1, 2, 3), 4, True, (host("a"), host("b")), (host("c"),), 5, 1, 0, ("a", "b"))
+
+
+def report() -> ErrorReport:
+    return ErrorReport(1, 2, "node", "ValueError", "text", "Traceback", "a.py", 3, 1.5, False, (0,))
+
+
+def read_arrival(data: bytes) -> object:
+    """The host's side of a greeting, to a visitor who says this and no more."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data[:4096])
+        theirs.shutdown(socket.SHUT_WR)
+        return Arrival(ours, "", 0, Secret("token"), lambda peer, address: None).advance()
+
+
+def read_links(data: bytes) -> object:
+    """A connection between ranks on which this comes."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(data[:4096])
+        theirs.shutdown(socket.SHUT_WR)
+        links = Links({1: Quiet(ours)})  # type: ignore[dict-item]
+        for _ in range(3):
+            for _, message in links.listen():
+                assert len(message) <= len(data)
+        links.close()
+    return None
+
+
+class Quiet:
+    """A socket that takes the options of TCP, which it has not."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+    def setsockopt(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+
+class OneValue:
+    """A store with the same value under the one key that matters."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str) -> str:
+        return self._text
+
+    def has(self, key: str) -> bool:
+        return key == "segment"
+
+
+def meeting_of(segment: Segment) -> Parser:
+    text = json.dumps(
+        {
+            "handle": segment.handle,
+            "world_size": 2,
+            "terms": {"layout": 1},
+            "maker": asdict(own_identity()),
+            "published_at_s": 1.0,
+        }
+    )
+    error = json.dumps({"error": "SharedMemoryError", "message": "m", "boot_id": "b", "published_at_s": 1.0})
+
+    def read(said: str) -> object:
+        meeting = Meeting(OneValue(said), 1, (0, 1), 1.0, terms={"layout": 1})  # type: ignore[arg-type]
+        found = meeting._read(said)
+        return None if "error" in found else meeting._different(found)
+
+    return Parser(text_of(read), [text.encode(), error.encode()], (RendezvousError,))
+
+
+def board_of(segment: Segment) -> Parser:
+    """Everything that a rank reads of a peer's block, which is written over."""
+    board = Board(segment, 0, 1)
+    board.introduce(own_identity())
+    board.add_call("all_reduce(float32[10], SUM)")
+    board.add_site("train.py:3 in main")
+    board.fail(Failure("RankLost", (1,), "rank 1 is lost"))
+    board.announce(segment.handle)
+    board.say_blocked("waits")
+    start = 4096
+    sample = bytes(segment.memory[start : start + 4096 + 256])
+
+    def read(data: bytes) -> object:
+        block = data[: len(sample)]
+        segment.memory[start : start + len(block)] = block
+        board.state(0)
+        board.blocked(0), board.announcement(0), board.failure(0), board.identity(0)
+        board.latest_record(0)
+        return board.find_damage(0, 1)
+
+    return Parser(read, [sample], (SegmentDamaged,))
+
+
+def ring_of(segment: Segment) -> Parser:
+    capacity = 4096
+    RingWriter(segment, 64, capacity).write((3, 1, 2, 5, 0, -1, 0), torch.arange(5, dtype=torch.uint8))
+    sample = bytes(segment.memory[64 : 64 + 128 + 128])
+
+    def read(data: bytes) -> object:
+        segment.memory[64 : 64 + ring_bytes(capacity)] = bytes(ring_bytes(capacity))
+        block = data[: ring_bytes(capacity)]
+        segment.memory[64 : 64 + len(block)] = block
+        reader = RingReader(segment, 64, capacity)
+        for _ in range(100):
+            fields = reader.read()
+            if fields is None:
+                break
+            reader.payload(max(fields[3], 0) % 5000)
+            reader.advance()
+        return None
+
+    return Parser(read, [sample], (SegmentDamaged,))
+
+
+def read_folder(folder: Path, rank_file: str, read: Callable[[], object]) -> Callable[[bytes], object]:
+    """For what reads a file."""
+
+    def parse(data: bytes) -> object:
+        (folder / rank_file).write_bytes(data)
+        return read()
+
+    return parse
+
+
+def parsers(folder: Path) -> dict[str, Parser]:
+    """Every parser of the package that reads what another process wrote; by the page docs/security.md."""
+    segment, seals = Segment.create(1 << 18), Seals(Secret("token"), "job")
+    handle_of = Segment.create(PAGE_BYTES)
+    secret = folder / "token"
+    secret.touch(mode=0o600)
+    hello = _HELLO.pack(_MAGIC, 1, bytes(16)) + bytes(32)
+    host_report = HostReport({1: RankExit(1, 2, 1, None, 1.0, False)}, {1: report()}, (1,))
+    box = b"".join(struct.pack("=q", number) for number in range(2048))
+    return {
+        "seals": Parser(
+            text_of(lambda text: Seals(Secret("token"), "job").open("key", text)),
+            [seals.seal("key", "v").encode()],
+            (Refused,),
+        ),
+        "roll": Parser(text_of(Roll.decode), [roll().encode().encode()], (ValueError,)),
+        "host report": Parser(text_of(HostReport.decode), [host_report.encode().encode()], (ValueError,)),
+        "master": Parser(text_of(_read_master), [b'["10.0.0.1", 29500]'], (LaunchError,)),
+        "knock": Parser(text_of(_read_knock), [b'{"host": "a", "address": "10.0.0.1"}']),
+        "handle": Parser(
+            text_of(lambda text: Segment.attach(text, size_bytes=PAGE_BYTES).release()),
+            [handle_of.handle.encode()],
+            (SharedMemoryError,),
+        ),
+        "meeting": meeting_of(handle_of),
+        "failure": Parser(text_of(lambda text: str(_read_failure(text))), [b'["SetupError", "text"]']),
+        "terms": Parser(
+            as_json(lambda value: disagreement("rank 0", {"layout": 1}, "rank 1", value)),
+            [b'{"layout": 1, "wire": "fp32"}'],
+        ),
+        "card": Parser(
+            as_json(_Card.decode),
+            [json.dumps({"identity": asdict(own_identity()), "boot_id": "b", "handle": "h"}).encode()],
+            (RendezvousError,),
+        ),
+        "label": Parser(Label.decode, [Label("float32", (2, 3), "a.py:1").encode()], (ValueError,)),
+        "board": board_of(segment),
+        "ring": ring_of(Segment.create(1 << 14)),
+        "greeting": Parser(read_arrival, [hello], (Stranger,)),
+        "links": Parser(read_links, [struct.pack("!I", 5) + b"abcde" + struct.pack("!I", 0)]),
+        "error report": Parser(text_of(_parse), [json.dumps(asdict(report())).encode()]),
+        "report file": Parser(
+            read_folder(folder, "error-rank0.json", lambda: read_reports(folder, {0: 1})),
+            [json.dumps(asdict(report())).encode()],
+        ),
+        "black box": Parser(
+            read_folder(folder, "position-rank0", lambda: (read_positions(folder, [0]), find_unjoined(folder, [0]))),
+            [box],
+        ),
+        "token file": Parser(
+            read_folder(folder, "token", lambda: read_token_file(str(secret))), [b"0123456789abcdef\n"], (SetupError,)
+        ),
+    }
+
+
+NAMES = [
+    "seals", "roll", "host report", "master", "knock", "handle", "meeting", "failure", "terms", "card", "label",
+    "board", "ring", "greeting", "links", "error report", "report file", "black box", "token file",
+]  # fmt: skip
+
+
+def test_all_are_named(tmp_path: Path) -> None:
+    assert list(parsers(tmp_path)) == NAMES
+
+
+@pytest.mark.timeout(60 * MINUTES + 300)
+@pytest.mark.parametrize("name", NAMES)
+def test_parser(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    parser = parsers(tmp_path)[name]
+    until = time.monotonic() + 60 * MINUTES / len(NAMES)
+    seed = int(os.environ.get("SEED", time.time_ns() % (1 << 30) if IS_NIGHTLY else 0))
+    count = 0
+    while count < CASES or (IS_NIGHTLY and time.monotonic() < until):
+        choose = random.Random(f"{name} {seed + count}")
+        data = mutate(choose.choice(parser.samples), choose)
+        try:
+            parser.read(data)
+        except parser.refuses:
+            pass
+        except Exception as error:
+            raise AssertionError(
+                f"{name}, seed {seed + count}: {type(error).__name__}: {error}\n{data[:300]!r}"
+            ) from error
+        count += 1

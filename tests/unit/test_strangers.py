@@ -1,0 +1,300 @@
+"""Those who do not know the job's secret: what they write, where they connect, and what they make ranks wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lockstep import env
+from lockstep.comm.founding import MeetingStore
+from lockstep.comm.hosts.entrance import Entrance
+from lockstep.comm.hosts.greeting import _HELLO, _MAGIC
+from lockstep.comm.hosts.links import Links
+from lockstep.errors import LaunchError, RendezvousError, SetupError
+from lockstep.launch.hosts.options import parse_conf
+from lockstep.launch.hosts.visitors import _address, connected_to
+from lockstep.rendezvous.interfaces import Door, Interface, reachable
+from lockstep.secret import MAC_BYTES, Refused, Seals, Secret, new_token, read_token_file
+from lockstep.testing import limit_s
+
+LOOPBACK = Interface("lo", "127.0.0.1", True)
+TOKEN, OTHER = "a" * 64, "b" * 64
+
+# ---- seals ----------------------------------------------------------------------------------------------------------
+
+
+def test_value_under_a_seal_comes_back() -> None:
+    writer, reader = Seals(Secret(TOKEN), "job"), Seals(Secret(TOKEN), "job")
+    for text in ("", "a b  c", "ü\n", '{"a": "b c d e f"}'):
+        assert reader.open("key", writer.seal("key", text)) == text
+
+
+@pytest.mark.parametrize(
+    ("reader", "key", "why"),
+    [
+        (Seals(Secret(OTHER), "job"), "key", "made with another token"),
+        (Seals(Secret(None), "job"), "key", r"made with another token \([0-9a-f]{8}\) than is known here \(none\)"),
+        (Seals(Secret(TOKEN), "another job"), "key", "forged"),
+        (Seals(Secret(TOKEN), "job"), "another key", "forged"),
+    ],
+)
+def test_seal_is_of_one_job_and_one_key(reader: Seals, key: str, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        reader.open(key, Seals(Secret(TOKEN), "job").seal("key", "value"))
+
+
+def test_no_part_of_a_sealed_value_can_be_changed() -> None:
+    seals = Seals(Secret(TOKEN), "job")
+    sealed = seals.seal("key", "value")
+    for place in range(len(sealed)):
+        changed = sealed[:place] + ("0" if sealed[place] != "0" else "1") + sealed[place + 1 :]
+        with pytest.raises(Refused):
+            Seals(Secret(TOKEN), "job").open("key", changed)
+
+
+def test_older_value_is_not_taken_again() -> None:
+    writer, reader = Seals(Secret(TOKEN), "job"), Seals(Secret(TOKEN), "job")
+    first, second = writer.seal("key", "1"), writer.seal("key", "2")
+    assert reader.open("key", first) == "1"
+    assert reader.open("key", second) == "2"
+    assert reader.open("key", second) == "2"
+    with pytest.raises(Refused, match="older than what was read before"):
+        reader.open("key", first)
+
+
+def test_secret_does_not_show() -> None:
+    secret = Secret(TOKEN)
+    for text in (repr(secret), str(secret), secret.name, f"{secret.derive('ranks')!r}", Seals(secret).seal("k", "v")):
+        assert TOKEN not in text
+        assert secret._key.hex() not in text
+
+
+# ---- what ranks keep in their store ---------------------------------------------------------------------------------
+
+
+def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
+    shared = dist.HashStore()
+    ours, theirs = MeetingStore(shared, "group"), MeetingStore(shared, "group")
+    ours.torch_store.set("segment", '{"handle": "forged"}')
+    assert not theirs.has("segment")
+    ours.set("segment", "true")
+    assert theirs.get("segment") == "true"
+    monkeypatch.setattr("lockstep.comm.founding._PATIENCE_S", -1.0)
+    ours.torch_store.set("segment", b"\x80\xff garbage")
+    with pytest.raises(RendezvousError, match="'segment' was not written by a rank of this job: it has no seal"):
+        theirs.has("segment")
+    monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)
+    MeetingStore(shared, "group").set("segment", "another job's")
+    with pytest.raises(RendezvousError, match=r"made with another token.*same LOCKSTEP_TOKEN"):
+        theirs.has("segment")
+    assert TOKEN not in capfd.readouterr().err
+
+
+# ---- where ranks connect --------------------------------------------------------------------------------------------
+
+
+def meet(
+    secrets: tuple[Secret, Secret], disturb: Callable[[str, int], object] = lambda address, port: None
+) -> list[Links | BaseException]:
+    """Two ranks connect, after a stranger has done something at rank 0's entrance."""
+    entrances = [Entrance("127.0.0.1", secret) for secret in secrets]
+    disturb(*entrances[0].place[:2])
+    made: dict[int, Links | BaseException] = {}
+
+    def join(rank: int) -> None:
+        try:
+            made[rank] = entrances[rank].connect(rank, {1 - rank: entrances[1 - rank].place}, limit_s(5), lambda: None)
+        except BaseException as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[0], made[1]]
+
+
+def close(made: list[Links | BaseException]) -> None:
+    for one in made:
+        if isinstance(one, Links):
+            one.close()
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_silent_connections_keep_nobody_waiting(token: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    """Six of them stopped a group for 30 s."""
+    silent: list[socket.socket] = []
+
+    def knock(address: str, port: int) -> None:
+        silent.extend(socket.create_connection((address, port)) for _ in range(20))
+        silent[0].sendall(_MAGIC[:1])
+
+    start_s = time.monotonic()
+    made = meet((Secret(token), Secret(token)), knock)
+    assert all(isinstance(one, Links) for one in made), made
+    assert time.monotonic() - start_s < limit_s(3)
+    close(made)
+    for one in silent:
+        one.close()
+
+
+def test_ranks_with_another_token_are_refused_by_both() -> None:
+    made = meet((Secret(TOKEN), Secret(OTHER)))
+    assert "rank 1 cannot connect to rank 0" in str(made[1])
+    assert "has another token than this rank" in str(made[1])
+    assert "ranks [1] did not connect to rank 0" in str(made[0])
+
+
+def pass_for_rank_one(address: str, port: int, key: Secret) -> bytes:
+    """What a stranger hears that does all as a rank would, by a key that it has made up."""
+    with socket.create_connection((address, port), limit_s(5)) as link:
+        link.sendall(_HELLO.pack(_MAGIC, 1, bytes(16)))
+        answer = link.recv(MAC_BYTES + 16, socket.MSG_WAITALL)
+        proof = key.mac(b"greeting", b"visitor", b"0", b"1", bytes(16), answer[MAC_BYTES:])
+        link.sendall(proof)
+        return link.recv(2)
+
+
+def test_who_knows_the_store_alone_does_not_pass_for_a_rank() -> None:
+    """It was taken for rank 1, and rank 0 blamed for what came of it."""
+    entrance = Entrance("127.0.0.1", Secret(TOKEN))
+    other = Entrance("127.0.0.1", Secret(TOKEN))
+    address, port, word = entrance.place
+    heard: list[bytes] = []
+    made: list[Links] = []
+
+    def strange() -> None:
+        heard.append(pass_for_rank_one(address, port, Secret(None).derive("entrance", word)))
+        made.append(other.connect(1, {0: entrance.place}, limit_s(5), lambda: None))
+
+    thread = threading.Thread(target=strange)
+    thread.start()
+    links = entrance.connect(0, {1: other.place}, limit_s(10), lambda: None)
+    thread.join()
+    assert heard == [b"\x00"]
+    links.close()
+    made[0].close()
+
+
+def test_without_a_token_a_rank_comes_from_its_own_address() -> None:
+    entrance = Entrance("127.0.0.1", Secret(None))
+    address, port, word = entrance.place
+    said: list[object] = []
+    thread = threading.Thread(
+        target=lambda: said.append(pass_for_rank_one(address, port, Secret(None).derive("entrance", word)))
+    )
+    thread.start()
+    with pytest.raises(RendezvousError, match=r"one from 127.0.0.1 was refused: .*rank 1, whose address is 10.0.0.2"):
+        entrance.connect(0, {1: ("10.0.0.2", 1, "")}, limit_s(1), lambda: None)
+    thread.join()
+    assert said == [b"\x00"]
+
+
+def test_door_answers_only_who_knows_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
+    door = Door([LOOPBACK])
+    try:
+        place = door.places[0][1:]
+        silent = [socket.create_connection(place) for _ in range(6)]
+        assert reachable({1: (door.nonce, [place])}) == {1: [0]}
+        monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)
+        assert reachable({1: (door.nonce, [place])}) == {1: []}
+        for one in silent:
+            one.close()
+    finally:
+        door.close()
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_token_file_is_made_once_and_for_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token, remarks = read_token_file(str(path))
+    assert len(token) == 64
+    assert remarks == [f"made {path}, with a token for this job: every host needs the same file"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_token_file(str(path)) == (token, [])
+    assert os.listdir(tmp_path) == ["token"]
+
+
+@pytest.mark.parametrize("data", [b"", b" \n", b"\xff\xfe" * 20, b"x" * 5000, b"a\x00b"])
+def test_file_without_a_token_is_named(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(data)
+    path.chmod(0o600)
+    with pytest.raises(SetupError, match=f"token_file={path} holds no token") as caught:
+        read_token_file(str(path))
+    assert "x" * 20 not in str(caught.value)
+
+
+def test_file_that_others_may_read_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("short\n")
+    path.chmod(0o644)
+    token, remarks = read_token_file(str(path))
+    assert token == "short"
+    assert "others may read" in remarks[0]
+    assert "can be guessed" in remarks[1]
+    assert "short" not in "".join(remarks).replace(str(path), "")
+    for wrong in (tmp_path, tmp_path / "missing" / "token"):
+        with pytest.raises(SetupError, match="token_file="):
+            read_token_file(str(wrong))
+
+
+def test_token_on_a_command_line_is_refused() -> None:
+    assert parse_conf("token_file=/a/b")["token_file"] == "/a/b"
+    with pytest.raises(LaunchError, match="token_file=PATH") as caught:
+        parse_conf(f"token={TOKEN}")
+    assert TOKEN not in str(caught.value)
+    with pytest.raises(LaunchError, match="without a path"):
+        parse_conf("token_file=")
+
+
+def test_every_token_is_another() -> None:
+    assert len({new_token() for _ in range(100)}) == 100
+
+
+# ---- who is connected -----------------------------------------------------------------------------------------------
+
+
+def test_addresses_of_visitors() -> None:
+    assert _address("0100007F") == "127.0.0.1" or sys.byteorder == "big"
+    assert _address("0000000000000000FFFF00000100007F") == "127.0.0.1" or sys.byteorder == "big"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert connected_to(port) == set()
+        with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.7", 0)):
+            assert connected_to(port) == {"127.0.0.7"}
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_doctor_and_errors_do_not_show_the_token() -> None:
+    variables = {**os.environ, "LOCKSTEP_TOKEN": TOKEN}
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "doctor"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=limit_s(120),
+    )
+    assert TOKEN not in done.stdout + done.stderr
+    assert "lockstep" in (done.stdout + done.stderr).lower()
+    env.check({"LOCKSTEP_TOKEN": TOKEN})
+    assert json.dumps(sorted(env.registry)).count("LOCKSTEP_TOKEN") == 1
