@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -73,6 +73,8 @@ class EpochReport:
         train_s: seconds in training steps, on this rank's clock.
         local_samples: of `samples`, those that this rank was given.
         communication_s: of `train_s`, seconds this rank was in collectives or waited for others in them.
+        loader_s: of `train_s`, seconds in which the rank that waited longest waited for its loader.
+        first_batch_s: of `loader_s`, seconds until its first batch, which wait for workers to start.
         evaluation: what `evaluate` returned; empty without one.
     """
 
@@ -83,6 +85,8 @@ class EpochReport:
     train_s: float
     local_samples: int
     communication_s: float
+    loader_s: float = 0.0
+    first_batch_s: float = 0.0
     evaluation: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -203,6 +207,39 @@ class _Ledger:
         self._steps.clear()
         self._since = now
         return reports
+
+
+class _Waits:
+    """The batches of an epoch, and how long the loop waits for them.
+
+    Args:
+        loader: begins its next epoch now.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._since = time.perf_counter()
+        self.batches = iter(loader)
+        self.first_s = 0.0
+        self.total_s = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for data in self.batches:
+            self._enter()
+            yield data
+            self._since = time.perf_counter()
+        self._enter()
+
+    def _enter(self) -> None:
+        waited_s = time.perf_counter() - self._since
+        self.total_s += waited_s
+        self.first_s = self.first_s or waited_s
+
+    def longest(self) -> tuple[float, float]:
+        """Seconds until the first batch, and of all waiting, on the rank where they are most. Collective."""
+        together = torch.tensor([self.first_s, self.total_s], dtype=torch.float64, device=collective_device())
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        first_s, total_s = together.tolist()
+        return first_s, total_s
 
 
 @dataclass
@@ -380,8 +417,9 @@ class Trainer:
         self._goes_on = False
         ledger = _Ledger()
         started, communication_s, samples_before = time.perf_counter(), _communication_s(), self._so_far.samples
-        batches = iter(self.loader)
-        for number, data in enumerate(batches, start=1):
+        waits = _Waits(self.loader)
+        batches = waits.batches
+        for number, data in enumerate(waits, start=1):
             is_last = number == len(batches)
             closes_step = number % self.accumulate == 0 or is_last
             with nullcontext() if closes_step else self.model.no_sync():
@@ -399,6 +437,7 @@ class Trainer:
             if saves:
                 self.save()
         self._enter(ledger.reports(self.step, self.epoch + 1))
+        first_batch_s, loader_s = waits.longest()
         return EpochReport(
             epoch=self.epoch + 1,
             step=self.step,
@@ -407,6 +446,8 @@ class Trainer:
             train_s=time.perf_counter() - started,
             local_samples=ledger.local_samples,
             communication_s=_communication_s() - communication_s,
+            loader_s=loader_s,
+            first_batch_s=first_batch_s,
         )
 
     def _enter(self, steps: Sequence[StepReport]) -> None:

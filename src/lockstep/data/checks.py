@@ -18,6 +18,7 @@ __all__ = [
     "STATE_VERSION",
     "check_dataset",
     "check_integer",
+    "check_permutation",
     "check_refused",
     "check_sampler",
     "check_state",
@@ -88,6 +89,15 @@ def check_sampler(sampler: Any, shuffle: bool) -> None:
         )
     if len(sampler) < 1:
         raise DataError(f"sampler {name} is empty: expected at least one index")
+
+
+def check_permutation(permutation: object, shuffle: bool) -> str:
+    """How a shuffled order is made."""
+    if permutation not in ("stored", "computed"):
+        raise DataError(f"permutation is {permutation!r}; expected 'stored' or 'computed'")
+    if permutation == "computed" and not shuffle:
+        raise DataError("permutation='computed' is a way to shuffle, but shuffle is False: pass shuffle=True")
+    return str(permutation)
 
 
 def check_refused(batch_sampler: object, generator: object, in_order: bool) -> None:

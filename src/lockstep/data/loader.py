@@ -14,6 +14,7 @@ from lockstep.data.checks import (
     STATE_VERSION,
     check_dataset,
     check_integer,
+    check_permutation,
     check_refused,
     check_sampler,
     check_state,
@@ -22,7 +23,7 @@ from lockstep.data.checks import (
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.handover import CollateAndPack
 from lockstep.data.iteration import EpochIterator, Progress, RankBatchSampler
-from lockstep.data.order import Order, Plan, Schedule, draw_order, shuffled_order
+from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, shuffled_order
 from lockstep.data.place import check_place, find_place
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import Source, TensorSource, WorkerInit, identity, make_source
@@ -63,6 +64,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             where torch uses it, unless `__getitem__` takes a `generator`.
         batch_size: samples per step, over all ranks together.
         shuffle: a new permutation every epoch.
+        permutation: how `shuffle` makes it. "stored": in memory, 4 bytes a sample (8 from 2**32 / 20 samples on).
+            "computed": where it is asked for, by a Feistel network; nothing to wait for and nothing to store, for
+            10^8 samples and more. The two are different orders from 65,537 samples on; a run that goes on keeps to
+            its own.
         seed: of shuffling and per-sample randomness; the same on all ranks.
         evaluation: no fillers. A rank without a share of a batch does not get that batch, so ranks
             may differ in their number of batches and every sample counts once.
@@ -136,6 +141,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seed_global_rng: bool = True,
         device: torch.device | str | int | None = None,
         prefetch: int = 1,
+        permutation: str = "stored",
         rank: int | None = None,
         world_size: int | None = None,
         batch_sampler: None = None,
@@ -149,6 +155,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         num_workers = check_workers(num_workers, prefetch_factor, persistent_workers, timeout, multiprocessing_context)
         self.seed = check_integer("seed", seed, -(2**63))
         self.shuffle = bool(shuffle)
+        self.permutation = check_permutation(permutation, self.shuffle)
         self.evaluation = bool(evaluation)
         self.seed_global_rng = bool(seed_global_rng)
         self.device = check_device(device, prefetch)
@@ -199,6 +206,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         rank, world_size = self._place or find_place()
         if not self.evaluation:
             watch_optimizers(world_size)
+        if not any(each.is_open for each in self._progresses):
+            self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
         plan = self._plan(start)
         schedule = Schedule(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source)
@@ -313,13 +322,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return len(cast(Any, self.sampler)) if self._ordered_by_sampler else length
 
     def _order_name(self) -> str:
-        return "sampler" if self._ordered_by_sampler else "shuffled" if self.shuffle else "sequential"
+        if self._ordered_by_sampler:
+            return "sampler"
+        if not self.shuffle:
+            return "sequential"
+        return "shuffled" if self.permutation == "stored" else "shuffled, computed"
 
     def _order(self, epoch: int) -> Order:
         if self._ordered_by_sampler:
             return draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
         length = self._samples_per_epoch()
-        return shuffled_order(length, self.seed, epoch) if self.shuffle else range(length)
+        if not self.shuffle:
+            return range(length)
+        return (shuffled_order if self.permutation == "stored" else computed_order)(length, self.seed, epoch)
 
     def _plan(self, start: int = 0) -> Plan:
         """The batches of an epoch; read anew each time, as the dataset may have grown."""

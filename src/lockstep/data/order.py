@@ -8,8 +8,9 @@ consecutive places in it, and a rank's share is a run of the batch:
     rank 1         9 4 |     1 6 |   3
 
 So putting the ranks' shares side by side gives back the batch, and putting the batches behind
-each other gives back the order, at any number of ranks. The order itself is an int64 tensor (or
-a `range` when nothing is shuffled), never a list: Python integers exist for one batch at a time.
+each other gives back the order, at any number of ranks. The order itself is an array of integers (a
+`range` when nothing is shuffled, or computed where it is asked for), never a list: Python integers exist for
+one batch at a time.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ import numpy.typing as npt
 import torch
 
 from lockstep.batch import BatchShare, Division, filler_rows, share_bounds
+from lockstep.data.feistel import ComputedOrder
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
-__all__ = ["Fetch", "Order", "Plan", "Schedule", "draw_order", "shuffled_order"]
+__all__ = ["Fetch", "Order", "Plan", "Schedule", "computed_order", "draw_order", "shuffled_order"]
 
-Order: TypeAlias = npt.NDArray[np.int64] | range  # [num_samples]; numpy slices small runs faster than torch
+Stored: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+Order: TypeAlias = Stored | range | ComputedOrder  # [num_samples]; numpy slices small runs faster than torch
+
+_STORED_ANYWAY = 1 << 16  # samples; 256 KiB
+# torch draws 32 bits for each place up to here, whatever the dtype, and 64 beyond.
+_INT32_NUMEL = 2**32 // 20
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,27 @@ class Plan:
         return begin, min(begin + self.batch_size, self.num_samples)
 
 
-def shuffled_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def shuffled_order(num_samples: int, seed: int, epoch: int) -> Stored:
     """The order of one epoch: a permutation that depends on its arguments only.
 
     Returns:
-        int64 [num_samples].
+        [num_samples]; int32 where that is enough, which takes half the memory and is the same permutation.
     """
-    permutation: npt.NDArray[np.int64] = torch.randperm(
-        num_samples, generator=make_generator(b"shuffle", seed, epoch)
+    dtype = torch.int32 if num_samples <= _INT32_NUMEL else torch.int64
+    permutation: Stored = torch.randperm(
+        num_samples, generator=make_generator(b"shuffle", seed, epoch), dtype=dtype
     ).numpy()
     return permutation
+
+
+def computed_order(num_samples: int, seed: int, epoch: int) -> Stored | ComputedOrder:
+    """Another permutation that depends on its arguments only, and takes no memory to speak of.
+
+    Up to 65,536 samples it is that of `shuffled_order`.
+    """
+    if num_samples <= _STORED_ANYWAY:
+        return shuffled_order(num_samples, seed, epoch)
+    return ComputedOrder(num_samples, seed, epoch)
 
 
 def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.int64]:

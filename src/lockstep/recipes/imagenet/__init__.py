@@ -10,7 +10,8 @@ General layout:
   parts of a folder, and loaders of them; `broken`: files that could not be read.
 * `models`: networks by name; `schedule`: the learning rate of every step.
 * `strategies`: single, dp, ddp, apex, horovod … around a network; `evaluation`: every image counted once.
-* `training`: what every rank does; `spawning`: processes that one starts by itself; `reporting`: what a run says.
+* `training`: what every rank does; `spawning`: processes that one starts by itself; `reporting`: what a run
+  says; `waiting`: what it waits for.
 * `shapes`: `lockstep data make-imagenet`.
 
 This module is all that the process which starts the ranks imports.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -31,6 +32,7 @@ from lockstep.recipes.imagenet.reporting import evaluation_line, heading, make_v
 from lockstep.recipes.imagenet.schedule import RateSchedule
 from lockstep.recipes.imagenet.starting import choose_strategy, meeting_url
 from lockstep.recipes.imagenet.strategies import Strategy, prepare
+from lockstep.recipes.imagenet.waiting import LoaderAdvice
 from lockstep.recipes.runlog import folder_of_run
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
@@ -106,7 +108,8 @@ def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, f
             stack.enter_context(view)
         job.broken.report_to(folder, views)
         times = RankTimes()
-        trainer.callbacks = (times, *views)
+        says_why = [LoaderAdvice(views, options.workers, _num_cores(), world.local_world_size)] if views else []
+        trainer.callbacks = (times, *views, *says_why)
         if not trainer.fit(job.config.epochs, options.max_steps):
             for view in views:
                 view.stop(f"stopped after step {trainer.step:,}, as asked; go on with --resume {folder}")
@@ -257,6 +260,10 @@ def _network(
         module.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
     )
     return module, optimizer
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _autocast(config: ImagenetConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -1,0 +1,61 @@
+"""What a run waits for, the loader or the steps, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.train import EpochReport, Report
+
+__all__ = ["LoaderAdvice", "advice"]
+
+_WORTH_SAYING = 0.1  # of the time of training
+
+
+class LoaderAdvice:
+    """Says after an epoch that it has waited for images, and what to change. For rank 0 alone; a `Trainer` callback.
+
+    Args:
+        views: to say it to.
+        workers: `-j`, the processes of a host that load images.
+        cores: that this process may run on.
+        ranks: training processes of this host.
+    """
+
+    def __init__(self, views: Sequence[Any], workers: int, cores: int, ranks: int) -> None:
+        self.views, self.workers, self.cores, self.ranks = views, workers, cores, ranks
+
+    def __call__(self, report: Report) -> None:
+        """Look at one report."""
+        if not isinstance(report, EpochReport) or report.train_s <= 0:
+            return
+        waited_s = report.loader_s - report.first_batch_s
+        if waited_s < _WORTH_SAYING * report.train_s:
+            return
+        line = (
+            f"epoch {report.epoch} waited for images {waited_s / report.train_s:.0%} of the time "
+            f"({waited_s:.1f} of {report.train_s:.1f} s), the steps took the rest: "
+            f"{advice(self.workers, self.cores, self.ranks)}"
+        )
+        for view in self.views:
+            view.say(line)
+
+
+def advice(workers: int, cores: int, ranks: int) -> str:
+    """What makes a loader faster on a host.
+
+    Args:
+        workers: processes that load images now; 0 where the training processes do.
+        cores: of the host.
+        ranks: training processes.
+    """
+    here = f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {cores} {'core' if cores == 1 else 'cores'}"
+    if workers == 0:
+        return f"-j {max(ranks, cores - ranks)} loads them beside the steps ({here})"
+    spare = cores - ranks
+    if spare > workers:
+        return f"more workers load faster, -j {spare} in the place of -j {workers} ({here})"
+    return (
+        f"-j {workers} and {here} leave no core for more workers; store the images smaller (a shorter edge of "
+        "256 pixels is enough for --size 224), or use a host with more cores"
+    )

@@ -1,0 +1,97 @@
+"""What a run waits for, and what to change: a slow dataset, a slow step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep.recipes.imagenet.waiting import LoaderAdvice, advice
+from lockstep.train import EpochReport, Report, Trainer
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Each sample takes some time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.ones(1)
+
+
+class View:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def train(sample_s: float, step_s: float, workers: int = 0) -> tuple[EpochReport, list[str]]:
+    """Two epochs of three steps; the second epoch, and what was said of it."""
+    view, reports = View(), list[Report]()
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(step_s)
+        return model(batch).mean()
+
+    with lockstep.init(device="cpu"):
+        model = lockstep.DistributedDataParallel(nn.Linear(1, 1))
+        loader = lockstep.DataLoader(Slow(sample_s), 4, num_workers=workers, persistent_workers=workers > 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        callbacks = (reports.append, LoaderAdvice([view], workers, cores=8, ranks=1))
+        Trainer(model, optimizer, loader, loss, callbacks=callbacks).fit(2)
+    last = reports[-1]
+    assert isinstance(last, EpochReport)
+    return last, [line for line in view.lines if line.startswith("epoch 2 ")]
+
+
+def test_a_slow_dataset() -> None:
+    report, said = train(0.02, 0.0)
+    assert 0 < report.first_batch_s < report.loader_s <= report.train_s
+    assert report.loader_s >= 12 * 0.02
+    (line,) = said
+    assert line.endswith("the steps took the rest: -j 7 loads them beside the steps (1 rank on 8 cores)")
+
+
+def test_a_slow_step() -> None:
+    report, said = train(0.0, 0.4)
+    assert report.train_s >= 3 * 0.4
+    assert report.loader_s < report.train_s - 3 * 0.4 + 0.05
+    assert said == [] or report.loader_s > 0.1 * report.train_s  # as on a machine too busy for the loader
+
+
+def test_the_first_batch_is_no_reason_for_more_workers() -> None:
+    view = View()
+    says = LoaderAdvice([view], 2, 8, 1)
+    report = EpochReport(1, 10, 0.5, 100, train_s=10.0, local_samples=100, communication_s=0.0)
+    for loader_s, first_s, lines in ((9.0, 8.5, 0), (0.9, 0.0, 0), (9.0, 1.0, 1)):
+        says(replace(report, loader_s=loader_s, first_batch_s=first_s))
+        assert len(view.lines) == lines
+    assert view.lines[0].startswith(
+        "epoch 1 waited for images 80% of the time (8.0 of 10.0 s), the steps took the rest"
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "ranks", "said"),
+    [
+        (0, 16, 4, "-j 12 loads them beside the steps (4 ranks on 16 cores)"),
+        (0, 1, 1, "-j 1 loads them beside the steps (1 rank on 1 core)"),
+        (4, 16, 4, "more workers load faster, -j 12 in the place of -j 4 (4 ranks on 16 cores)"),
+        (2, 2, 2, "-j 2 and 2 ranks on 2 cores leave no core for more workers; store the images smaller"),
+    ],
+)
+def test_what_to_change(workers: int, cores: int, ranks: int, said: str) -> None:
+    assert advice(workers, cores, ranks).startswith(said)
