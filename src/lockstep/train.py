@@ -73,7 +73,7 @@ class EpochReport:
         train_s: seconds in training steps, on this rank's clock.
         local_samples: of `samples`, those that this rank was given.
         communication_s: of `train_s`, seconds this rank was in collectives or waited for others in them.
-        loader_s: of `train_s`, seconds in which the rank that waited longest waited for its loader.
+        loader_s: of `train_s`, seconds this rank waited for its loader.
         first_batch_s: of `loader_s`, seconds until its first batch, which wait for workers to start.
         evaluation: what `evaluate` returned; empty without one.
     """
@@ -233,13 +233,6 @@ class _Waits:
         waited_s = time.perf_counter() - self._since
         self.total_s += waited_s
         self.first_s = self.first_s or waited_s
-
-    def longest(self) -> tuple[float, float]:
-        """Seconds until the first batch, and of all waiting, on the rank where they are most. Collective."""
-        together = torch.tensor([self.first_s, self.total_s], dtype=torch.float64, device=collective_device())
-        dist.all_reduce(together, op=dist.ReduceOp.MAX)
-        first_s, total_s = together.tolist()
-        return first_s, total_s
 
 
 @dataclass
@@ -437,7 +430,6 @@ class Trainer:
             if saves:
                 self.save()
         self._enter(ledger.reports(self.step, self.epoch + 1))
-        first_batch_s, loader_s = waits.longest()
         return EpochReport(
             epoch=self.epoch + 1,
             step=self.step,
@@ -446,8 +438,8 @@ class Trainer:
             train_s=time.perf_counter() - started,
             local_samples=ledger.local_samples,
             communication_s=_communication_s() - communication_s,
-            loader_s=loader_s,
-            first_batch_s=first_batch_s,
+            loader_s=waits.total_s,
+            first_batch_s=waits.first_s,
         )
 
     def _enter(self, steps: Sequence[StepReport]) -> None:
