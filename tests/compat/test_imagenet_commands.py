@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    compiled = folder / "compiled"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     command = [sys.executable, "-m", "lockstep", *words]
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -146,3 +148,21 @@ def test_rehearsed_strategies(folder: Path, strategy: str, start_as: str) -> Non
     (text,) = end(start(folder, *words, *options, *sync, "images", *LITTLE))
     assert "nothing found in lockstep.recipes.imagenet" in text
     assert (result(folder)["strategy"], result(folder)["backend"]) == (strategy, "nccl")
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler on the CPU"
+)
+def test_compiled(folder: Path) -> None:
+    """Two ranks, with channels last: what is compiled, is compiled; and the losses are those of the plain network."""
+    words = ("--nproc", "2", "-a", "tiny", "images", *LITTLE, "-b", "4")
+    losses = {}
+    for name, options in (("plain", ()), ("compiled", ("--compile", "--channels-last"))):
+        end(start(folder, *PROGRAM, *words, "--name", name, *options))
+        records = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        assert records[-1]["total"] == 3
+        losses[name] = [record["loss"] for record in records if record["kind"] == "step"]
+        # What inductor has written is no part of a run that compiles nothing.
+        assert bool(list(folder.glob("compiled/**/*.so"))) == (name == "compiled")
+    assert len(losses["plain"]) == 2
+    assert losses["compiled"] == pytest.approx(losses["plain"], abs=1e-4)
