@@ -2,10 +2,10 @@
 
 General layout:
 
-* `ways`: what is compared, who starts it, and why it may not run here; `jobs`: their processes, which wait for orders;
-  `turns`: starts them and has them take turns. These are of the parent.
-* `task`: model and data; `engines`: every way as its users write it; `epochs`: an epoch, and the time of its parts;
-  `worker`: what a rank does. These are of the ranks.
+* `ways`: what is compared, who starts it, and why it may not run here.
+* `jobs`: the processes of all ways, which wait for orders; `turns`: has them take turns.
+* `task`: model and data; `engines`: every way as its users write it; `epochs`: an epoch, and the time of its parts.
+* `worker`: what a rank does.
 * `report`: tables of a result; `plots`: its picture.
 """
 

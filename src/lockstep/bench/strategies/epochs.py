@@ -72,30 +72,12 @@ def train_epoch(
     if epoch == 0:
         engine.begin_again()
     loader.set_epoch(epoch)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    samples = 0
+    clock = _Clock(device)
     gc.collect()
     gc.disable()
     try:
         _line_up()
-        clock = _Clock(device)
-        batches = iter(loader)
-        clock.mark()
-        for images, labels, *_ in batches:
-            images, labels = images.to(device), labels.to(device)
-            clock.mark()
-            loss = cross_entropy(engine.model(task.as_input(images, task.dtype)), labels)
-            clock.mark()
-            share = batches.share
-            assert share is not None
-            engine.backward(loss, share)
-            clock.mark()
-            engine.step()
-            engine.zero_grad()
-            clock.mark()
-            if share.local_samples:  # the loss of a filler is nobody's
-                total += loss.detach().double() * share.local_samples
-                samples += share.local_samples
+        total, samples = _train(engine, loader, task, device, clock)
         seconds = clock.seconds()
     finally:
         gc.enable()
@@ -103,17 +85,38 @@ def train_epoch(
         "epoch_s": sum(seconds),
         "parts_s": _by_part(seconds),
         "steps": len(seconds) // len(PARTS),
-        "loss_sum": _number(total),
+        "loss_sum": float(total.item()),
         "samples": samples,
     }
 
 
+def _train(
+    engine: Engine, loader: lockstep.DataLoader[Any], task: Task, device: torch.device, clock: _Clock
+) -> tuple[Tensor, int]:
+    """The steps of an epoch; the sum of this rank's losses, float64, and how many samples it is of."""
+    total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
+    batches = iter(loader)
+    clock.mark()
+    for images, labels, *_ in batches:
+        images, labels = images.to(device), labels.to(device)
+        clock.mark()
+        loss = cross_entropy(engine.model(task.as_input(images, task.dtype)), labels)
+        clock.mark()
+        share = batches.share
+        assert share is not None
+        engine.backward(loss, share)
+        clock.mark()
+        engine.step()
+        engine.zero_grad()
+        clock.mark()
+        if share.local_samples:  # the loss of a filler is nobody's
+            total += loss.detach().double() * share.local_samples
+            samples += share.local_samples
+    return total, samples
+
+
 def _by_part(seconds: Sequence[float]) -> list[float]:
     return [sum(seconds[part :: len(PARTS)]) for part in range(len(PARTS))]
-
-
-def _number(tensor: Tensor) -> float:
-    return float(tensor.item())
 
 
 def _line_up() -> None:

@@ -58,6 +58,8 @@ def _spawned(local_rank: int, name: str, port: int, nproc: int, threads: int, ur
         variable.set(local_rank)
     for variable in (env.WORLD_SIZE, env.LOCAL_WORLD_SIZE):
         variable.set(nproc)
+    env.GROUP_RANK.set(0)
+    env.GROUP_WORLD_SIZE.set(1)
     _serve(name, port, nproc, threads, url)
 
 
