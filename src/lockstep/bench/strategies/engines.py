@@ -109,7 +109,7 @@ def build(name: str, setting: Setting) -> Engine:
 def _ours(name: str, setting: Setting) -> Engine:
     """A strategy of `lockstep train imagenet`."""
     if name in ("apex", "horovod"):
-        _take_own_doors()
+        _take_own_shims()
     world = setting.initialize(device=setting.device)
     module = setting.model()
     precision = "fp64" if setting.task.dtype == torch.float64 else "fp32"
@@ -137,7 +137,7 @@ def _ours(name: str, setting: Setting) -> Engine:
     )
 
 
-def _take_own_doors() -> None:
+def _take_own_shims() -> None:
     """Lockstep's modules under the names of Apex and Horovod, also where those are installed."""
     import lockstep.compat.apex.amp
     import lockstep.compat.apex.parallel
@@ -226,6 +226,8 @@ def _fabric(setting: Setting) -> Engine:
     module = setting.model()
     raw = setting.optimizer(module)
     model, optimizer = fabric.setup(module, raw)
+    if double:  # Fabric hands out what a model returns in the default dtype
+        torch.set_default_dtype(torch.float64)
     return Engine(
         model,
         module,

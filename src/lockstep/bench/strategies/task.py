@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, SubsetRandomSampler
 
 import lockstep
-from lockstep.recipes.digits_task import DigitsNet, load_digits
+from lockstep.recipes.digits.task import DigitsNet, load_digits
 from lockstep.recipes.imagenet.images import FolderImages, normalize
 from lockstep.recipes.imagenet.listing import list_part
 from lockstep.recipes.imagenet.models import create_model

@@ -109,7 +109,10 @@ class _Rank:
             if self._alone is None:  # built late: the peak memory before it is that of the way itself
                 engine = alone(Setting(self.task, self.nproc, self.device), self.engine.rank, self.engine.world_size)
                 self._alone = engine, self.task.loader_alone(engine.rank, engine.world_size, self.device)
-            return train_epoch(*self._alone, self.task, self.device, order["epoch"])
+            reply = train_epoch(*self._alone, self.task, self.device, order["epoch"])
+            # At the end Lockstep looks whether ranks have drifted apart. These are alike again.
+            self._alone[0].begin_again()
+            return reply
         if order["do"] == "evaluate":
             return self.task.evaluate(self.engine.module, self.device) if self.engine.rank == 0 else {}
         assert order["do"] == "describe", order
