@@ -19,7 +19,7 @@ __all__ = ["COMMANDS", "Page", "made_pages", "page_of", "variables"]
 
 COMMANDS = (
     *("", "run", "run --slurm", "launch", "rehearse", "train digits", "train imagenet", "data make-imagenet"),
-    *("horovodrun", "bench", "doctor"),
+    *("horovodrun", "bench", "bench strategies", "doctor"),
 )
 """What is shown of the command line, each with `--help`."""
 

@@ -7,6 +7,7 @@ General layout, from the bottom up:
 * `ranks`: starts rank processes and brings rank 0's answer back. No measuring in it.
 * `harness`: runs inside the ranks; warms up, calibrates and times contestants round-robin.
 * `session`: one run of `lockstep bench`: its time, its progress, and what it has measured so far.
+* `strategies`: `lockstep bench strategies`.
 * `pages`: tables, as text and as Markdown; `figures`: what all pictures have in common.
 
 `stats`, `results`, `session`, `pages` and `figures` do not import torch.

@@ -108,7 +108,7 @@ class Series:
     contestant: str
     iterations: int
     samples_s: list[float]
-    facts: dict[str, float | str] = field(default_factory=dict)
+    facts: dict[str, float | str | list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

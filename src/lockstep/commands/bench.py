@@ -77,6 +77,7 @@ def _overview() -> str:
 
 def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
     """Measure, and write what came of it, however it ends."""
+    from lockstep.bench.ranks import RankFailed
     from lockstep.bench.session import Progress, Session
 
     options = _parser(name, benchmark).parse_args(arguments)
@@ -90,12 +91,12 @@ def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = _INTERRUPTED_CODE
         progress.say(f"lockstep bench {name}: interrupted; what was measured until now is kept")
-    except InputError as mistake:
-        _remove_if_empty(folder)
-        raise LaunchError(str(mistake)) from mistake
     except (LockstepError, RuntimeError) as failure:
         if not session.series:
+            progress.close()
             _remove_if_empty(folder)
+            if isinstance(failure, LockstepError | RankFailed):  # says what to do
+                raise LaunchError(str(failure)) from failure
             raise
         code = 1
         progress.say(f"lockstep bench {name}: error: {failure}; what was measured until now is kept")

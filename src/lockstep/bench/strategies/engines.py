@@ -1,0 +1,300 @@
+"""Every way as its users write it: what stands around the model and between loss and optimizer.
+
+Who multiplies a loss by the rank's share of an uneven batch: [Note: who weights] in `recipes/imagenet/strategies.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.batch import BatchShare
+from lockstep.bench.strategies.task import Task
+from lockstep.recipes.imagenet.strategies import prepare
+from lockstep.world import World
+
+__all__ = ["Engine", "Setting", "alone", "build"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where an engine is built.
+
+    Attributes:
+        task: what is trained.
+        nproc: ranks, or replicas of DataParallel.
+        device: of this rank.
+        initialize: `lockstep.init` with where to meet, of a way that Lockstep starts or spawns.
+    """
+
+    task: Task
+    nproc: int
+    device: torch.device
+    initialize: Callable[..., World] = lockstep.init
+
+    def model(self) -> nn.Module:
+        """A new model, on the device."""
+        return self.task.make_model().to(self.device)
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Over a model's parameters."""
+        return torch.optim.SGD(module.parameters(), lr=self.task.lr, momentum=self.task.momentum)
+
+
+def _backward(loss: Tensor, share: BatchShare) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Engine:
+    """A way, ready to train.
+
+    Attributes:
+        model: what the loop calls.
+        module: the network inside.
+        optimizer: the one over the parameters; its state is what a new repetition drops.
+        rank: of this process among `world_size`.
+        world_size: ranks that share a batch.
+        backward: from the local mean loss to gradients.
+        step: from gradients to parameters.
+        zero_grad: drops the gradients.
+        close: at the end.
+    """
+
+    model: Callable[[Tensor], Tensor]
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    rank: int = 0
+    world_size: int = 1
+    backward: Callable[[Tensor, BatchShare], None] = _backward
+    step: Callable[[], object] = lambda: None
+    zero_grad: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
+    _initial: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._initial = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+
+    def begin_again(self) -> None:
+        """Go back to the initial weights."""
+        self.module.load_state_dict(self._initial)
+        self.optimizer.state.clear()
+
+
+def alone(setting: Setting, rank: int = 0, world_size: int = 1) -> Engine:
+    """One process that averages with nobody: `single`; or what a rank computes, without its communication."""
+    module = setting.model()
+    optimizer = setting.optimizer(module)
+    return Engine(module, module, optimizer, rank, world_size, step=optimizer.step, zero_grad=optimizer.zero_grad)
+
+
+def build(name: str, setting: Setting) -> Engine:
+    """Build a way. Collective: every rank of it calls this.
+
+    Args:
+        name: one of `ways.WAYS`.
+        setting: where.
+    """
+    if name in _BUILDERS:
+        return _BUILDERS[name](setting)
+    return _ours(name, setting)
+
+
+def _ours(name: str, setting: Setting) -> Engine:
+    """A strategy of `lockstep train imagenet`."""
+    if name in ("apex", "horovod"):
+        _take_own_shims()
+    world = setting.initialize(device=setting.device)
+    module = setting.model()
+    precision = "fp64" if setting.task.dtype == torch.float64 else "fp32"
+    strategy = prepare(name, module, setting.optimizer(module), world, precision=precision, replicas=setting.nproc)
+    update = strategy.update
+
+    def step() -> None:
+        update.finish()
+        update.step()
+
+    def close() -> None:
+        strategy.close()
+        world.shutdown()
+
+    return Engine(
+        strategy.model,
+        strategy.model.module,
+        strategy.optimizer,
+        world.rank,
+        world.world_size,
+        backward=lambda loss, share: update.backward(loss, share, True),
+        step=step,
+        zero_grad=strategy.optimizer.zero_grad,
+        close=close,
+    )
+
+
+def _take_own_shims() -> None:
+    """Lockstep's modules under the names of Apex and Horovod, also where those are installed."""
+    import lockstep.compat.apex.amp
+    import lockstep.compat.apex.parallel
+    import lockstep.compat.horovod.torch
+
+    sys.modules["apex.amp"] = lockstep.compat.apex.amp
+    sys.modules["apex.parallel"] = lockstep.compat.apex.parallel
+    sys.modules["horovod.torch"] = lockstep.compat.horovod.torch
+
+
+def _weighted(loss: Tensor, share: BatchShare) -> Tensor:
+    """For those who take the plain mean over ranks."""
+    return loss if share.weight == 1 else loss * share.weight
+
+
+def _weighted_backward(loss: Tensor, share: BatchShare) -> None:
+    _backward(_weighted(loss, share), share)
+
+
+def _torch_dp(setting: Setting) -> Engine:
+    module = setting.model()
+    optimizer = setting.optimizer(module)
+    model = nn.DataParallel(module, device_ids=list(range(setting.nproc)))
+    return Engine(model, module, optimizer, step=optimizer.step, zero_grad=optimizer.zero_grad)
+
+
+def _torch_ddp(setting: Setting) -> Engine:
+    dist.init_process_group("nccl" if setting.device.type == "cuda" else "gloo")
+    return _around_torch_ddp(setting, dist.destroy_process_group)
+
+
+def _torch_ddp_on_lockstep(setting: Setting) -> Engine:
+    world = setting.initialize(device=setting.device)
+    return _around_torch_ddp(setting, world.shutdown)
+
+
+def _around_torch_ddp(setting: Setting, close: Callable[[], object]) -> Engine:
+    module = setting.model()
+    optimizer = setting.optimizer(module)
+    device_ids = [setting.device.index] if setting.device.type == "cuda" else None
+    model = nn.parallel.DistributedDataParallel(module, device_ids=device_ids)
+    return Engine(
+        model,
+        module,
+        optimizer,
+        dist.get_rank(),
+        dist.get_world_size(),
+        backward=_weighted_backward,
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        close=close,
+    )
+
+
+def _accelerate(setting: Setting) -> Engine:
+    import accelerate  # type: ignore[import-untyped]
+
+    accelerator = accelerate.Accelerator(cpu=setting.device.type == "cpu", mixed_precision="no")
+    module = setting.model()
+    raw = setting.optimizer(module)
+    model, optimizer = accelerator.prepare(module, raw)
+    return Engine(
+        model,
+        accelerator.unwrap_model(model),
+        raw,
+        accelerator.process_index,
+        accelerator.num_processes,
+        backward=lambda loss, share: accelerator.backward(_weighted(loss, share)),
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        close=accelerator.end_training,
+    )
+
+
+def _fabric(setting: Setting) -> Engine:
+    import lightning_fabric
+
+    double = setting.task.dtype == torch.float64
+    fabric = lightning_fabric.Fabric(
+        accelerator=setting.device.type,
+        strategy="ddp",
+        devices=setting.nproc,
+        precision="64-true" if double else "32-true",
+    )
+    fabric.launch()
+    module = setting.model()
+    raw = setting.optimizer(module)
+    model, optimizer = fabric.setup(module, raw)
+    if double:  # Fabric hands out what a model returns in the default dtype
+        torch.set_default_dtype(torch.float64)
+    return Engine(
+        model,
+        module,
+        raw,
+        fabric.global_rank,
+        fabric.world_size,
+        backward=lambda loss, share: fabric.backward(_weighted(loss, share)),
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        close=_leave,
+    )
+
+
+def _ignite(setting: Setting) -> Engine:
+    import ignite.distributed as idist  # type: ignore[import-not-found, unused-ignore]
+
+    idist.initialize("nccl" if setting.device.type == "cuda" else "gloo")
+    module = setting.model()
+    model = idist.auto_model(module)
+    optimizer = idist.auto_optim(setting.optimizer(module))
+    return Engine(
+        model,
+        module,
+        optimizer,
+        idist.get_rank(),
+        idist.get_world_size(),
+        backward=_weighted_backward,
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        close=idist.finalize,
+    )
+
+
+def _horovod_itself(setting: Setting) -> Engine:
+    import horovod.torch as hvd  # type: ignore[import-not-found, unused-ignore]
+
+    hvd.init()
+    module = setting.model()
+    raw = setting.optimizer(module)
+    optimizer = hvd.DistributedOptimizer(raw, named_parameters=module.named_parameters())
+    hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+    return Engine(
+        module,
+        module,
+        optimizer,
+        hvd.rank(),
+        hvd.size(),
+        backward=_weighted_backward,
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        close=hvd.shutdown,
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_BUILDERS: dict[str, Callable[[Setting], Engine]] = {
+    "single": alone,
+    "single_threads": alone,
+    "torch_dp": _torch_dp,
+    "torch_ddp": _torch_ddp,
+    "torch_ddp_lockstep": _torch_ddp_on_lockstep,
+    "accelerate": _accelerate,
+    "fabric": _fabric,
+    "ignite": _ignite,
+    "horovod_itself": _horovod_itself,
+}

@@ -1,0 +1,125 @@
+"""One epoch of training, with the time of each part of each step.
+
+    data        until the batch is there, on the device
+    forward     the model and the loss
+    backward    gradients, and whatever an engine does with them meanwhile
+    optimizer   whatever the engine still has to do, the step, and dropping the gradients
+
+On the CPU the parts end when their calls return. On a GPU they are marked by events on its stream and read at the end
+of the epoch, so that measuring makes nobody wait.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import lockstep
+from lockstep.bench.strategies.engines import Engine
+from lockstep.bench.strategies.task import Task
+from lockstep.bench.strategies.ways import PARTS
+
+__all__ = ["train_epoch"]
+
+
+class _Clock:
+    """Moments, by the host's clock or on the stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moments: list[Any] = []
+
+    def mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._moments.append(event)
+        else:
+            self._moments.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between one moment and the next."""
+        pairs = zip(self._moments, self._moments[1:], strict=False)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return [before.elapsed_time(after) / 1000 for before, after in pairs]
+        return [after - before for before, after in pairs]
+
+
+def train_epoch(
+    engine: Engine, loader: lockstep.DataLoader[Any], task: Task, device: torch.device, epoch: int
+) -> dict[str, Any]:
+    """Train an epoch. Collective: every rank of the engine calls it.
+
+    Args:
+        engine: is trained.
+        loader: of this rank's shares.
+        task: what is trained.
+        device: where.
+        epoch: its number decides over the order of the samples; 0 begins with the initial weights.
+
+    Returns:
+        "epoch_s", seconds of all its steps; "parts_s", those of each of `ways.PARTS`; "steps"; "loss_sum" and
+        "samples", of this rank's samples.
+    """
+    if epoch == 0:
+        engine.begin_again()
+    loader.set_epoch(epoch)
+    clock = _Clock(device)
+    gc.collect()
+    gc.disable()
+    try:
+        _line_up()
+        total, samples = _train(engine, loader, task, device, clock)
+        seconds = clock.seconds()
+    finally:
+        gc.enable()
+    return {
+        "epoch_s": sum(seconds),
+        "parts_s": _by_part(seconds),
+        "steps": len(seconds) // len(PARTS),
+        "loss_sum": float(total.item()),
+        "samples": samples,
+    }
+
+
+def _train(
+    engine: Engine, loader: lockstep.DataLoader[Any], task: Task, device: torch.device, clock: _Clock
+) -> tuple[Tensor, int]:
+    """The steps of an epoch; the sum of this rank's losses, float64, and how many samples it is of."""
+    total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
+    batches = iter(loader)
+    clock.mark()
+    for images, labels, *_ in batches:
+        images, labels = images.to(device), labels.to(device)
+        clock.mark()
+        loss = cross_entropy(engine.model(task.as_input(images, task.dtype)), labels)
+        clock.mark()
+        share = batches.share
+        assert share is not None
+        engine.backward(loss, share)
+        clock.mark()
+        engine.step()
+        engine.zero_grad()
+        clock.mark()
+        if share.local_samples:  # the loss of a filler is nobody's
+            total += loss.detach().double() * share.local_samples
+            samples += share.local_samples
+    return total, samples
+
+
+def _by_part(seconds: Sequence[float]) -> list[float]:
+    return [sum(seconds[part :: len(PARTS)]) for part in range(len(PARTS))]
+
+
+def _line_up() -> None:
+    """All ranks begin at once."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

@@ -1,0 +1,169 @@
+"""The processes of all ways: each way is started once, waits for orders, and sleeps while others have their turn.
+
+The parent holds a TCP store, and puts into it the task, and order after order; ranks put their replies there. A rank
+that waits for an order sleeps in `get`, and it ends when the store does: nothing outlives the parent for long.
+
+    task                    what all ranks build
+    <way>/order/<n>         what to do next
+    <way>/reply/<n>/<rank>  what came of it
+
+A way's processes are in a session of their own, which Ctrl-C does not reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lockstep import env
+from lockstep.bench.ranks import RankFailed
+from lockstep.bench.strategies.ways import Way, command_of
+
+__all__ = ["HOST", "TASK_KEY", "Orders", "WayFailed", "WayJob", "open_orders"]
+
+HOST = "127.0.0.1"
+TASK_KEY = "task"
+_LOOKS_S = (0.005, 0.05)  # between two looks for replies: at first, and in the end
+_ENDING_S = 30.0
+_ERROR = re.compile(r"(\[?rank ?\d+\]?:? )?[\w.]*(Error|Exception|Failed|Lost)\b.*?: \S")
+_MOST_LETTERS = 300
+
+
+class WayFailed(RankFailed):
+    """The processes of a way ended, or did not answer; says what they said last."""
+
+
+class Orders:
+    """The store, and where the logs of the ways go."""
+
+    def __init__(self, store: TCPStore, task: Mapping[str, Any], logs: Path) -> None:
+        self.store, self.logs = store, logs
+        store.set(TASK_KEY, json.dumps(dict(task)))
+
+
+def open_orders(task: Mapping[str, Any], logs: Path) -> Orders:
+    """Make the store.
+
+    Args:
+        task: what all ranks build; JSON-able.
+        logs: a folder for what the processes print; made if it is not there.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    return Orders(TCPStore(HOST, 0, is_master=True, wait_for_workers=False), task, logs)
+
+
+class WayJob:
+    """The processes of one way.
+
+    Args:
+        way: which.
+        nproc: ranks, of a way that has several.
+        threads: intra-op threads of each rank.
+        orders: the store.
+
+    Attributes:
+        way: which.
+        world_size: ranks that reply.
+        log: what the processes print.
+    """
+
+    def __init__(self, way: Way, nproc: int, threads: int, orders: Orders) -> None:
+        self.way, self._orders = way, orders
+        self.world_size = 1 if way.starter == "alone" else nproc
+        self._number = 0
+        self.log = orders.logs / f"{way.name}.txt"
+        worker = ["-m", "lockstep.bench.strategies.worker", way.name, str(orders.store.port), str(nproc), str(threads)]
+        variables = env.snapshot()
+        env.OMP_NUM_THREADS.set(str(threads), variables)
+        env.PYTHONPATH.set(os.pathsep.join(filter(None, [_source(), variables.get("PYTHONPATH", "")])), variables)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command_of(way, nproc, sys.executable, worker),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def ask(self, order: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Give all ranks an order, and wait for their replies.
+
+        Args:
+            order: JSON-able.
+            timeout_s: until all replies must be there.
+
+        Returns:
+            A reply of each rank.
+
+        Raises:
+            WayFailed: they ended, or the time is up.
+        """
+        number = self._number
+        self._number += 1
+        self._orders.store.set(f"{self.way.name}/order/{number}", json.dumps(dict(order)))
+        keys = [f"{self.way.name}/reply/{number}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + timeout_s
+        pause_s, longest_s = _LOOKS_S
+        # Not by `wait`, whose every timeout torch's C++ part prints.
+        while not self._orders.store.check(keys):
+            if self._process.poll() is not None and not self._orders.store.check(keys):
+                raise WayFailed(self._last_words() or f"its processes ended with code {self._process.returncode}")
+            if time.monotonic() > deadline:
+                raise WayFailed(f"it did not answer within {timeout_s:.0f} s")
+            time.sleep(pause_s)
+            pause_s = min(longest_s, 1.5 * pause_s)
+        return [json.loads(self._orders.store.get(key)) for key in keys]
+
+    def end(self) -> None:
+        """Have the processes leave, and end those that do not."""
+        if self._process.poll() is None:
+            self._orders.store.set(f"{self.way.name}/order/{self._number}", json.dumps({"do": "leave"}))
+            self._wait(_ENDING_S)
+        self.kill()
+
+    def terminate(self) -> None:
+        """Ask the processes to end now, as a launcher expects it, so that it ends its ranks. Does not wait."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the processes now."""
+        self.terminate()
+        self._wait(_ENDING_S)
+        self._signal(signal.SIGKILL)
+        self._wait(_ENDING_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def forget_log(self) -> None:
+        """Remove what the processes have printed, where nobody will ask for it."""
+        self.log.unlink(missing_ok=True)
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def _last_words(self) -> str:
+        """The line of the log that says most about why it ended: the first that names an error, else the last."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR.match(line)]
+        return [*errors, *lines[-1:], ""][0][:_MOST_LETTERS]
+
+
+def _source() -> str:
+    """Where this package is imported from."""
+    return str(Path(__file__).resolve().parents[3])

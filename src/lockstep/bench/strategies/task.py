@@ -1,0 +1,132 @@
+"""What is trained: the model and the data of a recipe, the same for every way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, SubsetRandomSampler
+
+import lockstep
+from lockstep.recipes.digits.task import DigitsNet, load_digits
+from lockstep.recipes.imagenet.images import FolderImages, normalize
+from lockstep.recipes.imagenet.listing import list_part
+from lockstep.recipes.imagenet.models import create_model
+
+__all__ = ["LISTINGS", "Task", "build_task"]
+
+LISTINGS = ".listings"
+_EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, and how the one sees the other.
+
+    Attributes:
+        make_model: a new one with the same initial weights on every rank; on the CPU, in `dtype`.
+        train_set: samples are tuples that begin with image and label.
+        held_out: likewise.
+        batch_size: of a global batch.
+        lr: learning rate of SGD.
+        momentum: of SGD.
+        dtype: of the model and of what it sees.
+        workers: processes of each rank's loader.
+        seed: of the order of the samples and of their augmentation.
+        as_input: what the model sees of a batch of images, on its device.
+    """
+
+    make_model: Callable[[], nn.Module]
+    train_set: Dataset[Any]
+    held_out: Dataset[Any]
+    batch_size: int
+    lr: float
+    momentum: float
+    dtype: torch.dtype
+    workers: int
+    seed: int
+    as_input: Callable[[Tensor, torch.dtype], Tensor]
+
+    def loader(self, rank: int, world_size: int, device: torch.device) -> lockstep.DataLoader[Any]:
+        """Global batches of the training set, this rank's share of each. A last partial batch is left out."""
+        return self._loader(device, batch_size=self.batch_size, shuffle=True, rank=rank, world_size=world_size)
+
+    def loader_alone(self, rank: int, world_size: int, device: torch.device) -> lockstep.DataLoader[Any]:
+        """As many batches, as large as this rank's share, of a process that trains a model of its own.
+
+        To the loader such a rank is one process: one of several would be told that nobody averages its gradients.
+        """
+        share = max(1, self.batch_size // world_size + (rank < self.batch_size % world_size))
+        steps = len(self.train_set) // self.batch_size  # type: ignore[arg-type]
+        order = SubsetRandomSampler(range(steps * share))
+        return self._loader(device, batch_size=share, sampler=order, rank=0, world_size=1)
+
+    def _loader(self, device: torch.device, **arguments: Any) -> lockstep.DataLoader[Any]:
+        return lockstep.DataLoader(
+            self.train_set,
+            seed=self.seed,
+            drop_last=True,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            seed_global_rng=False,
+            device=device if device.type == "cuda" else None,
+            **arguments,
+        )
+
+    def evaluate(self, module: nn.Module, device: torch.device) -> dict[str, float]:
+        """Mean loss and accuracy over all held-out samples, by this process alone."""
+        loader = lockstep.DataLoader(
+            self.held_out, batch_size=_EVALUATION_BATCH, evaluation=True, seed_global_rng=False, rank=0, world_size=1
+        )
+        module.eval()
+        loss, correct, count = 0.0, 0, 0
+        with torch.no_grad():
+            for images, labels, *_ in loader:
+                labels = labels.to(device)
+                logits = module(self.as_input(images.to(device), self.dtype))
+                loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+                correct += int((logits.argmax(1) == labels).sum())
+                count += len(labels)
+        module.train()
+        return {"loss": loss / count, "accuracy": correct / count, "images": float(count)}
+
+
+def build_task(given: Mapping[str, Any]) -> Task:
+    """The task that a run is about. Local: it must be called before the process joins a group.
+
+    Args:
+        given: "recipe", "dtype", "batch_size", "images" (0 for all), "seed", "workers"; of imagenet also "data",
+            "arch", "size" and "kept_in".
+    """
+    dtype: torch.dtype = getattr(torch, given["dtype"])
+    train: Dataset[Any]
+    held_out: Dataset[Any]
+    make: Callable[[], nn.Module]
+    if given["recipe"] == "digits":
+        train, held_out = load_digits(dtype)
+        make, lr, as_input = DigitsNet, 0.02, _as_is
+    else:
+        folder, kept_in = Path(given["data"]), Path(given["kept_in"])
+        listings = {part: list_part(folder, part, kept_in) for part in ("train", "val")}
+        train = FolderImages(listings["train"], given["size"], augment=True)
+        held_out = FolderImages(listings["val"], given["size"], augment=False)
+        arch, num_classes = given["arch"], len(listings["train"].classes)
+        make, lr, as_input = (lambda: create_model(arch, num_classes)), 0.05, normalize
+    if given["images"]:
+        train = Subset(train, range(min(given["images"], len(train))))
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(given["seed"])  # type: ignore[no-untyped-call, unused-ignore]
+        return make().to(dtype)
+
+    return Task(
+        make_model, train, held_out, given["batch_size"], lr, 0.9, dtype, given["workers"], given["seed"], as_input
+    )
+
+
+def _as_is(images: Tensor, dtype: torch.dtype) -> Tensor:
+    return images

@@ -1,0 +1,249 @@
+"""The run itself: every way is started, and then they take turns, an epoch each, until the time is spent.
+
+    start       each way in turn; all ranks build the same task and wait for orders
+    round 0     A, A alone, B, B alone, …     warm-up: only its losses and the memory count
+    round 1     the same, in reverse order …  an epoch each; "alone" is the same epoch without communication
+    …
+
+Rounds go through the epochs 0 … E-1 of a training and then begin again with the initial weights. A noisy second hits
+all ways of a round alike, and sample i of every way is of round i.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep import env
+from lockstep.bench.results import Series
+from lockstep.bench.session import Session
+from lockstep.bench.strategies.jobs import Orders, WayFailed, WayJob, open_orders
+from lockstep.bench.strategies.task import LISTINGS
+from lockstep.bench.strategies.ways import PARTS, SINGLE, WAYS, Way, why_not
+from lockstep.launch.environment import visible_cores, visible_gpus
+from lockstep.recipes.imagenet.listing import list_part
+from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
+
+__all__ = ["run"]
+
+_SHAPES = "shapes"
+_FIRST = (SINGLE, "ddp", "torch_ddp")  # to be started, should there not be time for all
+_START_S = 600.0
+_TURN_S = 1800.0
+_SHARE_TO_START = 0.6  # of the budget; a way that has not been started by then is left out
+_MIN_ROUNDS = 2  # the first of them is the warm-up
+
+
+@dataclass
+class _Contestant:
+    """A way on its way: its processes, and what has been measured so far."""
+
+    job: WayJob
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    facts: dict[str, float | str | list[float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.job.way.name
+
+    def add(self, measure: str, seconds: float) -> None:
+        self.samples.setdefault(measure, []).append(seconds)
+
+
+def run(options: argparse.Namespace, session: Session) -> None:
+    """Measure all ways that there are here.
+
+    Raises:
+        InputError: options that cannot be used.
+        WayFailed: not even one process alone could be started.
+    """
+    gpus = visible_gpus(env.snapshot())
+    threads = max(1, visible_cores() // session.nproc)
+    task = _task(options, session)
+    session.settings |= {
+        "task": {key: value for key, value in task.items() if key not in ("data", "kept_in")},
+        "threads_per_rank": threads,
+        "gpus": gpus,
+        "epochs": _epochs(options),
+    }
+    chosen = _choose(options.ways, session, gpus)
+    orders = open_orders(task, session.folder / "logs")
+    contestants: list[_Contestant] = []
+    try:
+        _start(chosen, threads, orders, session, contestants)
+        _take_turns(contestants, _epochs(options), session)
+        for one in contestants:
+            session.progress.show(f"ending {one.name}")
+            one.job.end()
+    finally:
+        for one in contestants:
+            one.job.terminate()
+        for one in contestants:
+            one.job.kill()
+            one.job.forget_log()  # those of ways that failed are left
+        _tidy(session, orders.logs)
+
+
+def _epochs(options: argparse.Namespace) -> int:
+    return 2 if options.quick else int(options.epochs)
+
+
+def _task(options: argparse.Namespace, session: Session) -> dict[str, Any]:
+    """What all ranks build; draws the images where none were given."""
+    task = {
+        "recipe": options.recipe,
+        "dtype": options.dtype,
+        "batch_size": options.batch_size,
+        "images": 256 if options.quick else options.images,
+        "seed": 0,
+        "workers": options.workers,
+    }
+    if options.recipe == "digits":
+        return task
+    folder = options.data or session.folder / _SHAPES
+    kept_in = session.folder / LISTINGS
+    if options.data is None:
+        session.progress.show("drawing images")
+        write_shapes(ShapesFolder(folder, images=256 if options.quick else 1024, val_images=256, size=options.size))
+    for part in ("train", "val"):
+        list_part(folder, part, kept_in)
+    place = {"data": str(folder.resolve()), "kept_in": str(kept_in.resolve())}
+    return {**task, **place, "arch": options.arch, "size": options.size}
+
+
+def _choose(names: Sequence[str] | None, session: Session, gpus: int) -> list[Way]:
+    """The ways to measure; notes those that cannot be."""
+    chosen = []
+    for way in WAYS.values():
+        if names is not None and way.name not in (*names, SINGLE):
+            continue
+        reason = why_not(way, session.nproc, gpus)
+        if reason is None:
+            chosen.append(way)
+        else:
+            session.skip(way.name, reason)
+    return chosen
+
+
+def _start(ways: Sequence[Way], threads: int, orders: Orders, session: Session, contestants: list[_Contestant]) -> None:
+    """Start every way, those that matter most first, and have it describe itself."""
+    for way in sorted(ways, key=lambda way: way.name not in _FIRST):
+        if contestants and session.left_s < (1 - _SHARE_TO_START) * session.budget_s and not session.quick:
+            session.skip(way.name, "no time was left to start it: give --budget more, or --ways fewer")
+            continue
+        session.progress.show(f"starting {way.name}")
+        started = time.monotonic()
+        job = WayJob(way, session.nproc, threads, orders)
+        one = _Contestant(job)
+        contestants.append(one)
+        try:
+            replies = job.ask({"do": "describe"}, _START_S)
+        except WayFailed as failure:
+            _give_up(one, failure, session, contestants)
+            continue
+        one.facts["start_s"] = round(time.monotonic() - started, 3)
+        one.facts["processes"] = float(len(replies))
+        session.settings["parameters"] = replies[0]["parameters"]
+        session.settings["device"] = replies[0]["device"]
+        wrong = {reply["world_size"] for reply in replies} - {job.world_size}
+        if wrong:
+            _give_up(one, WayFailed(f"its ranks did not find each other: they are {wrong}"), session, contestants)
+
+
+def _take_turns(contestants: list[_Contestant], epochs: int, session: Session) -> None:
+    """Rounds until the time is spent."""
+    is_evaluated = False
+    longest_s, number = 0.0, 0
+    while contestants and (number < _MIN_ROUNDS or (not session.quick and session.left_s > 1.2 * longest_s)):
+        began = time.monotonic()
+        for one in contestants[:: 1 if number % 2 == 0 else -1]:
+            session.progress.show(f"round {number}, {one.name}")
+            try:
+                _take_turn(one, number, number % epochs)
+            except WayFailed as failure:
+                _give_up(one, failure, session, contestants)
+        if number > 0:
+            _keep(contestants, session)
+        longest_s = max(longest_s, time.monotonic() - began)
+        number += 1
+        if number == epochs:
+            is_evaluated = _evaluate(contestants, session)
+    if not is_evaluated:
+        _evaluate(contestants, session)
+
+
+def _take_turn(one: _Contestant, number: int, epoch: int) -> None:
+    """One epoch of a way, and the same without its communication."""
+    replies = one.job.ask({"do": "train", "epoch": epoch}, _TURN_S)
+    samples = sum(reply["samples"] for reply in replies)
+    if number == epoch:  # the first training
+        one.losses.append(sum(reply["loss_sum"] for reply in replies) / samples)
+    if number == 0:
+        one.facts["samples_per_epoch"] = float(samples)
+        one.facts["steps_per_epoch"] = float(replies[0]["steps"])
+        for name in ("peak_bytes", "gpu_peak_bytes"):
+            one.facts[name] = max(reply[name] for reply in replies)
+    alone = one.job.ask({"do": "train_alone", "epoch": epoch}, _TURN_S) if one.job.world_size > 1 else []
+    if number > 0:
+        for measure, seconds in [*_seconds("", replies), *_seconds("alone_", alone)]:
+            one.add(measure, seconds)
+
+
+def _seconds(prefix: str, replies: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """The epoch on the slowest rank; seconds per step of each part, a mean over ranks."""
+    if not replies:
+        return
+    yield f"{prefix}epoch", max(reply["epoch_s"] for reply in replies)
+    for index, part in enumerate(PARTS):
+        steps = sum(reply["steps"] for reply in replies)
+        yield f"{prefix}{part}", sum(reply["parts_s"][index] for reply in replies) / steps
+
+
+def _evaluate(contestants: list[_Contestant], session: Session) -> bool:
+    """What the ways have learned, all after the same number of epochs."""
+    for one in list(contestants):
+        session.progress.show(f"evaluating {one.name}")
+        try:
+            found = one.job.ask({"do": "evaluate"}, _TURN_S)[0]
+        except WayFailed as failure:
+            _give_up(one, failure, session, contestants)
+            continue
+        one.facts |= {f"held_out_{name}": value for name, value in found.items()}
+        one.facts["held_out_after_epochs"] = float(len(one.losses))
+    _keep(contestants, session)
+    return True
+
+
+def _keep(contestants: Sequence[_Contestant], session: Session) -> None:
+    """Hand on what there is. Called when a round is complete, so that samples of all ways belong to the same rounds."""
+    for one in contestants:
+        for measure, samples in one.samples.items():
+            facts = {**one.facts, "losses": list(one.losses)} if measure == "epoch" else {}
+            steps = 1 if measure.endswith("epoch") else int(float(str(one.facts["steps_per_epoch"])))
+            session.add(Series({"measure": measure}, one.name, steps, list(samples), facts))
+
+
+def _give_up(one: _Contestant, failure: WayFailed, session: Session, contestants: list[_Contestant]) -> None:
+    """Leave a way out that cannot go on."""
+    contestants.remove(one)
+    one.job.kill()
+    if one.name == SINGLE:  # against which all others are held
+        raise WayFailed(f"{failure}; what it has printed is in {one.job.log}") from failure
+    session.series = [series for series in session.series if series.contestant != one.name]
+    session.skip(one.name, str(failure))
+    session.progress.say(f"{one.name} is left out: {failure}; what it has printed is in {one.job.log}")
+
+
+def _tidy(session: Session, logs: Path) -> None:
+    """Remove what nobody will look at: empty logs; and of a run that has measured nothing, everything."""
+    if not any(logs.glob("*.txt")):
+        shutil.rmtree(logs, ignore_errors=True)
+    if not session.series:
+        for name in (_SHAPES, LISTINGS):
+            shutil.rmtree(session.folder / name, ignore_errors=True)

@@ -1,0 +1,134 @@
+"""What a rank of a way does: builds it, and does what it is ordered to, until it is told to leave.
+
+    python -m lockstep.bench.strategies.worker WAY PORT NPROC THREADS
+
+started by the launcher that the way's users have. It takes task and orders from the store of the parent (`jobs.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import lockstep
+from lockstep import env
+from lockstep.bench.strategies.engines import Engine, Setting, alone, build
+from lockstep.bench.strategies.epochs import train_epoch
+from lockstep.bench.strategies.jobs import HOST, TASK_KEY
+from lockstep.bench.strategies.task import Task, build_task
+from lockstep.bench.strategies.ways import ALL_THREADS, WAYS
+
+__all__ = ["main"]
+
+_FOREVER = timedelta(days=30)
+
+
+def main(arguments: list[str]) -> None:
+    """Be a rank of a way, or, of "spawn", start the ranks.
+
+    Args:
+        arguments: name of the way, port of the store, number of ranks, threads of each.
+    """
+    name, *numbers = arguments
+    port, nproc, threads = map(int, numbers)
+    if WAYS[name].starter != "spawn":
+        _serve(name, port, nproc, threads)
+        return
+    from torch.multiprocessing.spawn import spawn
+
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        url = f"tcp://{HOST}:{probe.getsockname()[1]}"
+    spawn(_spawned, args=(name, port, nproc, threads, url), nprocs=nproc)  # type: ignore[no-untyped-call]
+
+
+def _spawned(local_rank: int, name: str, port: int, nproc: int, threads: int, url: str) -> None:
+    """A rank that `torch.multiprocessing.spawn` has started."""
+    for variable in (env.RANK, env.LOCAL_RANK):
+        variable.set(local_rank)
+    for variable in (env.WORLD_SIZE, env.LOCAL_WORLD_SIZE):
+        variable.set(nproc)
+    env.GROUP_RANK.set(0)
+    env.GROUP_WORLD_SIZE.set(1)
+    _serve(name, port, nproc, threads, url)
+
+
+def _serve(name: str, port: int, nproc: int, threads: int, url: str | None = None) -> None:
+    store = TCPStore(HOST, port, is_master=False, timeout=_FOREVER)
+    task = build_task(json.loads(store.get(TASK_KEY)))
+    device = _device(name)
+    initialize = lockstep.init if url is None else functools.partial(lockstep.init, init_method=url)
+    engine = build(name, Setting(task, nproc, device, initialize))
+    # Last, because some engines set it as well.
+    torch.set_num_threads(threads * nproc if name == ALL_THREADS else threads)
+    rank = _Rank(task, nproc, device, engine)
+    number = 0
+    while (order := json.loads(store.get(f"{name}/order/{number}")))["do"] != "leave":
+        store.set(f"{name}/reply/{number}/{engine.rank}", json.dumps(rank.obey(order)))
+        number += 1
+    engine.close()
+
+
+def _device(name: str) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = env.LOCAL_RANK.get() or 0
+    if name == "horovod_itself":
+        hvd = importlib.import_module("horovod.torch")
+        hvd.init()
+        local_rank = hvd.local_rank()
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+class _Rank:
+    """What a rank has built."""
+
+    def __init__(self, task: Task, nproc: int, device: torch.device, engine: Engine) -> None:
+        self.task, self.nproc, self.device, self.engine = task, nproc, device, engine
+        self.loader = task.loader(engine.rank, engine.world_size, device)
+        self._alone: tuple[Engine, lockstep.DataLoader[Any]] | None = None
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do one thing, and say what came of it."""
+        if order["do"] == "train":
+            reply = train_epoch(self.engine, self.loader, self.task, self.device, order["epoch"])
+            return {**reply, **_memory(self.device)}
+        if order["do"] == "train_alone":
+            if self._alone is None:  # built late: the peak memory before it is that of the way itself
+                engine = alone(Setting(self.task, self.nproc, self.device), self.engine.rank, self.engine.world_size)
+                self._alone = engine, self.task.loader_alone(engine.rank, engine.world_size, self.device)
+            reply = train_epoch(*self._alone, self.task, self.device, order["epoch"])
+            # At the end Lockstep looks whether ranks have drifted apart. These are alike again.
+            self._alone[0].begin_again()
+            return reply
+        if order["do"] == "evaluate":
+            return self.task.evaluate(self.engine.module, self.device) if self.engine.rank == 0 else {}
+        assert order["do"] == "describe", order
+        parameters = sum(parameter.numel() for parameter in self.engine.module.parameters())
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return {"world_size": self.engine.world_size, "parameters": parameters, "device": device}
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """Peaks of this process, in bytes: resident memory, memory shared with other ranks included; memory of the GPU."""
+    match = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {"peak_bytes": 1024.0 * int(match[1]) if match else 0.0, "gpu_peak_bytes": float(gpu)}
+
+
+if __name__ == "__main__":
+    from lockstep.bench.strategies import worker  # by the name under which processes that it spawns find it
+
+    worker.main(sys.argv[1:])
