@@ -1,7 +1,7 @@
 """hosts: a group over two hosts with two ranks each on a slow network, against flat gloo and torch's DDP on it.
 
 The hosts are network namespaces of this machine, joined by virtual Ethernet that `tc tbf` holds to 1 Gbit/s; see
-`tests/cluster/netns_harness.py`. Needs root.
+`lockstep.testing.namespaces`. Needs root.
 
 `all_reduce` of 25 MiB, contestants in the same processes and rounds:
 
@@ -21,7 +21,6 @@ same steps.
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -32,12 +31,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
-from benchmarks import REPOSITORY
 from benchmarks.case_train_step import MODELS, NUM_CLASSES, WARMUP_STEPS, _step, build_model, require_agreement
 from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.ranks import Job, RankFailed
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.comm.wire import choose_wire, find_wire
+from lockstep.testing.namespaces import cluster, reason_to_skip
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 
@@ -45,7 +44,6 @@ MIB = 1024 * 1024
 RANKS_PER_HOST = (2, 2)
 WIRES = ("fp32", "bf16", "int8")
 _MODEL = "mlp_10m"
-_HARNESS = REPOSITORY / "tests" / "cluster"
 _TIMEOUT = timedelta(seconds=120)
 
 
@@ -94,14 +92,10 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
         "all_reduce": asdict(plan.all_reduce),
         "step": asdict(plan.step),
     }
-    sys.path.insert(0, str(_HARNESS))  # The ranks, which are forked there, look this module up by name.
-    try:
-        from netns_harness import REASON, cluster
-    finally:
-        sys.path.remove(str(_HARNESS))
+    reason = reason_to_skip()
     parameters: dict[str, int | str] = {"bytes": plan.size_bytes}
-    if REASON:
-        return Result("hosts", quick, environment, settings, [], [Skipped(parameters, "lockstep_fp32", REASON)])
+    if reason:
+        return Result("hosts", quick, environment, settings, [], [Skipped(parameters, "lockstep_fp32", reason)])
     job = {"size_bytes": plan.size_bytes, "all_reduce": asdict(plan.all_reduce), "step": asdict(plan.step)}
     timeout_s = 120 + 4 * (plan.all_reduce.seconds + plan.step.seconds)
     with cluster(len(RANKS_PER_HOST), rate=plan.rate) as made:

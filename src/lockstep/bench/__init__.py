@@ -9,6 +9,8 @@ General layout, from the bottom up:
 * `session`: one run of `lockstep bench`: its time, its progress, and what it has measured so far.
 * `strategies`: `lockstep bench strategies`.
 * `pages`: tables, as text and as Markdown; `figures`: what all pictures have in common.
+* `words`: options that are words out of a list.
+* `comm`, `scaling`: benchmarks, each a package that the command finds by its name.
 
-`stats`, `results`, `session`, `pages` and `figures` do not import torch.
+`stats`, `results`, `session`, `pages`, `figures` and `words` do not import torch.
 """

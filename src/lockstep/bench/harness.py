@@ -42,10 +42,13 @@ class Contestant:
     Attributes:
         name: as it stands in the results.
         call: one iteration. All ranks call it equally often; what it does may differ by rank.
+        settle: waits until the calls made so far are done, where a call only begins something, as on a GPU; a batch
+            ends with it.
     """
 
     name: str
     call: Callable[[], object]
+    settle: Callable[[], object] | None = None
 
 
 def all_reduce_of(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Contestant:
@@ -92,13 +95,18 @@ class _Progress:
     """One configuration on its way: iterations per contestant, and this rank's batches so far."""
 
     configuration: Configuration
-    iterations: list[int]
+    iterations: list[int] = field(default_factory=list)  # none before the first sweep
     meeting: dist.ProcessGroup | None = None  # where ranks meet in between; None for the default group
     rounds: list[list[float]] = field(default_factory=list)  # seconds per batch, one row per round
 
 
 def measure(
-    configurations: Sequence[Configuration], budget: Budget, meeting: dist.ProcessGroup | None = None
+    configurations: Sequence[Configuration],
+    budget: Budget,
+    meeting: dist.ProcessGroup | None = None,
+    *,
+    left_s: Callable[[], float] | None = None,
+    report: Callable[[list[Series]], object] | None = None,
 ) -> list[Series]:
     """Measure all configurations. Collective.
 
@@ -106,18 +114,26 @@ def measure(
         configurations: the same on all ranks, in the same order.
         budget: for each of them.
         meeting: a gloo group of all ranks; None for the default group, which must then be gloo.
+        left_s: seconds left for all of it. Once they are spent on one rank, no further configuration is measured.
+        report: called on every rank with the series of a configuration after each sweep through it, in the place of
+            the line that rank 0 prints.
 
     Returns:
-        One series per configuration and contestant, the same on all ranks.
+        One series per configuration and contestant, the same on all ranks; none of what there was no time for.
     """
-    progress: list[_Progress] = []
-    for configuration in configurations:
-        iterations = [_calibrate(contestant, budget.sample_s, meeting) for contestant in configuration.contestants]
-        progress.append(_Progress(configuration, iterations, meeting))
+    progress = [_Progress(configuration, meeting=meeting) for configuration in configurations]
     for sweep in range(budget.sweeps):
         for item in progress:
+            if left_s is not None and agree_on_maximum([-left_s()], meeting)[0] >= 0:
+                return [series for item in progress if item.rounds for series in _to_series(item)]
+            if not item.iterations:
+                item.iterations = [
+                    _calibrate(contestant, budget.sample_s, meeting) for contestant in item.configuration.contestants
+                ]
             _measure_rounds(item, budget)
-            if sweep == budget.sweeps - 1:
+            if report is not None:
+                report(_to_series(item))
+            elif sweep == budget.sweeps - 1:
                 _announce(item)
     return [series for item in progress for series in _to_series(item)]
 
@@ -158,17 +174,23 @@ def _measure_rounds(item: _Progress, budget: Budget) -> None:
 
 def _time_batch(contestant: Contestant, iterations: int, meeting: dist.ProcessGroup | None) -> float:
     """Seconds that `iterations` calls take on this rank."""
-    call = contestant.call
+    call, settle = contestant.call, contestant.settle or _nothing
     gc.disable()  # a collection in one contestant's batch may sweep up its rival's garbage
     try:
         dist.barrier(meeting)
         call()
+        settle()
         started = time.perf_counter()
         for _ in range(iterations):
             call()
+        settle()
         return time.perf_counter() - started
     finally:
         gc.enable()
+
+
+def _nothing() -> None:
+    """A call is done when it returns."""
 
 
 def _slowest_rank(item: _Progress) -> torch.Tensor:

@@ -22,13 +22,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from lockstep import env
+from lockstep.topology.mpi import read_mpi
 
 __all__ = ["Job", "RankFailed", "run_ranks", "tell"]
 
@@ -36,6 +37,9 @@ _PR_SET_PDEATHSIG = 1
 _HOST = "127.0.0.1"
 _JOB_KEY, _ANSWER_KEY = "bench/job", "bench/answer"
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+_PYTHON_MODULE = (sys.executable, "-m", "lockstep.bench.ranks")
+_RUN = "run"  # in the place of an entry: become this command, which dies with the parent
+_ASK_MPI = -1  # in the place of a rank
 
 Job = Mapping[str, object]
 RankFunction = Callable[[Job], object]
@@ -68,6 +72,7 @@ def run_ranks(
     timeout_s: float,
     backend: str = "gloo",
     on_part: Callable[[Any], object] | None = None,
+    through: Sequence[str] = (),
 ) -> object:
     """Run a function on `world_size` fresh processes of this host.
 
@@ -81,6 +86,8 @@ def run_ranks(
         backend: of the default group.
         on_part: called in this process with everything that rank 0 tells, as it comes, and before this function
             returns or raises.
+        through: a command such as `mpirun -np 2` that starts the ranks, which ask MPI's variables who they are; none
+            to start them from here.
 
     Returns:
         What rank 0 returned.
@@ -99,16 +106,19 @@ def run_ranks(
     processes: list[subprocess.Popen[bytes]] = []
     with _Parts(on_part) as parts:
         try:
-            for rank in range(world_size):
-                numbers = (store.port, rank, world_size, threads, os.getpid(), parts.writer if rank == 0 else -1)
-                command = [sys.executable, "-m", "lockstep.bench.ranks", entry, backend, *map(str, numbers)]
+            for rank in [_ASK_MPI] if through else range(world_size):
+                numbers = (store.port, rank, world_size, threads, os.getpid(), parts.writer if rank <= 0 else -1)
+                command = [*_PYTHON_MODULE, entry, backend, *map(str, numbers)]
+                if through:
+                    command = [*_PYTHON_MODULE, _RUN, str(os.getpid()), *through, *command]
                 kept = (parts.writer,) if rank == 0 else ()
                 processes.append(
                     subprocess.Popen(
                         command, env=variables, stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True
                     )
                 )
-            parts.close_writer()
+            if not through:  # else rank 0 has yet to open it
+                parts.close_writer()
             _wait(processes, parts, time.monotonic() + timeout_s)
         finally:
             for process in processes:
@@ -198,7 +208,13 @@ def _rank_main(
     entry: str, backend: str, port: int, rank: int, world_size: int, threads: int, parent_pid: int, pipe: int
 ) -> None:
     """Body of one rank process."""
-    _die_with_parent(parent_pid)  # before the imports below, which take seconds
+    _die_with_parent(os.getppid() if rank == _ASK_MPI else parent_pid)  # before the imports below, which take seconds
+    if rank == _ASK_MPI:
+        found = read_mpi(env.snapshot())
+        if found is None or found.world_size != world_size:
+            raise RankFailed(f"MPI did not start {world_size} ranks: its variables say {found}")
+        rank = found.rank
+        pipe = os.open(f"/proc/{parent_pid}/fd/{pipe}", os.O_WRONLY) if rank == 0 else -1
     if pipe >= 0:
         global _to_parent
         os.set_inheritable(pipe, False)
@@ -220,5 +236,8 @@ def _rank_main(
 if __name__ == "__main__":
     from lockstep.bench import ranks  # by the name under which others import `tell` from it
 
+    if sys.argv[1] == _RUN:
+        ranks._die_with_parent(int(sys.argv[2]))
+        os.execvp(sys.argv[3], sys.argv[3:])
     _entry, _backend, *_numbers = sys.argv[1:]
     ranks._rank_main(_entry, _backend, *map(int, _numbers))

@@ -104,6 +104,7 @@ class Session:
         settings: how it was measured; to be filled in before the first series.
         series: what has been measured.
         skipped: what could not be measured, and why.
+        failure: what makes a run that came to its end a failure all the same; empty for nothing.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Session:
     settings: dict[str, object] = field(default_factory=dict)
     series: list[Series] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    failure: str = ""
     started: float = field(default_factory=time.monotonic)
 
     @property

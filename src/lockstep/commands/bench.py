@@ -42,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the words after `lockstep bench`.
 
     Returns:
-        0; 1 if a rank failed; 130 after Ctrl-C. In both cases what was measured until then is written.
+        0; 1 if a rank failed, or if a check found what is wrong; 130 after Ctrl-C. What was measured until then is
+        written in all cases.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview(), end="")
@@ -108,7 +109,9 @@ def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
         return code or 1
     path = session.result(complete=code == 0).save(folder)
     _publish(path, benchmark)
-    return code
+    if session.failure:
+        progress.say(f"lockstep bench {name}: error: {session.failure}")
+    return code or int(bool(session.failure))
 
 
 def _publish(path: Path, benchmark: ModuleType) -> None:

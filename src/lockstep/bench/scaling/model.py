@@ -1,0 +1,205 @@
+"""How long a training step takes on many hosts: an alpha-beta-gamma model. Pure functions, without torch.
+
+[Note: model] *alpha* is the latency of a message, *beta* the time per byte, *gamma* the time per sample. Each is fitted
+to measurements that are not the check::
+
+    link       alpha + beta m     half a round trip of m bytes between one rank on each of two hosts
+    host       alpha + beta m     all_reduce of m bytes by the r ranks of one host
+    computing  fixed + gamma b    forward, backward and optimizer of b samples, r ranks at once, nobody communicating
+
+An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have come
+for (one latency of the link), each host adds up, hosts exchange. Up to 16 KiB these follow each other, and every rank
+sends its host's sum to its like on each other host: r (H - 1) m bytes on a link. Larger tensors cross in lanes, so that
+with 2 hosts each byte crosses once each way, with more 2 (H - 1) / H of them in two hops; they go in k chunks, and
+while one is on the link, another is in the host::
+
+    wire  = hops * alpha_link + share * m * beta_link      hops 1, share 1 for H = 2; hops 2, share 2 (H - 1) / H above
+    inner = alpha_host + beta_host * m
+    all_reduce = alpha_link + max(wire, inner) + min(wire, inner) / k
+
+A step computes forward, then backward. The engine reduces a bucket of gradients as soon as it is full, between hosts
+while the backward pass goes on, on one host when it is over; buckets follow each other. Gradients are taken to come
+evenly over the backward pass. Then the optimizer steps.
+
+What it leaves out: the processor time that communication takes from computing, messages that wait for each other at a
+host with many peers, switches that are shared, and hosts that are not equally fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.bench import stats
+
+__all__ = [
+    "Computing",
+    "Line",
+    "Network",
+    "all_reduce_s",
+    "chunks_of",
+    "fit_line",
+    "step_on_one_host_s",
+    "step_s",
+]
+
+_REDUNDANT_BYTES = 16 << 10
+_SMALLEST_CHUNK_BYTES = 256 << 10
+_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Line:
+    """A time that grows with something.
+
+    Attributes:
+        fixed_s: at nothing.
+        per_unit_s: for each byte or sample.
+    """
+
+    fixed_s: float
+    per_unit_s: float
+
+    def at(self, amount: float) -> float:
+        """Seconds for so many bytes or samples."""
+        return self.fixed_s + self.per_unit_s * amount
+
+    def times(self, factor: float) -> Line:
+        """The same, so many times as long."""
+        return Line(self.fixed_s * factor, self.per_unit_s * factor)
+
+
+def fit_line(samples: Mapping[int, Sequence[float]]) -> Line:
+    """The line nearest to the medians, each deviation counted relative to its time; neither part is negative.
+
+    Args:
+        samples: seconds, by bytes or samples.
+
+    Raises:
+        ValueError: there are no samples.
+
+    >>> fit_line({0: [1.0], 10: [3.0], 20: [5.0]})
+    Line(fixed_s=1.0, per_unit_s=0.2)
+    """
+    if not samples:
+        raise ValueError("a line needs at least one point")
+    amounts = np.array(list(samples), dtype=np.float64)
+    times = np.array([stats.median(values) for values in samples.values()])
+    columns = {"fixed": 1 / times, "per_unit": amounts / times}
+    names = ["fixed", "per_unit"] if len(times) > 1 else ["fixed"]
+    found: dict[str, float] = {}
+    while names:
+        matrix = np.stack([columns[name] for name in names], axis=1)
+        scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+        solution = np.linalg.lstsq(matrix / scale, np.ones(len(times)), rcond=None)[0] / scale
+        found = {name: float(f"{value:.12g}") for name, value in zip(names, solution, strict=True)}
+        negative = [name for name in names if found[name] < 0]
+        if not negative:
+            break
+        names = [name for name in names if name not in negative[:1]]
+    return Line(found.get("fixed", 0.0), found.get("per_unit", 0.0))
+
+
+@dataclass(frozen=True)
+class Network:
+    """What communication costs.
+
+    Attributes:
+        link: a message between two hosts.
+        host: an all_reduce among the ranks of one host.
+        ranks_per_host: of those.
+    """
+
+    link: Line
+    host: Line
+    ranks_per_host: int = 1
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What a step costs that communicates with nobody.
+
+    Attributes:
+        forward, backward, optimizer: over the samples of one rank.
+    """
+
+    forward: Line
+    backward: Line
+    optimizer: Line
+
+    def at(self, batch: float) -> tuple[float, float, float]:
+        """Seconds of the three, none below zero."""
+        return self.forward.at(batch), self.backward.at(batch), self.optimizer.at(batch)
+
+
+def chunks_of(num_bytes: int) -> int:
+    """In how many chunks a tensor goes through the stages.
+
+    >>> chunks_of(100_000), chunks_of(1 << 20), chunks_of(64 << 20)
+    (1, 4, 8)
+    """
+    return max(1, min(_CHUNKS, num_bytes // _SMALLEST_CHUNK_BYTES))
+
+
+def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
+    """Seconds of an all_reduce. See [Note: model].
+
+    Args:
+        num_bytes: of each rank's tensor.
+        num_hosts: at least 1.
+        network: what messages cost.
+
+    >>> network = Network(link=Line(1e-3, 8e-9), host=Line(1e-4, 1e-10))
+    >>> round(all_reduce_s(1_000_000, 1, network), 6)
+    0.0002
+    >>> round(all_reduce_s(1_000_000, 2, network), 6)  # 1 ms, 1 ms + 8 ms on the link, a third of 0.2 ms
+    0.010067
+    >>> round(all_reduce_s(1_000_000, 4, network), 6)  # 1 ms, 2 ms + 12 ms, the same third
+    0.015067
+    """
+    inner = network.host.at(num_bytes)
+    if num_hosts == 1:
+        return inner
+    if num_bytes <= _REDUNDANT_BYTES:
+        crossing_bytes = network.ranks_per_host * (num_hosts - 1) * num_bytes
+        wire = network.link.at(crossing_bytes)
+        return network.link.fixed_s + wire + inner
+    hops, share = (1, 1.0) if num_hosts == 2 else (2, 2 * (num_hosts - 1) / num_hosts)
+    wire = hops * network.link.fixed_s + share * num_bytes * network.link.per_unit_s
+    return network.link.fixed_s + max(wire, inner) + min(wire, inner) / chunks_of(num_bytes)
+
+
+def step_on_one_host_s(computing: tuple[float, float, float], buckets: Sequence[int], host: Line) -> float:
+    """Seconds of a step of ranks that share one host: buckets are reduced when the backward pass is over.
+
+    >>> round(step_on_one_host_s((1.0, 2.0, 0.5), [100, 100], Line(0.01, 0.001)), 6)
+    3.72
+    """
+    return sum(computing) + sum(host.at(num_bytes) for num_bytes in buckets)
+
+
+def step_s(computing: tuple[float, float, float], buckets: Sequence[int], num_hosts: int, network: Network) -> float:
+    """Seconds of a step. See [Note: model].
+
+    Args:
+        computing: seconds of forward, backward and optimizer.
+        buckets: bytes of each, in the order in which they are full.
+        num_hosts: at least 1.
+        network: what messages cost.
+
+    >>> network = Network(Line(0.0, 0.0), Line(0.0, 0.0))
+    >>> step_s((1.0, 2.0, 0.5), [100, 100], 2, network)
+    3.5
+    """
+    if num_hosts == 1:
+        return step_on_one_host_s(computing, buckets, network.host)
+    forward, backward, optimizer = computing
+    total = sum(buckets)
+    filled, free_at = 0, 0.0
+    for num_bytes in buckets:
+        filled += num_bytes
+        full_at = forward + backward * filled / total
+        free_at = max(free_at, full_at) + all_reduce_s(num_bytes, num_hosts, network)
+    return max(forward + backward, free_at) + optimizer

@@ -1,0 +1,269 @@
+"""`lockstep bench scaling`: fits, formulas at known points, tables from a result, and a run of two ranks."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lockstep.bench.scaling as scaling
+from lockstep.bench.pages import Table, as_markdown
+from lockstep.bench.results import Parameters, Result, Series
+from lockstep.bench.scaling import charts, predictions
+from lockstep.bench.scaling.model import Line, Network, all_reduce_s, chunks_of, fit_line, step_on_one_host_s, step_s
+from lockstep.bench.session import Progress, Session
+from lockstep.errors import InputError
+from test_benchmarks import ENVIRONMENT
+
+MIB = 1 << 20
+# 1 Gbit/s with 100 µs of latency; an all_reduce on one host at 2 GB/s.
+LINK, HOST = Line(100e-6, 8e-9), Line(20e-6, 0.5e-9)
+COMPUTING = {"forward": Line(1e-3, 10e-6), "backward": Line(2e-3, 20e-6), "optimizer": Line(0.5e-3, 0.0)}
+BUCKETS = [MIB, 4 * MIB]
+
+
+# ---- fits ----------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_latency_and_bandwidth_through_noise() -> None:
+    draw = np.random.default_rng(0)
+    samples = {size: list(LINK.at(size) * draw.lognormal(0.0, 0.2, 101)) for size in (4, 4096, 65536, MIB, 16 * MIB)}
+    samples[4][:20] = [1.0] * 20  # a neighbour wakes up: the median does not see it
+    found = fit_line(samples)
+    assert found.fixed_s == pytest.approx(LINK.fixed_s, rel=0.1)
+    assert found.per_unit_s == pytest.approx(LINK.per_unit_s, rel=0.1)
+
+
+def test_a_fit_has_no_negative_part() -> None:
+    falling = fit_line({1: [2.0], 100: [1.0]})
+    assert falling.per_unit_s == 0.0
+    assert 1.0 <= falling.fixed_s <= 2.0
+    through_nothing = fit_line({10: [1.0], 20: [2.5]})
+    assert through_nothing.fixed_s == 0.0
+    assert 0.1 <= through_nothing.per_unit_s <= 0.125
+    assert fit_line({7: [3.0]}) == Line(3.0, 0.0)
+    with pytest.raises(ValueError, match="at least one"):
+        fit_line({})
+
+
+# ---- formulas ------------------------------------------------------------------------------------
+
+
+def test_all_reduce_at_known_points() -> None:
+    network = Network(LINK, HOST, ranks_per_host=2)
+    large, small = 8 * MIB, 1000
+    inner, wire = HOST.at(large), LINK.at(large)
+    assert all_reduce_s(large, 1, network) == inner
+    assert all_reduce_s(large, 2, network) == pytest.approx(100e-6 + wire + inner / 8)
+    three_hosts = 100e-6 + 200e-6 + 4 / 3 * large * 8e-9 + inner / 8
+    assert all_reduce_s(large, 3, network) == pytest.approx(three_hosts)
+    # Small: latency to meet, latency and two ranks' messages to each other host, the host itself.
+    assert all_reduce_s(small, 4, network) == pytest.approx(200e-6 + 2 * 3 * small * 8e-9 + HOST.at(small))
+    slow_host = Network(LINK, HOST.times(100))
+    assert all_reduce_s(large, 2, slow_host) == pytest.approx(100e-6 + 100 * inner + wire / 8), (
+        "the slower stage counts"
+    )
+    assert [chunks_of(size) for size in (1, MIB, 100 * MIB)] == [1, 4, 8]
+
+
+def test_step_at_known_points() -> None:
+    network = Network(Line(0.0, 1.0), Line(0.0, 0.0))  # a second for each byte on the link
+    # Two buckets of 10 B: full at 2 s and 3 s, so on the link from 2 to 12 and from 12 to 22; then the optimizer.
+    network = Network(Line(0.0, 1e-3), Line(0.0, 0.0))
+    buckets = [20_000, 20_000]
+    assert step_s((1.0, 2.0, 0.5), buckets, 2, network) == pytest.approx(2.0 + 20 + 20 + 0.5)
+    # What computes longer than it communicates hides all but the last bucket.
+    assert step_s((1.0, 100.0, 0.5), buckets, 2, network) == pytest.approx(101.0 + 20 + 0.5)
+    assert step_on_one_host_s((1.0, 2.0, 0.5), buckets, Line(1.0, 0.0)) == pytest.approx(5.5)
+    assert step_s((1.0, 2.0, 0.5), buckets, 1, network) == pytest.approx(3.5)
+
+
+# ---- from a result -------------------------------------------------------------------------------
+
+
+def _series(parameters: Parameters, contestant: str, seconds: float) -> Series:
+    return Series(parameters, contestant, 1, [seconds, 1.01 * seconds, 0.99 * seconds])
+
+
+def _result(check_factor: float = 1.0) -> Result:
+    """Everything exactly as the model has it; the check so many times as slow."""
+    series = []
+    for n, batches in ((1, (64,)), (2, (8, 16, 32, 64)), (4, (16, 64))):
+        crowd = max(1, n // 2)  # two cores
+        for batch in batches:
+            forward, backward, optimizer = (crowd * COMPUTING[name].at(batch) for name in COMPUTING)
+            parameters: Parameters = {"part": "step", "world_size": n, "batch": batch}
+            alone = forward + backward + optimizer
+            together = alone if n == 1 else step_on_one_host_s((forward, backward, optimizer), BUCKETS, HOST)
+            for name, seconds in zip(
+                ("forward", "forward_backward", "step_alone", "step"),
+                (forward, forward + backward, alone, together),
+                strict=True,
+            ):
+                series.append(_series(parameters, name, seconds))
+    series += [
+        _series({"part": "host", "world_size": 2, "bytes": size}, "all_reduce", HOST.at(size))
+        for size in (4096, MIB, 4 * MIB)
+    ]
+    series += [_series({"part": "link", "bytes": size}, "message", LINK.at(size)) for size in (4, 65536, 2 * MIB)]
+    crowded = Network(LINK, HOST.times(2), 2)
+    for size in (4096, 8 * MIB):
+        seconds = check_factor * all_reduce_s(size, 2, crowded)
+        series.append(_series({"part": "check", "bytes": size}, "all_reduce", seconds))
+    parts = tuple(2 * COMPUTING[name].at(64) for name in COMPUTING)
+    step = check_factor * step_s((parts[0], parts[1], parts[2]), BUCKETS, 2, crowded)
+    series.append(_series({"part": "check", "batch": 64}, "step", step))
+    settings = {
+        "nproc": 4, "recipe": "digits", "batch": 64, "buckets_bytes": BUCKETS, "hosts": 2, "ranks_per_host": 2,
+        "rate": "1gbit",
+    }  # fmt: skip
+    return Result("scaling", False, ENVIRONMENT, settings, series)
+
+
+def test_fits_recover_what_the_samples_were_made_of() -> None:
+    fits = predictions.fit(_result())
+    assert fits is not None
+    assert fits.network is not None
+    assert fits.crowding == 2.0
+    for found, made in (
+        (fits.network.link, LINK),
+        (fits.host, HOST),
+        (fits.computing.forward, COMPUTING["forward"]),
+        (fits.computing.backward, COMPUTING["backward"]),
+    ):
+        assert found.fixed_s == pytest.approx(made.fixed_s, rel=1e-3)
+        assert found.per_unit_s == pytest.approx(made.per_unit_s, rel=1e-3)
+    assert fits.computing.optimizer.at(64) == pytest.approx(0.5e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(("factor", "met"), [(1.0, True), (1.1, True), (1.3, False), (0.8, False)])
+def test_a_prediction_is_held_against_the_check_and_never_sees_it(factor: float, met: bool) -> None:
+    result = _result(factor)
+    fits = predictions.fit(result)
+    assert fits == predictions.fit(_result())
+    assert fits is not None
+    checks = [one for one in predictions.residuals(result, fits) if one.is_check]
+    assert len(checks) == 3
+    assert [one.is_met for one in checks] == [met] * 3
+    assert checks[0].error == pytest.approx(1 / factor - 1, abs=1e-3)
+
+
+def test_rates_by_hand() -> None:
+    found = {(rate.mode, rate.world_size): rate for rate in predictions.rates(_result())}
+    alone = 3.5e-3 + 30e-6 * 64
+    assert found["weak", 1].samples_per_s == pytest.approx(64 / alone)
+    assert found["weak", 1].efficiency == pytest.approx(1.0)
+    together = alone + sum(map(HOST.at, BUCKETS))
+    assert found["weak", 2].efficiency == pytest.approx(alone / together)
+    assert (found["strong", 2].batch, found["strong", 4].batch) == (32, 16)
+    strong = 3.5e-3 + 30e-6 * 32 + sum(map(HOST.at, BUCKETS))
+    assert found["strong", 2].samples_per_s == pytest.approx(64 / strong)
+
+
+def test_projection_at_known_points() -> None:
+    fits = predictions.fit(_result())
+    assert fits is not None
+    found = predictions.projection(_result(), fits)
+    assert [rate.world_size for rate in found["weak"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert found["weak"][0].efficiency == 1.0
+    parts = (COMPUTING["forward"].at(64), COMPUTING["backward"].at(64), COMPUTING["optimizer"].at(64))
+    expected = step_s(parts, BUCKETS, 8, Network(LINK, HOST, 2))
+    assert found["weak"][3].step_s == pytest.approx(expected, rel=1e-3)
+    assert found["strong"][-1].batch == 1, "a rank without a sample is no projection"
+
+
+def test_tables_and_picture() -> None:
+    text = as_markdown(charts.blocks(_result(1.3)))
+    assert "| weak, 2 ranks | 64 |" in text
+    assert text.count("**no**") == 3
+    assert "link: message between two hosts | 100 µs | 0.125 GB/s" in text
+    assert len(charts.draw(_result()).axes) == 3
+
+
+def test_a_run_cut_short_shows_what_it_has() -> None:
+    result = _result()
+    begun = Result("scaling", False, ENVIRONMENT, result.settings, result.series[:4], complete=False)
+    (table,) = [block for block in charts.blocks(begun) if isinstance(block, Table)]
+    assert [row[0] for row in table.rows] == ["weak, 1 ranks", "strong, 1 ranks"]
+    assert charts.draw(begun).axes
+    without_link = [one for one in result.series if one.parameters["part"] not in ("link", "check")]
+    alone = Result("scaling", False, ENVIRONMENT, result.settings, without_link)
+    assert "Projected" not in as_markdown(charts.blocks(alone))
+    assert charts.draw(alone).axes
+
+
+# ---- options and runs ----------------------------------------------------------------------------
+
+
+def _session(tmp_path: Path, nproc: int) -> Session:
+    return Session("scaling", nproc, 60.0, True, tmp_path, Progress("x", 60, io.StringIO()), environment=ENVIRONMENT)
+
+
+def _options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    scaling.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [(["--recipe", "digit"], "did you mean 'digits'"), (["--batch", "0"], "must be at least 1, got 0")],
+)
+def test_options_that_mean_nothing(tmp_path: Path, arguments: list[str], about: str) -> None:
+    with pytest.raises(InputError, match=about):
+        scaling.measure(_options(*arguments), _session(tmp_path, 2))
+
+
+def test_numbers_of_ranks() -> None:
+    assert scaling._world_sizes(1) == [1, 2, 4]
+    assert scaling._world_sizes(6) == [1, 2, 4, 6]
+    assert scaling._world_sizes(8) == [1, 2, 4, 8]
+
+
+def test_a_spent_budget_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: object) -> None:
+        raise AssertionError("something was begun")
+
+    monkeypatch.setattr(scaling._Run, "on_one_host", begin)
+    monkeypatch.setattr(scaling._Run, "on_hosts", begin)
+    session = _session(tmp_path, 2)
+    session.budget_s = 0.0
+    scaling.measure(_options(), session)
+    assert [one.contestant for one in session.skipped] == [
+        "1 ranks, pass 1", "2 ranks, pass 1", "4 ranks, pass 1", "hosts",
+    ]  # fmt: skip
+    assert all("--budget" in one.reason for one in session.skipped)
+
+
+def test_without_root_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.testing import namespaces
+
+    monkeypatch.setattr(namespaces, "reason_to_skip", lambda: "needs root on Linux: test hosts are namespaces")
+    session = _session(tmp_path, 2)
+    scaling._Run(session, "digits", 4).on_hosts("1gbit")
+    assert [one.reason for one in session.skipped] == ["needs root on Linux: test hosts are namespaces"]
+
+
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_world_sizes", lambda nproc: [2])
+    session = _session(tmp_path, 2)
+    scaling.measure(_options("--no-hosts", "--batch", "8"), session)
+    steps = {int(one.parameters["batch"]) for one in session.series if one.contestant == "step"}
+    sizes = {int(one.parameters["bytes"]) for one in session.series if one.contestant == "all_reduce"}
+    assert (steps, sizes) == ({1, 2, 4, 8}, set(scaling.HOST_SIZES))
+    (bucket_bytes,) = session.settings["buckets_bytes"]  # type: ignore[misc]
+    assert 0 <= bucket_bytes - 66_314 * 4 < 14 * 64, "not the digits model's parameters, each at a cache line"
+
+
+def test_a_second_pass_adds_samples(tmp_path: Path) -> None:
+    session = _session(tmp_path, 2)
+    run = scaling._Run(session, "digits", 4)
+    item: dict[str, Any] = {"parameters": {"part": "step"}, "contestant": "step", "iterations": 1, "samples_s": [1.0]}
+    run._add([item])
+    run._earlier = list(session.series)
+    run._add([{**item, "samples_s": [2.0]}])
+    assert [one.samples_s for one in session.series] == [[1.0, 2.0]]
