@@ -19,7 +19,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.bench.comm.columns import blocks, draw
+from lockstep.bench.comm.columns import blocks, draw, wrong_elements
 from lockstep.bench.comm.mpi import find_mpis
 from lockstep.bench.comm.peers import Peer, PeerFailed, Sample, find_peers, is_imb
 from lockstep.bench.comm.sizes import parse_sizes
@@ -188,7 +188,7 @@ class _Run:
             )
         if session.left_s > 0 or session.quick:
             self._time_peers(share_s)
-        wrong = sum(int(one.facts.get("wrong", 0)) for one in session.series)
+        wrong = sum(wrong_elements(one) or 0 for one in session.series)
         if wrong:
             session.failure = f"{wrong} wrong elements: see the rows with #wrong"
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["algorithm_bandwidth", "blocks", "bus_bandwidth", "bus_factor", "draw"]
+__all__ = ["algorithm_bandwidth", "blocks", "bus_bandwidth", "bus_factor", "draw", "wrong_elements"]
 
 _GB = 1e9
 _HEADER = ("backend", "size B", "count", "type", "redop", "time µs", "10–90 %", "algbw GB/s", "busbw GB/s", "#wrong")
@@ -90,6 +90,12 @@ def blocks(result: Result) -> list[Block]:
     return found
 
 
+def wrong_elements(series: Series) -> int | None:
+    """How many elements of the results were wrong; None where they were not looked at."""
+    found = series.facts.get("wrong")
+    return None if found is None else int(float(str(found)))
+
+
 def _order(series: Series) -> tuple[str, str, int]:
     """Backends stay in the order in which they were measured."""
     return (str(series.parameters["dtype"]), str(series.parameters["op"]), int(series.parameters["bytes"]))
@@ -100,7 +106,7 @@ def _row(series: Series) -> list[str]:
     verb, size, n = str(parameters["verb"]), int(parameters["bytes"]), int(parameters["world_size"])
     low, high = stats.percentiles(series.samples_s)
     bandwidths = [algorithm_bandwidth(size, seconds), bus_bandwidth(verb, size, seconds, n)]
-    wrong = series.facts.get("wrong")
+    wrong = wrong_elements(series)
     return [
         series.contestant,
         str(size),
@@ -110,7 +116,7 @@ def _row(series: Series) -> list[str]:
         three_digits(seconds * 1e6),
         f"{three_digits(low * 1e6)}–{three_digits(high * 1e6)}",
         *(f"{value:.3f}" for value in bandwidths),
-        "N/A" if wrong is None else f"{int(wrong)}" if not wrong else f"**{int(wrong)}**",
+        "N/A" if wrong is None else f"{wrong}" if not wrong else f"**{wrong}**",
     ]
 
 

@@ -309,6 +309,6 @@ def _with_facts(series: Sequence[Series], item: _Item) -> list[Series]:
     found = []
     for one in series:
         count = wrong[one.contestant]
-        facts: dict[str, float | str] = {} if count is None else {"wrong": count}
+        facts: dict[str, float | str | list[float]] = {} if count is None else {"wrong": count}
         found.append(replace(one, samples_s=[sample / messages for sample in one.samples_s], facts=facts))
     return found
