@@ -45,7 +45,7 @@ def test_broken_backend_is_found_out() -> None:
     wrong, raising, right, killed = report.results
     assert [result.status for result in report.results] == ["failed", "failed", "passed", "failed"]
     assert wrong.detail.startswith("rank 1: the tensor differs at 17 of 17 positions, first at (0,): got ")
-    assert "rank 1: ValueError: sabotage (movement.py:" in raising.detail
+    assert "rank 1: ValueError: sabotage (data_movement.py:" in raising.detail
     assert right.detail == "", "a group that a failure has left out of step is not used again"
     assert "rank 1: WorkerDied: its process was killed by SIGKILL" in killed.detail
     assert "FAILED  barrier[async_op=False]" in str(report)

@@ -22,6 +22,7 @@ OBJECT_VERBS = {
 _SENDS_OBJECTS = "a verb by which users send objects, as Horovod documents it"
 _OWN_CHILDREN = "pipes and private folders between a process and the children that it has started itself"
 ALLOWED = {
+    "lockstep.bench.ranks": "waits until processes have ended, and reads nothing",
     "lockstep.checkpoint": "the name of an exception; files are loaded with weights_only=True",
     "lockstep.compat.horovod.runner": "the function that horovod.run was given, in the launcher's private folder",
     "lockstep.compat.horovod.torch.functions": _SENDS_OBJECTS,
@@ -31,6 +32,8 @@ ALLOWED = {
     "lockstep.testing.conformance.data_movement": "checks the verbs that send objects",
     "lockstep.testing.conformance.point_to_point": "checks the verbs that send objects",
     "lockstep.testing.fork_server": _OWN_CHILDREN,
+    "lockstep.testing.namespace_host": _OWN_CHILDREN,
+    "lockstep.testing.namespaces": _OWN_CHILDREN,
     "lockstep.testing.pool": _OWN_CHILDREN,
     "lockstep.testing.worker": _OWN_CHILDREN,
     "lockstep.tools.capabilities.verbs": "tries the verbs that send objects, on objects of its own",

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+__all__ = ["main"]
+
 
 def _run_rank(rank: int, variables: dict[str, str], paths: list[str], job: str) -> None:
     import torch
@@ -53,6 +55,7 @@ def _fork_rank(request: Any) -> int:
 
 
 def main() -> None:
+    """Import what ranks need, then fork one for each request, until stdin ends."""
     import torch
     import torch.nn.parallel
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+__all__ = ["main"]
+
 _MOST_ITERATIONS = 4096
 
 _Call = Callable[[], Any]
