@@ -118,7 +118,7 @@ def init_without_permission() -> Caught:
     if os.environ["RANK"] != "1":
         return init_world()
 
-    def refuse(handle: str) -> Segment:
+    def refuse(handle: str, size_bytes: int | None = None) -> Segment:
         raise SharedMemoryError(errno.EACCES, "cannot open the shared memory of process 1: Permission denied")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def test_one_rank_cannot_open_the_memory() -> None:
 def allocate_without_permission() -> tuple[Caught, bool]:
     """The same once the group is there: all ranks raise, and the group goes on."""
 
-    def refuse(handle: str) -> Segment:
+    def refuse(handle: str, size_bytes: int | None = None) -> Segment:
         raise SharedMemoryError(errno.EACCES, "cannot open the shared memory of process 1: Permission denied")
 
     with pytest.MonkeyPatch.context() as patch:
