@@ -18,6 +18,7 @@ the job goes on from the latest state that anybody knows. What only this host sa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -156,6 +157,8 @@ class HostRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Take part no more. The job goes on if it has hosts enough."""
+        with contextlib.suppress(PlaceLost):  # What was refused in the last moment is said, too.
+            self._warn()
         self._pulse.stop()
         return True
 
@@ -201,7 +204,7 @@ class HostRendezvous(RendezvousHandler):
 
     def _beware(self, now_s: float) -> None:
         """Say again what this host has told, if somebody has written over it, and warn. See [Note: put back]."""
-        self._place.watch(lambda: {host.address for host in self.roll.hosts})
+        self._warn()
         if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
             return
         self._put_back_s = now_s
@@ -209,6 +212,9 @@ class HostRendezvous(RendezvousHandler):
         for key, sealed in self._told.items():
             if self._place.raw(key) != sealed and self._place.get(key) is None:
                 self._place.put_back(key, sealed)
+
+    def _warn(self) -> None:
+        self._place.watch(lambda: {host.address for host in self.roll.hosts})
 
     def missing(self) -> list[Host]:
         """Hosts of this host's round that have left it, or were lost."""
