@@ -280,7 +280,7 @@ class _Normalize(torch.autograd.Function):
         ctx.group, ctx.counts = group, counts
         ctx.bias_dtype = None if bias is None else bias.dtype
         scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
-        # The operator itself: `functional.batch_norm` of torch 2.11 refuses an eps of 0, and here it is in the variance.
+        # The operator itself: `functional.batch_norm` of torch 2.11 refuses an eps of 0; here it is in the variance.
         cudnn = torch.backends.cudnn.enabled
         return torch.batch_norm(values, scale, shift, mean, variance, False, 0.0, 0.0, cudnn)
 
