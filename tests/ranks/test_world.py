@@ -254,10 +254,9 @@ def init_with_another_world_size() -> Caught:
 
 def test_world_sizes_differ() -> None:
     zero, one = run_ranks(init_with_another_world_size, 2, init=False)
-    assert type(one.error) is SetupError
-    assert "rank 1 was given world_size 3, rank 0 2: give all ranks the same" in str(one.error)
-    assert type(zero.error) is RendezvousError
-    assert "rank 1 did not come within 1 s of rank 0" in str(zero.error)
+    for caught in (zero, one):
+        assert type(caught.error) is SetupError
+        assert "rank 1 was given world_size 3, rank 0 2: give all ranks the same" in str(caught.error)
 
 
 def init_as_the_same_rank() -> Caught:
