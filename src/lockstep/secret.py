@@ -148,9 +148,13 @@ class Seals:
         return self._key.mac(*(part.encode(errors="surrogatepass") for part in (key, head, text)))
 
 
-def token_for_ranks(given: str | None) -> str:
-    """The token that the launcher of one host gives its ranks: a new one, or of what the launcher was given itself."""
-    return new_token() if given is None else Secret(given).derive("ranks").as_token()
+def token_for_ranks(given: str | None) -> str | None:
+    """The token that the launcher of one host gives its ranks: made of what the launcher was given itself, else none.
+
+    It does not make one up. Ranks of one launcher meet in a private folder; several launchers that know nothing of each
+    other, whose ranks meet by an address in the script, would each have another.
+    """
+    return None if given is None else Secret(given).derive("ranks").as_token()
 
 
 def secret_of_ranks() -> Secret:
