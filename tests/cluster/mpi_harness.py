@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import env
+from lockstep.bench.comm.mpi import clean_environment
 from lockstep.testing import limit_s
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
@@ -38,15 +38,6 @@ _REASON = _reason_to_skip()
 needs_mpi = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
 
-def environ() -> dict[str, str]:
-    """The process's own variables, with nothing that would make the ranks those of another launcher."""
-    variables = env.snapshot()
-    for variable in (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.LOCKSTEP_RENDEZVOUS):
-        variable.unset(variables)
-    env.OMP_NUM_THREADS.set("1", variables)
-    return variables
-
-
 def mpirun(
     num_ranks: int, program: Sequence[str], *, timeout_s: float = 60.0, variables: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -61,7 +52,7 @@ def mpirun(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environ() | (variables or {}),
+        env=clean_environment() | (variables or {}),
         start_new_session=True,
     )
     try:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from lockstep import mpi_library
+from lockstep.bench.comm.mpi import clean_environment
 from lockstep.comm.mpi.board import NOTICE_BYTES, MpiBoard, NoticeKind, notice_kind
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
@@ -23,7 +24,7 @@ from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
 from lockstep.testing import limit_s
 from lockstep.topology import Topology
-from mpi_harness import environ, needs_mpi
+from mpi_harness import needs_mpi
 
 # ---- the board -------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ except SetupError as error:
 @needs_mpi
 def test_one_process_is_a_world_and_several_without_mpirun_are_told() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _ALONE], env=environ(), capture_output=True, text=True, timeout=limit_s(60)
+        [sys.executable, "-c", _ALONE], env=clean_environment(), capture_output=True, text=True, timeout=limit_s(60)
     )
     assert done.returncode == 0, done.stderr
     alone, several = done.stdout.splitlines()

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lockstep.bench.comm.mpi import clean_environment
 from lockstep.comm.mpi import name
 from lockstep.commands.run import main
 from lockstep.errors import LaunchError
 from lockstep.launch.mpi import is_rank_of_mpirun
 from lockstep.testing import limit_s
-from mpi_harness import environ, mpirun, needs_mpi
+from mpi_harness import mpirun, needs_mpi
 
 SCRIPT = str(Path(__file__).with_name("mpi_plain_name.py"))
 NEEDS_NO_MPI = pytest.mark.skipif(dist.is_mpi_available(), reason="this PyTorch has its own MPI, which is then meant")
@@ -60,7 +61,7 @@ def test_our_launcher_alone_makes_no_mpi_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist; dist.init_process_group('mpi')")
     command = [sys.executable, "-m", "lockstep", "run", "--nproc", "2", str(script)]
-    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=limit_s(60))
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=limit_s(60))
     assert done.returncode == 1
     assert re.search(
         r"WORLD_SIZE is 2, but MPI knows of 1 rank\(s\): ranks of an MPI job are started by `mpirun -np 2 python "
