@@ -359,10 +359,10 @@ def test_contestants_take_turns_in_every_round() -> None:
     assert [(one.parameters["n"], one.contestant) for one in series] == [(1, "A"), (1, "B"), (2, "A"), (2, "B")]
     assert all(len(one.samples_s) == 2 * 3 for one in series)  # min_rounds in each of two sweeps
     assert all(one.iterations == 1 for one in series)
-    # Calibration: one call, then a batch of lead-in and one iteration. Then 1 + 3 rounds of A A B B
-    # per sweep and configuration: lead-in and one iteration each, contestants in turns.
-    calibration = 3 * (len(contestants) + len(contestants))
-    assert "".join(calls[calibration:]) == "AABB" * (2 * 2 * (1 + 3))
+    # Before its first sweep a configuration is calibrated: one call, then a batch of lead-in and one iteration. A sweep
+    # is 1 + 3 rounds of lead-in and one iteration each, contestants in turns.
+    calibration, sweep = "AAABBB", "AABB" * (1 + 3)
+    assert "".join(calls) == (calibration + sweep) * 2 + sweep * 2
 
 
 @pytest.mark.usefixtures("alone")
