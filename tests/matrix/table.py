@@ -21,9 +21,6 @@ _HEAD = """# Versions of PyTorch
 has the numbers of tests that **passed/failed/skipped**. Lockstep refuses releases older than the first; with one newer
 than the last it warns when a job starts.
 
-A group over *gloo* of torch 2.6 joins its threads while it keeps the GIL that they may need, so that a test on gloo may
-hang at its end, some in a hundred. Groups over lockstep have no part in that.
-
 """
 
 

@@ -1,4 +1,4 @@
-"""Lets gloo's threads come to rest before the interpreter ends.
+"""Lets gloo's threads come to rest before the interpreter ends, and before an old torch's group does.
 
 [Note: gloo at exit] The rank that calls a collective goes on when gloo has the result; after that, a thread of gloo
 drops its references to the tensors, and needs the GIL for it. If the script ends at that moment with the group still
@@ -7,10 +7,14 @@ thread that asks a dead interpreter for the GIL in a way that C++ answers with `
 exception`: SIGABRT after a training that went well, in one run of ten with torch 2.13's own DDP. An exit handler runs
 while the GIL can still be had, so it gives it away until these threads have nothing left to do.
 
+[Note: gloo at its end] Before 2.8, torch destroys a group over gloo with the GIL held, and joins these threads: if one
+of them still wants the GIL for a tensor, both wait for ever. So they are to rest before the last reference goes.
+
 [Note: at rest] A thread that waits for the GIL sleeps like one that has nothing to do. But it wakes up every 5 ms to
 look, and as soon as the GIL is given away; where the cores are busy it may then not run at once, and does not sleep
 either. So a thread is at rest if it was asleep before a longer nap of this one, is so behind it, and has not run
-in between.
+in between. Such an old torch gives the threads no name: any thread counts that Python has not started, but for those
+that poll, as gloo's loop over its sockets does a hundred times a second. That one holds no tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +23,14 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 
-__all__ = ["await_rest_at_exit"]
+import torch
+
+from lockstep.comm.torch_version import joins_gloo_with_gil
+
+__all__ = ["await_rest_at_end", "await_rest_at_exit"]
 
 _THREAD_NAME = "pt_gloo"  # torch names them pt_gloo_runloop
 _NAP_S = 0.007  # longer than what sys.getswitchinterval() says by default
@@ -41,6 +50,15 @@ def await_rest_at_exit() -> None:
         atexit.register(_await_rest)
 
 
+def await_rest_at_end() -> None:
+    """Wait for gloo's threads, some milliseconds, before groups of this process are destroyed. Local.
+
+    See [Note: gloo at its end]. With a torch that needs none of it, it does nothing.
+    """
+    if joins_gloo_with_gil(torch.__version__):
+        _await_rest()
+
+
 def _await_rest() -> None:
     """See [Note: at rest]."""
     deadline = time.monotonic() + _DEADLINE_S
@@ -54,14 +72,25 @@ def _await_rest() -> None:
 def _asleep() -> dict[str, str] | None:
     """Of each thread of gloo how often it has gone to sleep so far; None if one of them is not asleep."""
     found: dict[str, str] = {}
+    python = {str(thread.native_id) for thread in threading.enumerate()}
+    is_named = not joins_gloo_with_gil(torch.__version__)
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             fields = _status(thread)
-            if fields.get("Name", "").startswith(_THREAD_NAME):
+            if fields.get("Name", "").startswith(_THREAD_NAME) if is_named else _may_be_gloo(thread, python):
                 if not fields.get("State", "").startswith("S"):
                     return None
                 found[thread] = fields.get("voluntary_ctxt_switches", "")
     return found
+
+
+def _may_be_gloo(thread: str, python: set[str]) -> bool:
+    """Whether a thread may be one of gloo's that have no name; `python` has the numbers of those that are not."""
+    if thread in python:
+        return False
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/wchan") as file:
+        return "poll" not in file.read()
+    return False
 
 
 def _status(thread: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Has `destroy_process_group` of older torch shut our groups down.
+"""Has `destroy_process_group` of older torch shut our groups down, and wait for the threads of gloo's.
 
 2.6 shuts down NCCL's groups alone; 2.11 calls `shutdown` of every group. Without it ranks that wait for one that has
-left the group learn it only when their time is up.
+left the group learn it only when their time is up. What gloo needs is told in [Note: gloo at its end].
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.comm import gloo
 from lockstep.torch_private.patching import wrap_once
 
 __all__ = ["register"]
 
 
 def _knowing_ours(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and our groups."""
+    """The same, and our groups, and gloo's."""
 
     def shut_down(pg: Any) -> None:
         # By what it has, not by its class: a process may have imported this package twice.
@@ -23,6 +24,7 @@ def _knowing_ours(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
             pg.shutdown()
         else:
             torchs_own(pg)
+            gloo.await_rest_at_end()
 
     return shut_down
 

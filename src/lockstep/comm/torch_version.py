@@ -1,6 +1,7 @@
 """Which releases of torch this one was tested with.
 
-Elsewhere nothing is decided by a release's number: what a release has is asked of it, by name.
+Elsewhere nothing is decided by a release's number: what a release has is asked of it, by name. How its C++ behaves has
+no name, and is asked here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ import re
 from lockstep.errors import SetupError
 from lockstep.log import get_logger, warn_once
 
-__all__ = ["NEWEST_TESTED", "OLDEST", "check_oldest", "drops_python_work", "release_of", "warn_if_untested"]
+__all__ = [
+    "NEWEST_TESTED",
+    "OLDEST",
+    "check_oldest",
+    "drops_python_work",
+    "joins_gloo_with_gil",
+    "release_of",
+    "warn_if_untested",
+]
 
 OLDEST = (2, 6)
 NEWEST_TESTED = (2, 15)
@@ -56,6 +65,15 @@ def drops_python_work(version: str) -> bool:
         version: such as "2.6.0".
     """
     return release_of(version) < (2, 11)
+
+
+def joins_gloo_with_gil(version: str) -> bool:
+    """Whether this torch joins gloo's threads while it keeps the GIL that they may need; 2.8 does not. Local.
+
+    Args:
+        version: such as "2.6.0".
+    """
+    return release_of(version) < (2, 8)
 
 
 def release_of(version: str) -> tuple[int, int]:
