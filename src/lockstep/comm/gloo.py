@@ -62,35 +62,42 @@ def await_rest_at_end() -> None:
 def _await_rest() -> None:
     """See [Note: at rest]."""
     deadline = time.monotonic() + _DEADLINE_S
+    others: set[str] = set()
     before: dict[str, str] | None = {}
-    now = _asleep()
+    now = _asleep(others)
     while (now is None or now != before) and time.monotonic() < deadline:
         time.sleep(max(_NAP_S, 1.4 * sys.getswitchinterval()))
-        before, now = now, _asleep()
+        before, now = now, _asleep(others)
 
 
-def _asleep() -> dict[str, str] | None:
-    """Of each thread of gloo how often it has gone to sleep so far; None if one of them is not asleep."""
+def _asleep(others: set[str]) -> dict[str, str] | None:
+    """Of each thread of gloo how often it has gone to sleep so far; None if one of them is not asleep.
+
+    Args:
+        others: numbers of threads that are none of these; what polls is added.
+    """
     found: dict[str, str] = {}
-    python = {str(thread.native_id) for thread in threading.enumerate()}
     is_named = not joins_gloo_with_gil(torch.__version__)
+    others.update(str(thread.native_id) for thread in threading.enumerate())
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             fields = _status(thread)
-            if fields.get("Name", "").startswith(_THREAD_NAME) if is_named else _may_be_gloo(thread, python):
-                if not fields.get("State", "").startswith("S"):
-                    return None
-                found[thread] = fields.get("voluntary_ctxt_switches", "")
+            if is_named and not fields.get("Name", "").startswith(_THREAD_NAME):
+                continue
+            if not is_named and (thread in others or _polls(thread, others)):
+                continue
+            if not fields.get("State", "").startswith("S"):
+                return None
+            found[thread] = fields.get("voluntary_ctxt_switches", "")
     return found
 
 
-def _may_be_gloo(thread: str, python: set[str]) -> bool:
-    """Whether a thread may be one of gloo's that have no name; `python` has the numbers of those that are not."""
-    if thread in python:
-        return False
+def _polls(thread: str, others: set[str]) -> bool:
+    """Whether a thread waits for sockets; it is added to `others`, since it may be about to run at the next look."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/wchan") as file:
-        return "poll" not in file.read()
-    return False
+        if "poll" in file.read():
+            others.add(thread)
+    return thread in others
 
 
 def _status(thread: str) -> dict[str, str]:
