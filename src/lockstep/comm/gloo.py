@@ -26,8 +26,6 @@ import sys
 import threading
 import time
 
-import torch
-
 from lockstep.comm.torch_version import joins_gloo_with_gil
 
 __all__ = ["await_rest_at_end", "await_rest_at_exit"]
@@ -55,8 +53,14 @@ def await_rest_at_end() -> None:
 
     See [Note: gloo at its end]. With a torch that needs none of it, it does nothing.
     """
-    if joins_gloo_with_gil(torch.__version__):
+    if not _has_names():
         _await_rest()
+
+
+def _has_names() -> bool:
+    """Whether gloo's threads can be told by their names, which came with the release that releases the GIL."""
+    torch = sys.modules.get("torch")  # not imported for this: the launcher does without
+    return torch is None or not joins_gloo_with_gil(torch.__version__)
 
 
 def _await_rest() -> None:
@@ -77,7 +81,7 @@ def _asleep(others: set[str]) -> dict[str, str] | None:
         others: numbers of threads that are none of these; what polls is added.
     """
     found: dict[str, str] = {}
-    is_named = not joins_gloo_with_gil(torch.__version__)
+    is_named = _has_names()
     others.update(str(thread.native_id) for thread in threading.enumerate())
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
