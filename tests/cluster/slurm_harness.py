@@ -2,7 +2,7 @@
 
 Everything lies in one private folder and listens on ports that were free a moment ago, so it
 does not meet a Slurm that the machine may have. All that the daemons start carries the folder in its
-environment. By that a guardian finds and kills it when the tests end, be it by kill -9.
+environment. By that a reaper finds and kills it when the tests end, be it by kill -9.
 
 The nodes are called n1 and n2; these names resolve nowhere, as on clusters whose names only
 Slurm knows, and both lie at 127.0.0.1.
@@ -74,7 +74,7 @@ def sweep(folder: Path) -> None:
 
 
 def _guard(folder: str) -> None:
-    """The guardian: waits for its parent to close the pipe between them, which it does when it dies."""
+    """The reaper: waits for its parent to close the pipe between them, which it does when it dies."""
     sys.stdin.read()
     sweep(Path(folder))
 
@@ -135,7 +135,7 @@ class SlurmCluster:
         self.environment["SLURM_CONF"] = str(self.folder / "slurm.conf")
         self._daemons: list[subprocess.Popen[bytes]] = []
         # In a session of its own, so that Ctrl-C does not reach it; without the mark, so that it spares itself.
-        self._guardian = subprocess.Popen(
+        self._reaper = subprocess.Popen(
             [sys.executable, __file__, str(self.folder)], stdin=subprocess.PIPE, start_new_session=True
         )
 
@@ -159,7 +159,7 @@ class SlurmCluster:
         finally:
             for daemon in reversed(self._daemons):
                 _end(daemon)
-            self._guardian.communicate()
+            self._reaper.communicate()
 
     def _start(self) -> None:
         for name in ("state", *(f"{kind}-{node}" for node in NODES for kind in ("spool", "tmp"))):

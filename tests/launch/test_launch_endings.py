@@ -58,7 +58,7 @@ def wait_until_gone(pids: list[int], timeout_s: float) -> None:
 def test_killed_launcher_takes_everything_with_it(launches: Launches) -> None:
     process = launches.start("--nproc", "2", launches.script(FAMILY + "time.sleep(60)"))
     pids = [*family_of(launches), *children_of(process.pid)]
-    assert len(set(pids)) == 11, "two families and the guardian"
+    assert len(set(pids)) == 11, "two families and the reaper"
     process.kill()
     wait_until_gone(pids, 2)
     wait_until(lambda: not launches.leftovers(), "the private folder is removed", 2)
@@ -313,12 +313,12 @@ def test_job_inside_a_job_ends_with_it(launches: Launches) -> None:
     wait_until(lambda: not launches.leftovers(), "both private folders are removed", 3)
 
 
-def test_killed_guardian_does_not_hurt(launches: Launches) -> None:
+def test_killed_reaper_does_not_hurt(launches: Launches) -> None:
     script = launches.script(NOTE_PID + "note('rank0')\nwhile not os.path.exists('go'): time.sleep(0.01)\nsys.exit(6)")
     process = launches.start("--nproc", "1", "--max-restarts", "1", script)
     (rank,) = launches.pids("rank0")
-    (guardian,) = set(children_of(process.pid)) - {rank}
-    os.kill(guardian, signal.SIGKILL)
+    (reaper,) = set(children_of(process.pid)) - {rank}
+    os.kill(reaper, signal.SIGKILL)
     (launches.folder / "go").touch()
     _, err = process.communicate(timeout=limit_s(10))
     assert process.returncode == 6
@@ -350,16 +350,16 @@ raise ValueError('first')
     assert not is_alive(pid)
 
 
-def test_death_signal_stands_in_for_a_killed_guardian(launches: Launches) -> None:
+def test_death_signal_stands_in_for_a_killed_reaper(launches: Launches) -> None:
     script = launches.script(NOTE_PID + "note(f'rank{RANK}')\ntime.sleep(60)")
     process = launches.start("--nproc", "2", script)
     ranks = launches.pids("rank0", "rank1")
-    (guardian,) = set(children_of(process.pid)) - set(ranks)
+    (reaper,) = set(children_of(process.pid)) - set(ranks)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(guardian, number)
-    assert is_alive(guardian), "only SIGKILL ends the guardian"
-    os.kill(guardian, signal.SIGKILL)
-    wait_until(lambda: not is_alive(guardian), "the guardian is gone")
+        os.kill(reaper, number)
+    assert is_alive(reaper), "only SIGKILL ends the reaper"
+    os.kill(reaper, signal.SIGKILL)
+    wait_until(lambda: not is_alive(reaper), "the reaper is gone")
     process.kill()
     wait_until_gone(ranks, 2)
-    shutil.rmtree(launches.temporary)  # What only the guardian would have removed.
+    shutil.rmtree(launches.temporary)  # What only the reaper would have removed.

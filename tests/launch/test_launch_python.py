@@ -61,7 +61,7 @@ def test_rank_that_cannot_be_started(config: LaunchConfig, monkeypatch: pytest.M
     assert traces() == before
 
 
-def test_guardian_that_cannot_be_started(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reaper_that_cannot_be_started(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before = traces()
     monkeypatch.setattr("sys.executable", "/missing/python")
     with pytest.raises(LaunchError, match=r"cannot start another process: .*missing"):

@@ -275,7 +275,7 @@ def test_end_of_the_parent_is_the_end_of_all(tmp_path: Path, number: int) -> Non
     files = [tmp_path / f"pids{rank}" for rank in range(2)]
     wait_until(lambda: all(file.exists() for file in files), "ranks are up")
     pids = [int(word) for file in files for word in file.read_text().split()] + children_of(parent.pid)
-    assert len(set(pids)) == 6, "two ranks, a child of each, the guardian, multiprocessing's tracker"
+    assert len(set(pids)) == 6, "two ranks, a child of each, the reaper, multiprocessing's tracker"
     parent.send_signal(number)
     _, err = parent.communicate(timeout=limit_s(10))
     assert parent.returncode == -number

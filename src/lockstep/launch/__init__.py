@@ -3,7 +3,7 @@
 General layout, from the bottom up:
 
 * `support`: whether processes can be started and watched here.
-* `guardian`: finds and kills every process of a job; also the program that does so when
+* `reaper`: finds and kills every process of a job; also the program that does so when
   the launcher itself was killed.
 * `rendezvous`: the private folder and the port of one attempt.
 * `environment`: the variables that each rank gets.

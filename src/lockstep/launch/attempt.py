@@ -23,8 +23,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
-from lockstep.launch.guardian import Guardian, sweep
 from lockstep.launch.process import RankCommand, RankExit, RankProcess
+from lockstep.launch.reaper import Reaper, sweep
 from lockstep.launch.rendezvous import Rendezvous
 
 __all__ = ["Attempt", "Phase"]
@@ -47,7 +47,7 @@ class Attempt:
 
     Args:
         rendezvous: where ranks announce failures.
-        guardian: learns of every session before anything can happen in it.
+        reaper: learns of every session before anything can happen in it.
         job: the job's id, for the final sweep.
         grace_s: from the signal that asks ranks to stop to SIGKILL.
         settle_s: from the first failure to that signal.
@@ -59,15 +59,13 @@ class Attempt:
         on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, guardian: Guardian, *, job: str, grace_s: float, settle_s: float
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, reaper: Reaper, *, job: str, grace_s: float, settle_s: float) -> None:
         self.exits: dict[int, RankExit] = {}
         self.interrupted_by: int | None = None
         self.is_cut_short = False
         self.on_failure: Callable[[], None] = lambda: None
         self._rendezvous = rendezvous
-        self._guardian = guardian
+        self._reaper = reaper
         self._job = job
         self._grace_s = grace_s
         self._settle_s = settle_s
@@ -93,7 +91,7 @@ class Attempt:
             process = RankProcess(command)
             self._processes[command.rank] = process
             self._alive.add(command.rank)
-            self._guardian.watch_session(process.pid)
+            self._reaper.watch_session(process.pid)
             self._selector.register(process.pidfd, selectors.EVENT_READ, self._make_exit_callback(process))
 
     @property

@@ -21,11 +21,11 @@ from lockstep.errors import LaunchError
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
-from lockstep.launch.guardian import Guardian
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
 from lockstep.launch.positions import Place, describe_places, format_table, look
 from lockstep.launch.process import RankCommand, worker_command_line
+from lockstep.launch.reaper import Reaper
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.report import ErrorReport, read_reports
 from lockstep.launch.screen import say
@@ -64,7 +64,7 @@ class Crew:
         config: what they run.
         job: the job's id.
         signals: what is sent to the launcher meanwhile.
-        guardian: ends the ranks if this process cannot.
+        reaper: ends the ranks if this process cannot.
         logs: where their output goes; None for this process's own stdout and stderr.
 
     Attributes:
@@ -75,7 +75,7 @@ class Crew:
     """
 
     def __init__(
-        self, config: LaunchConfig, job: str, signals: SignalWatch, guardian: Guardian, logs: LogFolder | None
+        self, config: LaunchConfig, job: str, signals: SignalWatch, reaper: Reaper, logs: LogFolder | None
     ) -> None:
         self._config = config
         self._signals = signals
@@ -83,12 +83,12 @@ class Crew:
         with contextlib.ExitStack() as stack:
             rendezvous = Rendezvous()
             stack.callback(rendezvous.remove)
-            guardian.watch_folder(str(rendezvous.folder))
+            reaper.watch_folder(str(rendezvous.folder))
             self.folder: Path = rendezvous.folder
             self._relay = Relay(all_bars=config.all_bars) if config.prefix and logs is None else None
             if self._relay is not None:
                 stack.callback(self._relay.close)
-            self.attempt = Attempt(rendezvous, guardian, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
+            self.attempt = Attempt(rendezvous, reaper, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
             self.attempt.on_failure = self._on_failure
             self.reports: dict[int, ErrorReport] = {}
             self.places: dict[int, Place] = {}

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from lockstep import env
 
-__all__ = ["AttemptEnvironment", "guardian_environment", "new_job_id", "visible_cores", "visible_gpus"]
+__all__ = ["AttemptEnvironment", "new_job_id", "reaper_environment", "visible_cores", "visible_gpus"]
 
 
 def new_job_id() -> str:
@@ -69,8 +69,8 @@ def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
     return count
 
 
-def guardian_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without the mark of an outer job, whose sweep must not find the guardian.
+def reaper_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without the mark of an outer job, whose sweep must not find the reaper.
 
     And without the secret, which is none of its business.
     """

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import LaunchError
-from lockstep.launch.environment import guardian_environment
-from lockstep.launch.guardian import Guardian
+from lockstep.launch.environment import reaper_environment
+from lockstep.launch.reaper import Reaper
 
-__all__ = ["RankCommand", "RankExit", "RankProcess", "start_guardian", "worker_command_line"]
+__all__ = ["RankCommand", "RankExit", "RankProcess", "start_reaper", "worker_command_line"]
 
 # Somebody else reaped the process (the parent ignores SIGCHLD, or waits for any child): nobody can know.
 _UNKNOWN_CODE = 255
@@ -37,7 +37,7 @@ def worker_command_line() -> tuple[str, ...]:
     return (sys.executable, *options, os.path.abspath(Path(__file__).with_name("worker.py")))
 
 
-def start_guardian(job: str, variables: Mapping[str, str]) -> Guardian:
+def start_reaper(job: str, variables: Mapping[str, str]) -> Reaper:
     """Start the process that ends the job if this one cannot.
 
     Args:
@@ -48,7 +48,7 @@ def start_guardian(job: str, variables: Mapping[str, str]) -> Guardian:
         LaunchError: the process cannot be started.
     """
     try:
-        return Guardian(job, guardian_environment(variables))
+        return Reaper(job, reaper_environment(variables))
     except OSError as error:
         raise LaunchError(f"cannot start another process: {error}") from error
 

@@ -18,7 +18,7 @@ from lockstep.launch.config import resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.output import Relay
 from lockstep.launch.payload import PackedCall, check_main_is_ready, load_exception, load_result
-from lockstep.launch.process import RankCommand, start_guardian, worker_command_line
+from lockstep.launch.process import RankCommand, start_reaper, worker_command_line
 from lockstep.launch.rendezvous import Rendezvous, find_free_port
 from lockstep.launch.report import read_reports
 from lockstep.launch.verdict import Failure, find_first_failure
@@ -97,16 +97,16 @@ def spawn(
         stack.callback(call.close)
         rendezvous = Rendezvous()
         stack.callback(rendezvous.remove)
-        guardian = start_guardian(job, variables)
-        stack.callback(guardian.dismiss)
-        guardian.watch_folder(str(rendezvous.folder))
+        reaper = start_reaper(job, variables)
+        stack.callback(reaper.dismiss)
+        reaper.watch_folder(str(rendezvous.folder))
         relay = Relay(_target_of(sys.stdout, 1), _target_of(sys.stderr, 2)) if prefix else None
         if relay is not None:
             stack.callback(relay.end, _DRAIN_TIMEOUT_S)
         port, token = find_free_port(), new_token()
         shared = AttemptEnvironment(variables, job, rendezvous.folder, num_ranks, "127.0.0.1", port, token=token)
         with contextlib.ExitStack() as processes:
-            attempt = Attempt(rendezvous, guardian, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
+            attempt = Attempt(rendezvous, reaper, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
             processes.callback(attempt.close)
             _run(attempt, _commands(call, shared, relay), relay, limit_s)
         reports = read_reports(rendezvous.folder, attempt.pids)

@@ -14,9 +14,9 @@ from lockstep.blackbox import find_unjoined
 from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.crew import Crew, Outcome, end_without_reader
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
-from lockstep.launch.guardian import Guardian
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.process import start_guardian
+from lockstep.launch.process import start_reaper
+from lockstep.launch.reaper import Reaper
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
@@ -69,10 +69,10 @@ class Supervisor:
                 stack.callback(self._logs.close)
                 self._logs.open(range(self._num_ranks))
             signals = stack.enter_context(SignalWatch())
-            guardian = start_guardian(self._job, self._variables)
-            stack.callback(guardian.dismiss)
+            reaper = start_reaper(self._job, self._variables)
+            stack.callback(reaper.dismiss)
             for restart_count in range(self._config.max_restarts + 1):
-                outcome = self._run_attempt(restart_count, signals, guardian)
+                outcome = self._run_attempt(restart_count, signals, reaper)
                 if outcome.output_error is not None:
                     return end_without_reader(outcome.output_error)
                 say(outcome.last_words)
@@ -88,9 +88,9 @@ class Supervisor:
             say(format_verdict(outcome.failures, self._num_ranks, config.log_dir, config.rehearsable))
             return outcome.failures[0].exit_code
 
-    def _run_attempt(self, restart_count: int, signals: SignalWatch, guardian: Guardian) -> Outcome:
+    def _run_attempt(self, restart_count: int, signals: SignalWatch, reaper: Reaper) -> Outcome:
         config = self._config
-        with Crew(config, self._job, signals, guardian, self._logs) as crew:
+        with Crew(config, self._job, signals, reaper, self._logs) as crew:
             environment = AttemptEnvironment(
                 base=self._variables,
                 job=self._job,

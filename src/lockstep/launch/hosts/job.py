@@ -22,7 +22,7 @@ from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.visitors import is_loopback
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.process import start_guardian
+from lockstep.launch.process import start_reaper
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.verdict import format_verdict
@@ -107,8 +107,8 @@ class _Job:
         self._logs = LogFolder(config.log_dir) if config.log_dir is not None else None
         if self._logs is not None:
             stack.callback(self._logs.close)
-        self._guardian = start_guardian(self._job, variables)
-        stack.callback(self._guardian.dismiss)
+        self._reaper = start_reaper(self._job, variables)
+        stack.callback(self._reaper.dismiss)
         place = Place.open(hosts, self._wait)
         if place.is_holder and not hosts.secret.is_given and not is_loopback(hosts.address):
             say(
@@ -145,7 +145,7 @@ class _Job:
         return code
 
     def _hire(self) -> Crew:
-        return Crew(self._config, self._job, self._signals, self._guardian, self._logs)
+        return Crew(self._config, self._job, self._signals, self._reaper, self._logs)
 
     def _wait(self, seconds: float) -> None:
         """Wait, while there are no ranks, unless this launcher is told to end."""

@@ -7,9 +7,9 @@ left the session with setsid still carries the job's id in its environment. `swe
 The launcher sweeps when a job ends. For the case that the launcher is killed with -9, it
 starts this file as a program of its own session, which holds the read end of a pipe: the
 launcher writes down each session and folder of the job, and when the pipe or the launcher
-ends, the guardian sweeps and removes the folders. The launcher's goodbye is to kill it.
+ends, the reaper sweeps and removes the folders. The launcher's goodbye is to kill it.
 
-It is started by path as `python -I -S guardian.py`, and not forked, because a launch from
+It is started by path as `python -I -S reaper.py`, and not forked, because a launch from
 Python may come from a process with threads and gigabytes of memory, and because a `pkill -9 -f
 "lockstep run"` must not find it. So it imports nothing but a few modules of the standard library.
 """
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable
 
-__all__ = ["Guardian", "sweep"]
+__all__ = ["Reaper", "sweep"]
 
 # The one name of env.py that is repeated: this file must run without the package.
 _JOB_VARIABLE = b"LOCKSTEP_JOB="
@@ -124,16 +124,16 @@ def sweep(sessions: Collection[int], job: str | None, timeout_s: float = 5.0) ->
             return False
 
 
-class Guardian:
-    """The launcher's handle on its guardian process.
+class Reaper:
+    """The launcher's handle on its reaper process.
 
     Args:
         job: the job's id, as it stands in the ranks' environment.
-        environment: for the guardian; must not carry the id of any job, or a sweep would find it.
+        environment: for the reaper; must not carry the id of any job, or a sweep would find it.
     """
 
     def __init__(self, job: str, environment: dict[str, str]) -> None:
-        # Here and not above: the guardian itself has no use for it, and starts quicker without.
+        # Here and not above: the reaper itself has no use for it, and starts quicker without.
         import subprocess
 
         self._process = subprocess.Popen(
@@ -149,7 +149,7 @@ class Guardian:
 
     @property
     def pid(self) -> int:
-        """Pid of the guardian process."""
+        """Pid of the reaper process."""
         return self._process.pid
 
     def watch_session(self, session: int) -> None:
@@ -165,11 +165,11 @@ class Guardian:
         try:
             self._process.stdin.write(os.fsencode(record) + b"\0")
         except BrokenPipeError:
-            # Somebody killed the guardian. The job is still ours to end, and ranks have a death signal.
+            # Somebody killed the reaper. The job is still ours to end, and ranks have a death signal.
             return
 
     def dismiss(self) -> None:
-        """The job ended and was swept: the guardian has nothing left to guard."""
+        """The job ended and was swept: the reaper has nothing left to guard."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -181,7 +181,7 @@ def _listen(launcher: int) -> list[str]:
 
     The pipe alone would do if nobody else held its write end, but a process that the user's
     own code forked may. The launcher's pidfd settles it. The one wait without a deadline:
-    the guardian lives as long as its launcher.
+    the reaper lives as long as its launcher.
     """
     poll = select.poll()
     poll.register(0, select.POLLIN)
