@@ -11,7 +11,7 @@ import pytest
 
 from launching import Launches, children_of
 from lockstep.errors import LaunchError
-from lockstep.launch import LaunchConfig, Supervisor, crew, launch_job, process
+from lockstep.launch import LaunchConfig, Supervisor, launch_job, local_workers, process
 from lockstep.testing import limit_s
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCHLD)
@@ -55,7 +55,7 @@ def test_launch_from_a_thread(config: LaunchConfig) -> None:
 
 def test_rank_that_cannot_be_started(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before = traces()
-    monkeypatch.setattr(crew, "worker_command_line", lambda: ("/missing/python",))
+    monkeypatch.setattr(local_workers, "worker_command_line", lambda: ("/missing/python",))
     with pytest.raises(LaunchError, match="rank 0: cannot start /missing/python"):
         launch_job(config)
     assert traces() == before
@@ -97,7 +97,7 @@ def test_too_many_ranks_for_the_descriptors(config: LaunchConfig, monkeypatch: p
     def fail(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(crew.Relay, "attach", fail)
+    monkeypatch.setattr(local_workers.Relay, "attach", fail)
     with pytest.raises(LaunchError, match=r"cannot start 1 ranks: .*Too many open files"):
         launch_job(config)
     assert traces() == before

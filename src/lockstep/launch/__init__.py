@@ -11,7 +11,7 @@ General layout, from the bottom up:
 * `positions`, `stacks`: where every rank is, from its black box, and from py-spy.
 * `streams`, `terminal`, `screen`, `output`: the lines of each rank, and many ranks on one terminal.
 * `signals`, `process`, `attempt`: one start of all ranks, from the first fork to the last process gone.
-* `logs`, `crew`: the ranks of one attempt on this host, with what they say and how they end.
+* `logs`, `local_workers`: the ranks of one attempt on this host, with what they say and how they end.
 * `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.
 * `worker`: what runs inside a rank before the user's script does; `program`: a rank that is no Python script.
 * `payload`, `spawn`: the same for a Python function.

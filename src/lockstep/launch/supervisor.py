@@ -1,7 +1,7 @@
 """A job on one host: start the ranks, pass on what they say, end them together, say what went wrong.
 
 `launch_job` is what `lockstep run` calls. A `Supervisor` runs the attempts of one job; what happens in one attempt
-stands in crew.py.
+stands in local_workers.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from lockstep import env
 from lockstep.blackbox import find_unjoined
 from lockstep.launch.config import LaunchConfig, resolve_nproc
-from lockstep.launch.crew import Crew, Outcome, end_without_reader
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
+from lockstep.launch.local_workers import LocalWorkers, Outcome, end_without_reader
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
 from lockstep.launch.reaper import Reaper
@@ -90,11 +90,11 @@ class Supervisor:
 
     def _run_attempt(self, restart_count: int, signals: SignalWatch, reaper: Reaper) -> Outcome:
         config = self._config
-        with Crew(config, self._job, signals, reaper, self._logs) as crew:
+        with LocalWorkers(config, self._job, signals, reaper, self._logs) as workers:
             environment = AttemptEnvironment(
                 base=self._variables,
                 job=self._job,
-                folder=crew.folder,
+                folder=workers.folder,
                 world_size=self._num_ranks,
                 master_addr=config.master_addr,
                 master_port=config.master_port if config.master_port is not None else find_free_port(),
@@ -103,13 +103,13 @@ class Supervisor:
                 token=self._token,
                 shows_errors=self._logs is None,  # a log is read by itself, and has the rank's own
             )
-            crew.start(environment)
-            crew.attempt.wait()
-            outcome = crew.end()
+            workers.start(environment)
+            workers.attempt.wait()
+            outcome = workers.end()
             if config.on_end is not None:
-                config.on_end(crew.folder)
+                config.on_end(workers.folder)
             if not outcome.failures and outcome.interrupted_by is None and config.tells_unjoined:
-                self._tell_unjoined(crew.folder)
+                self._tell_unjoined(workers.folder)
             return outcome
 
     def _tell_unjoined(self, folder: Path) -> None:

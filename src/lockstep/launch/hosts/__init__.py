@@ -22,7 +22,8 @@ another.
 [Note: torch] The life of a round (rendezvous, start, watch, restart) is torch's `SimpleElasticAgent`, the store is
 torch's, and the rendezvous implements torch's `RendezvousHandler`. Three things are not torch's:
 
-* its agent for local processes, because the ranks of one host are started, heard and ended as on one host (`crew.py`);
+* its agent for local processes, because the ranks of one host are started, heard and ended as on one host
+  (`local_workers.py`);
 * its dynamic rendezvous, which unpickles what it reads from the network, declares hosts dead whose clocks differ, takes
   45 s to go on after a host was lost, and does not tell the others at all when a host fails for good;
 * its agents' store as that of the ranks: used again by the next start, it gives the ranks addresses of the last.

@@ -29,12 +29,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events.api import Event, EventSource
 
 from lockstep.launch.config import LaunchConfig
-from lockstep.launch.crew import Crew, Outcome
 from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.hosts.place import PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.hosts.roll import Host
+from lockstep.launch.local_workers import LocalWorkers, Outcome
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.screen import say
 from lockstep.launch.verdict import Failure
@@ -79,7 +79,7 @@ class HostAgent(SimpleElasticAgent):
         config: what the ranks run.
         num_ranks: how many of them this host has.
         rendezvous: the other hosts.
-        hire: a new crew, for one round.
+        new_workers: the new local workers, for one round.
         rest: waits for so many seconds while there are no ranks; raises when this launcher is told to end.
         variables: the environment that ranks start from.
         job: id of what is started on this host.
@@ -96,7 +96,7 @@ class HostAgent(SimpleElasticAgent):
         config: LaunchConfig,
         num_ranks: int,
         rendezvous: HostRendezvous,
-        hire: Callable[[], Crew],
+        new_workers: Callable[[], LocalWorkers],
         rest: Callable[[float], None],
         variables: Mapping[str, str],
         job: str,
@@ -116,12 +116,12 @@ class HostAgent(SimpleElasticAgent):
         self.ranks: set[int] = set()
         self._config = config
         self._rendezvous_of_hosts = rendezvous
-        self._hire = hire
+        self._new_workers = new_workers
         self._rest = rest
         self._variables = variables
         self._job = job
         self._logs = logs
-        self._crew: Crew | None = None
+        self._workers: LocalWorkers | None = None
         self._outcome: Outcome | None = None
         self._has_told = False
         self._is_judged = False
@@ -139,13 +139,13 @@ class HostAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         rendezvous, first = self._rendezvous_of_hosts, worker_group.workers[0]
-        self._crew, self._outcome, self._has_told = self._hire(), None, False
+        self._workers, self._outcome, self._has_told = self._new_workers(), None, False
         self.failures, self.absent, self._patience_ends_s = [], [], None
         self._is_judged, self.ranks = False, {worker.global_rank for worker in worker_group.workers}
         environment = AttemptEnvironment(
             base=self._variables,
             job=self._job,
-            folder=self._crew.folder,
+            folder=self._workers.folder,
             world_size=first.world_size,
             master_addr=rendezvous.master[0],
             master_port=rendezvous.master[1],
@@ -161,8 +161,8 @@ class HostAgent(SimpleElasticAgent):
         )
         if self._logs is not None:
             self._logs.open(environment.ranks)
-        self._crew.start(environment)
-        return {rank - first.global_rank: pid for rank, pid in self._crew.attempt.pids.items()}
+        self._workers.start(environment)
+        return {rank - first.global_rank: pid for rank, pid in self._workers.attempt.pids.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the round stands. See the module's text."""
@@ -176,8 +176,8 @@ class HostAgent(SimpleElasticAgent):
             return self._regroup("the host of the meeting place was lost")
 
     def _look_at_round(self, worker_group: WorkerGroup) -> RunResult:
-        assert self._crew is not None
-        if self._outcome is None and self._crew.attempt.wait(_POLL_S):
+        assert self._workers is not None
+        if self._outcome is None and self._workers.attempt.wait(_POLL_S):
             self._end_own_ranks()
         elif self._outcome is not None:
             self._rest(_POLL_S)
@@ -208,18 +208,18 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # torch 2.6 says which
-        crew, self._crew = self._crew, None
-        if crew is None:
+        workers, self._workers = self._workers, None
+        if workers is None:
             return
         try:
             if self._outcome is None:
-                crew.attempt.stop()
-                crew.attempt.wait()
-                crew.end()
+                workers.attempt.stop()
+                workers.attempt.wait()
+                workers.end()
             if not self._is_judged and self._logs is None:
-                say(crew.format_last_words())
+                say(workers.format_last_words())
         finally:
-            crew.close()
+            workers.close()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, **_: Any) -> None:
         self._stop_workers(self.get_worker_group())
@@ -235,32 +235,32 @@ class HostAgent(SimpleElasticAgent):
 
     def _end_own_ranks(self) -> None:
         """All ranks of this host have exited: tell the other hosts how, unless that is this launcher's doing."""
-        assert self._crew is not None
-        crew = self._crew
+        assert self._workers is not None
+        workers = self._workers
         self._check_signals()
-        self._outcome = crew.end()
+        self._outcome = workers.end()
         if self._outcome.output_error is not None:
             raise OutputLost(self._outcome.output_error)
         if self._outcome.interrupted_by is not None and not self._outcome.failures:
             raise Interrupted(self._outcome.interrupted_by)
-        report = HostReport(crew.attempt.exits, crew.reports, crew.attempt.failed_ranks, crew.places)
+        report = HostReport(workers.attempt.exits, workers.reports, workers.attempt.failed_ranks, workers.places)
         self._rendezvous_of_hosts.put(f"report/{self._rendezvous_of_hosts.host.key}", report.encode())
 
     def _check_signals(self) -> None:
         """If this launcher was told to end, say so before the ranks have ended, and wait for them."""
-        crew = self._crew
-        if crew is None or crew.attempt.interrupted_by is None or not crew.attempt.is_cut_short:
+        workers = self._workers
+        if workers is None or workers.attempt.interrupted_by is None or not workers.attempt.is_cut_short:
             return
-        number = crew.attempt.interrupted_by
+        number = workers.attempt.interrupted_by
         rendezvous = self._rendezvous_of_hosts
         rendezvous.leave(f"{rendezvous.host} was told to end ({signal.Signals(number).name})", 128 + number)
-        crew.attempt.wait()
+        workers.attempt.wait()
         raise Interrupted(number)
 
     def _tell_of_failure(self) -> bool:
         """Tell the others of a failure here, and this host's ranks of one elsewhere; whether there is one."""
-        assert self._crew is not None
-        rendezvous, attempt = self._rendezvous_of_hosts, self._crew.attempt
+        assert self._workers is not None
+        rendezvous, attempt = self._rendezvous_of_hosts, self._workers.attempt
         if attempt.failed_ranks and not self._has_told:
             self._has_told = True
             rendezvous.put("failed", rendezvous.host.key)
@@ -283,8 +283,8 @@ class HostAgent(SimpleElasticAgent):
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
         """A rank has failed somewhere: once all hosts have said how theirs ended, or are gone, decide."""
-        rendezvous, crew = self._rendezvous_of_hosts, self._crew
-        assert crew is not None
+        rendezvous, workers = self._rendezvous_of_hosts, self._workers
+        assert workers is not None
         reports = self._reports()
         silent = [host for host, report in zip(rendezvous.members, reports, strict=True) if report is None]
         if rendezvous.host in silent:
@@ -310,9 +310,9 @@ class HostAgent(SimpleElasticAgent):
         if len(rendezvous.members) - len(gone) + len(roll.waiting) >= roll.terms.min_nodes:
             rendezvous.give_notice(text)
             return self._regroup(text)
-        assert self._crew is not None
+        assert self._workers is not None
         if self._outcome is None:
-            self._crew.attempt.settle()
+            self._workers.attempt.settle()
             return RunResult(WorkerState.HEALTHY)
         self.absent = gone
         return self._fail(worker_group)

@@ -14,13 +14,13 @@ from dataclasses import replace
 from lockstep import env
 from lockstep.errors import LaunchError, SetupError
 from lockstep.launch.config import LaunchConfig, resolve_nproc
-from lockstep.launch.crew import Crew, end_without_reader
 from lockstep.launch.environment import new_job_id
 from lockstep.launch.hosts.agent import HostAgent, Interrupted, OutputLost
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.visitors import is_loopback
+from lockstep.launch.local_workers import LocalWorkers, end_without_reader
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
 from lockstep.launch.screen import say
@@ -118,7 +118,7 @@ class _Job:
         self._rendezvous = HostRendezvous(hosts, place, num_ranks, config.max_restarts, self._wait)
         stack.callback(self._rendezvous.shutdown)
         self._agent = HostAgent(
-            config, num_ranks, self._rendezvous, self._hire, self._wait, variables, self._job, self._logs
+            config, num_ranks, self._rendezvous, self._new_workers, self._wait, variables, self._job, self._logs
         )
 
     def run(self) -> int:
@@ -144,8 +144,8 @@ class _Job:
         self._say_farewell()
         return code
 
-    def _hire(self) -> Crew:
-        return Crew(self._config, self._job, self._signals, self._reaper, self._logs)
+    def _new_workers(self) -> LocalWorkers:
+        return LocalWorkers(self._config, self._job, self._signals, self._reaper, self._logs)
 
     def _wait(self, seconds: float) -> None:
         """Wait, while there are no ranks, unless this launcher is told to end."""

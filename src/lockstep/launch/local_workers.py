@@ -1,4 +1,4 @@
-"""The ranks of one attempt on this host: started, heard, watched, ended, and asked what went wrong.
+"""The local workers: the ranks of one attempt on this host, from their start to what went wrong with them.
 
 What jobs on one host (`supervisor.py`) and on several (`hosts/`) have in common. Which variables the ranks get
 is listed in environment.py, how an attempt ends in attempt.py, how the first failure is found in verdict.py.
@@ -33,7 +33,7 @@ from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
 from lockstep.launch.verdict import Failure, find_first_failure, format_last_words
 
-__all__ = ["Crew", "Outcome", "end_without_reader"]
+__all__ = ["LocalWorkers", "Outcome", "end_without_reader"]
 
 # What a program exits with whose reader went away.
 _BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
@@ -57,7 +57,7 @@ class Outcome:
     last_words: str = ""
 
 
-class Crew:
+class LocalWorkers:
     """The ranks that one attempt has on this host. Used once: `start`, `attempt.wait`, `end`, and in any case `close`.
 
     Args:
@@ -100,7 +100,7 @@ class Crew:
                 self.attempt.watch(self._relay.broken_fd, self._on_breakage)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> LocalWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
