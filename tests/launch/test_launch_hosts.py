@@ -20,7 +20,7 @@ RULE = "=" * 88
 
 
 # Short, so that a test need not wait long: on a quiet machine a host is given up after 2 s.
-PULSE_S, PULSES = 0.2, 10
+HEARTBEAT_S, HEARTBEATS = 0.2, 10
 
 
 # Each rank writes down where it stands, one file per round, and waits until the test lets it end.
@@ -57,11 +57,11 @@ class Hosts:
         self._nnodes = nnodes
         self._fixed = fixed
         self._port = find_free_port()
-        self._pulse_s = limit_s(PULSE_S)  # the same for all
+        self._heartbeat_s = limit_s(HEARTBEAT_S)  # the same for all
 
     def start(self, number: int, *arguments: str, last_call_s: float = 0.5, **options: object) -> subprocess.Popen[str]:
-        pulse = f"keep_alive_interval={self._pulse_s:.2f},keep_alive_max_attempt={PULSES}"
-        times = f"--rdzv-conf={pulse},last_call_timeout={last_call_s},join_timeout={limit_s(60):.0f}"
+        heartbeat = f"keep_alive_interval={self._heartbeat_s:.2f},keep_alive_max_attempt={HEARTBEATS}"
+        times = f"--rdzv-conf={heartbeat},last_call_timeout={last_call_s},join_timeout={limit_s(60):.0f}"
         if self._fixed:
             meet = ("--master-addr", "127.0.0.1", "--master-port", str(self._port), "--node-rank", str(number))
         else:

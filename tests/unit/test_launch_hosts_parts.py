@@ -20,9 +20,9 @@ from lockstep.commands.run import main
 from lockstep.errors import LaunchError
 from lockstep.launch.hosts import place as place_module
 from lockstep.launch.hosts.agent import Interrupted
+from lockstep.launch.hosts.heartbeat import Observer
 from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from, parse_conf, parse_endpoint
 from lockstep.launch.hosts.place import Place
-from lockstep.launch.hosts.pulse import Observer
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.hosts.roll import Host, Roll, Terms
@@ -159,7 +159,7 @@ class Counts:
         self.counts = counts
 
     def get(self, key: str) -> str | None:
-        return self.counts.get(key.removeprefix("pulse/"))
+        return self.counts.get(key.removeprefix("heartbeat/"))
 
 
 def test_who_stops_counting_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ Nap = Callable[[float], None]
 
 
 def quick(port: int, nnodes: tuple[int, int] = (2, 2), **options: Any) -> HostsConfig:
-    options = {"pulse_s": 0.1, "lost_after_s": 1.0, "last_call_s": 0.2, "join_s": 20.0} | options
+    options = {"heartbeat_s": 0.1, "lost_after_s": 1.0, "last_call_s": 0.2, "join_s": 20.0} | options
     return HostsConfig(*nnodes, "127.0.0.1", port, **options)
 
 

@@ -6,7 +6,7 @@ General layout, from the bottom up:
 * `roll`: who takes part in the job: a state and its transitions, as pure functions.
 * `visitors`: from which addresses somebody is connected to the meeting place.
 * `place`: the torch store in which the launchers meet; one of them holds it.
-* `pulse`: who is still there.
+* `heartbeat`: who is still there.
 * `rendezvous`: rounds of hosts, agreed on through the store: torch's interface of a rendezvous.
 * `reports`: how the ranks of each host ended, told to all hosts.
 * `agent`: torch's elastic agent over the ranks of this host.

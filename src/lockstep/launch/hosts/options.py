@@ -35,7 +35,7 @@ class HostsConfig:
         local_addr: how the other hosts reach this one; None: the address from which it reaches the meeting place.
         join_s: seconds until hosts that do not come are an error.
         last_call_s: once there are `min_nodes` hosts, seconds to wait for yet another.
-        pulse_s: seconds between two signs of life.
+        heartbeat_s: seconds between two signs of life.
         lost_after_s: seconds without one until a host is given up.
         token_file: path of a file with the job's token; None: LOCKSTEP_TOKEN says it, or there is none.
         secret: what came of that, once the launcher has begun.
@@ -51,7 +51,7 @@ class HostsConfig:
     local_addr: str | None = None
     join_s: float = 600.0
     last_call_s: float = 5.0
-    pulse_s: float = 1.0
+    heartbeat_s: float = 1.0
     lost_after_s: float = 6.0
     token_file: str | None = None
     secret: Secret = field(default=Secret(None), repr=False, compare=False)
@@ -121,7 +121,7 @@ class _Conf:
             "join_timeout": "join_s",
             "timeout": "join_s",
             "last_call_timeout": "last_call_s",
-            "keep_alive_interval": "pulse_s",
+            "keep_alive_interval": "heartbeat_s",
         }
     )
     # What torchrun knows and nothing depends on here.
@@ -141,15 +141,15 @@ def parse_conf(text: str) -> dict[str, float | bool | str]:
         LaunchError: an unknown key, or a value that is no number of seconds above 0.
 
     >>> parse_conf("join_timeout=30,keep_alive_interval=0.5,keep_alive_max_attempt=4")
-    {'join_s': 30.0, 'pulse_s': 0.5, 'lost_after_s': 2.0}
+    {'join_s': 30.0, 'heartbeat_s': 0.5, 'lost_after_s': 2.0}
     """
     found: dict[str, float | bool | str] = {}
-    pulse_s = HostsConfig.pulse_s
+    heartbeat_s = HostsConfig.heartbeat_s
     pairs = dict(_split_pair(part) for part in text.split(",") if part.strip())
     for key, value in pairs.items():
         if key in _CONF.names:
             found[_CONF.names[key]] = seconds = _seconds(key, value)
-            pulse_s = seconds if key == "keep_alive_interval" else pulse_s
+            heartbeat_s = seconds if key == "keep_alive_interval" else heartbeat_s
         elif key == "token_file":
             if not value:
                 raise LaunchError("--rdzv-conf has token_file= without a path; give that of a file with a token")
@@ -166,9 +166,9 @@ def parse_conf(text: str) -> dict[str, float | bool | str]:
         elif key not in (*_CONF.ignored, "keep_alive_max_attempt"):
             known = ", ".join((*_CONF.names, "keep_alive_max_attempt", "is_host", "token_file"))
             raise LaunchError(f"--rdzv-conf has no key {key!r}; there are: {known}")
-    if "keep_alive_max_attempt" in pairs or "pulse_s" in found:
+    if "keep_alive_max_attempt" in pairs or "heartbeat_s" in found:
         attempts = _seconds("keep_alive_max_attempt", pairs.get("keep_alive_max_attempt", "6"))
-        found["lost_after_s"] = attempts * pulse_s
+        found["lost_after_s"] = attempts * heartbeat_s
     return found
 
 

@@ -31,9 +31,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from lockstep.errors import LaunchError
+from lockstep.launch.hosts.heartbeat import Heartbeat, Observer
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.hosts.place import Place, PlaceLost
-from lockstep.launch.hosts.pulse import Observer, Pulse
 from lockstep.launch.hosts.roll import Host, Roll, Terms
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
@@ -112,7 +112,7 @@ class HostRendezvous(RendezvousHandler):
         self._spare = Place.spare(config, place.address) if config.is_elastic else None
         spare_port = None if self._spare is None else self._spare.port
         self.host = Host(key, name, os.getpid(), place.address, num_ranks, config.node_rank, spare_port)
-        self._pulse = Pulse(place.again(), key, config.pulse_s)
+        self._heartbeat = Heartbeat(place.again(), key, config.heartbeat_s)
         self._observer = Observer(place, config.lost_after_s)
         self._looked_home_s = 0.0
         self._sealed, self._count = "", 0  # the state that stands in the store, as far as this launcher knows
@@ -159,7 +159,7 @@ class HostRendezvous(RendezvousHandler):
         """Take part no more. The job goes on if it has hosts enough."""
         with contextlib.suppress(PlaceLost):  # What was refused in the last moment is said, too.
             self._warn()
-        self._pulse.stop()
+        self._heartbeat.stop()
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -341,9 +341,9 @@ class HostRendezvous(RendezvousHandler):
         return own
 
     def _settle_at(self, place: Place) -> None:
-        self._pulse.stop()
+        self._heartbeat.stop()
         self._place = place
-        self._pulse = Pulse(place.again(), self.host.key, self._config.pulse_s)
+        self._heartbeat = Heartbeat(place.again(), self.host.key, self._config.heartbeat_s)
         self._observer = Observer(place, self._config.lost_after_s)
         self._looked_home_s = time.monotonic()
         self._sealed, self._count, self._told = "", 0, {}

@@ -13,14 +13,14 @@ from collections.abc import Iterable
 
 from lockstep.launch.hosts.place import Place, PlaceLost
 
-__all__ = ["Observer", "Pulse"]
+__all__ = ["Heartbeat", "Observer"]
 
 
 def _key(host: str) -> str:
-    return f"pulse/{host}"
+    return f"heartbeat/{host}"
 
 
-class Pulse:
+class Heartbeat:
     """Counts for this launcher, in a thread and a connection of its own: whatever else the launcher waits for.
 
     Args:
@@ -36,7 +36,7 @@ class Pulse:
         self._stopped = threading.Event()
         self._count = 0
         self._beat()
-        self._thread = threading.Thread(target=self._run, name="lockstep-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
