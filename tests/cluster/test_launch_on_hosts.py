@@ -126,7 +126,7 @@ import json, sys, time
 from datetime import timedelta
 import torch.distributed as dist
 store = dist.TCPStore(sys.argv[1], 29500, None, False, timedelta(seconds=30), wait_for_workers=False)
-store.set("lockstep/lockstep/roll", json.dumps({"closed": "the stranger says so", "exit_code": 0}))
+store.set("lockstep/lockstep/membership", json.dumps({"closed": "the stranger says so", "exit_code": 0}))
 open("wrote", "w").close()
 time.sleep(600)
 """

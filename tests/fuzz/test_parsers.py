@@ -26,10 +26,10 @@ from lockstep.comm.hosts.greeting import _HELLO, _MAGIC, Arrival, Stranger
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.places import _Card
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
+from lockstep.launch.hosts.membership import Host, Membership, Terms
 from lockstep.launch.hosts.place import _read_knock
 from lockstep.launch.hosts.rendezvous import _read_master
 from lockstep.launch.hosts.reports import HostReport
-from lockstep.launch.hosts.roll import Host, Roll, Terms
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, _parse, read_reports
 from lockstep.secret import Refused, Seals, Secret, read_token_file
@@ -111,8 +111,8 @@ def host(key: str) -> Host:
     return Host(key, "node", 4711, "10.0.0.1", 2, None, 29401)
 
 
-def roll() -> Roll:
-    return Roll(Terms(1, 2, 3), 4, True, (host("a"), host("b")), (host("c"),), 5, 1, 0, ("a", "b"))
+def membership() -> Membership:
+    return Membership(Terms(1, 2, 3), 4, True, (host("a"), host("b")), (host("c"),), 5, 1, 0, ("a", "b"))
 
 
 def report() -> ErrorReport:
@@ -260,7 +260,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
             [seals.seal("key", "v").encode()],
             (Refused,),
         ),
-        "roll": Parser(text_of(Roll.decode), [roll().encode().encode()], (ValueError,)),
+        "membership": Parser(text_of(Membership.decode), [membership().encode().encode()], (ValueError,)),
         "host report": Parser(text_of(HostReport.decode), [host_report.encode().encode()], (ValueError,)),
         "master": Parser(text_of(_read_master), [b'["10.0.0.1", 29500]'], (LaunchError,)),
         "knock": Parser(text_of(_read_knock), [b'{"host": "a", "address": "10.0.0.1"}']),
@@ -301,7 +301,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 
 NAMES = [
-    "seals", "roll", "host report", "master", "knock", "handle", "meeting", "failure", "terms", "card", "label",
+    "seals", "membership", "host report", "master", "knock", "handle", "meeting", "failure", "terms", "card", "label",
     "board", "ring", "greeting", "links", "error report", "report file", "black box", "token file",
 ]  # fmt: skip
 

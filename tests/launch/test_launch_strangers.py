@@ -85,7 +85,7 @@ def settled(job: Job, store: dist.Store, key: str, wrong: bytes) -> None:
     assert all(process.poll() is None for process in job.launchers)
 
 
-def overwrite(value: bytes, key: str = "roll") -> Callable[[Job, dist.Store], None]:
+def overwrite(value: bytes, key: str = "membership") -> Callable[[Job, dist.Store], None]:
     def do(job: Job, store: dist.Store) -> None:
         store.set(key, value)
         settled(job, store, key, value)
@@ -94,17 +94,17 @@ def overwrite(value: bytes, key: str = "roll") -> Callable[[Job, dist.Store], No
 
 
 def remove(job: Job, store: dist.Store) -> None:
-    store.delete_key("roll")
-    settled(job, store, "roll", b"")
+    store.delete_key("membership")
+    settled(job, store, "membership", b"")
 
 
 def replay(job: Job, store: dist.Store) -> None:
     """What the launchers have written themselves, but before."""
-    old = store.get("roll")
+    old = store.get("membership")
     job.launchers.append(job.start(2))  # which changes the state: there is another host that waits
-    wait_until(lambda: store.get("roll") != old, "another host is there", 60)
-    store.set("roll", old)
-    settled(job, store, "roll", old)
+    wait_until(lambda: store.get("membership") != old, "another host is there", 60)
+    store.set("membership", old)
+    settled(job, store, "membership", old)
 
 
 STRANGERS = {
@@ -168,7 +168,7 @@ def test_token_shows_nowhere(launches: Launches) -> None:
         assert TOKEN.encode() not in text
         assert derived.encode() not in text
     store = job.stranger()
-    values = [store.get(key) for key in ("roll", "birth", "round0/master")]
+    values = [store.get(key) for key in ("membership", "birth", "round0/master")]
     assert all(derived.encode() not in value and TOKEN.encode() not in value for value in values)
     for path in launches.temporary.rglob("*"):
         if path.is_file() and not path.is_fifo():

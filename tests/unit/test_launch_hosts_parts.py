@@ -1,4 +1,4 @@
-"""The parts of a launch on several hosts that need no ranks: options, the roll, rounds between launchers in threads."""
+"""The parts of a launch on several hosts that need no ranks: options, membership, rounds between threads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lockstep.errors import LaunchError
 from lockstep.launch.hosts import place as place_module
 from lockstep.launch.hosts.agent import Interrupted
 from lockstep.launch.hosts.heartbeat import Observer
+from lockstep.launch.hosts.membership import Host, Membership, Terms
 from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from, parse_conf, parse_endpoint
 from lockstep.launch.hosts.place import Place
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
-from lockstep.launch.hosts.roll import Host, Roll, Terms
 from lockstep.launch.process import RankExit
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.report import ErrorReport
@@ -99,7 +99,7 @@ def test_endpoints() -> None:
     assert parse_endpoint("fe80::1") == ("fe80::1", 29400)
 
 
-# ---- the roll --------------------------------------------------------------------------------------
+# ---- membership ------------------------------------------------------------------------------------------
 
 A, B, C = (Host(key, key, number, key, 1) for number, key in enumerate("abc"))
 
@@ -108,48 +108,57 @@ def keys(hosts: tuple[Host, ...]) -> str:
     return "".join(host.key for host in hosts)
 
 
-def test_roll_of_an_elastic_job() -> None:
-    roll = Roll(Terms(1, 2, 0)).joined(A)
-    assert (keys(roll.members), roll.is_enough, roll.is_full) == ("a", True, False)
-    roll = roll.begun().joined(B).joined(C)
-    assert (keys(roll.members), keys(roll.waiting), roll.has_room) == ("a", "bc", True)
-    roll = roll.joined(A)
-    assert (roll.number, roll.is_running, keys(roll.members), keys(roll.waiting)) == (1, False, "bc", "a")
-    roll = roll.begun()
-    assert not roll.has_room, "a is a spare now"
-    roll = roll.without("b")
-    assert (roll.number, roll.is_running, keys(roll.members)) == (1, True, "c"), "c still runs"
-    roll = roll.joined(C)
-    assert (roll.number, keys(roll.members)) == (2, "ac")
-    assert keys(roll.begun().members) == "ca", "who ran before comes first"
-    assert Roll.decode(roll.encode()) == roll
+def test_membership_of_an_elastic_job() -> None:
+    membership = Membership(Terms(1, 2, 0)).joined(A)
+    assert (keys(membership.members), membership.is_enough, membership.is_full) == ("a", True, False)
+    membership = membership.begun().joined(B).joined(C)
+    assert (keys(membership.members), keys(membership.waiting), membership.has_room) == ("a", "bc", True)
+    membership = membership.joined(A)
+    assert (membership.number, membership.is_running, keys(membership.members), keys(membership.waiting)) == (
+        1,
+        False,
+        "bc",
+        "a",
+    )
+    membership = membership.begun()
+    assert not membership.has_room, "a is a spare now"
+    membership = membership.without("b")
+    assert (membership.number, membership.is_running, keys(membership.members)) == (1, True, "c"), "c still runs"
+    membership = membership.joined(C)
+    assert (membership.number, keys(membership.members)) == (2, "ac")
+    assert keys(membership.begun().members) == "ca", "who ran before comes first"
+    assert Membership.decode(membership.encode()) == membership
 
 
 def test_hosts_with_numbers_are_in_their_order() -> None:
     hosts = [replace(host, node_rank=number) for host, number in ((A, 2), (B, 0), (C, None))]
-    roll = Roll(Terms(3, 3, 0))
+    membership = Membership(Terms(3, 3, 0))
     for host in hosts:
-        roll = roll.joined(host)
-    assert keys(roll.begun().members) == "bac"
+        membership = membership.joined(host)
+    assert keys(membership.begun().members) == "bac"
     late = Host("d", "d", 1, "d", 1, 2)
-    roll = roll.begun().joined(late)
-    assert (roll.namesake(late), roll.namesake(hosts[0]), roll.namesake(hosts[2])) == (hosts[0], None, None)
-    two = Roll(Terms(2, 2, 0)).joined(hosts[0]).joined(late)
+    membership = membership.begun().joined(late)
+    assert (membership.namesake(late), membership.namesake(hosts[0]), membership.namesake(hosts[2])) == (
+        hosts[0],
+        None,
+        None,
+    )
+    two = Membership(Terms(2, 2, 0)).joined(hosts[0]).joined(late)
     assert not two.is_enough, "one of them must go"
     assert not two.is_full
 
 
 def test_a_job_that_has_gone_on_elsewhere_keeps_its_numbers() -> None:
-    fresh = Roll(Terms(1, 2, 0))
+    fresh = Membership(Terms(1, 2, 0))
     assert fresh.joined(A).continued(5, 2).joined(B).begun().number == 5
     running = fresh.joined(A).begun().continued(5, 2).joined(B)
     assert (running.number, running.failures, running.joined(A).number) == (0, 2, 5)
 
 
 def test_a_round_fails_once() -> None:
-    roll = Roll(Terms(1, 1, 3)).failed(0).failed(0)
-    assert (roll.failures, roll.failed(1).failures) == (1, 2)
-    assert roll.ended("first", 3).ended("second", 4).exit_code == 3
+    membership = Membership(Terms(1, 1, 3)).failed(0).failed(0)
+    assert (membership.failures, membership.failed(1).failures) == (1, 2)
+    assert membership.ended("first", 3).ended("second", 4).exit_code == 3
 
 
 class Counts:
@@ -251,7 +260,7 @@ def test_rounds_of_two_launchers() -> None:
     zero.close("that is enough", 3)
     with pytest.raises(JobClosed, match="that is enough") as caught:
         pending.result(limit_s(20))
-    assert caught.value.roll.exit_code == 3
+    assert caught.value.membership.exit_code == 3
     zero.shutdown()
 
 
@@ -260,7 +269,7 @@ def test_launchers_that_were_told_different_things() -> None:
     zero = rendezvous_of(quick(port, node_rank=0, join_s=3.0))
     pending = in_thread(zero.next_rendezvous)
     deadline = time.monotonic() + limit_s(10)
-    while not zero.roll.hosts and time.monotonic() < deadline:
+    while not zero.membership.hosts and time.monotonic() < deadline:
         time.sleep(0.01)
     for config, max_restarts, words in (
         (quick(port, (3, 3), node_rank=2, is_holder=False), 0, "--nnodes 3 here and 2 there; give all launchers"),

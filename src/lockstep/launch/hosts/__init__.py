@@ -3,7 +3,7 @@
 General layout, from the bottom up:
 
 * `options`: what the command line says about hosts, checked before anything is started. No torch.
-* `roll`: who takes part in the job: a state and its transitions, as pure functions.
+* `membership`: who takes part in the job: a state and its transitions, as pure functions.
 * `visitors`: from which addresses somebody is connected to the meeting place.
 * `place`: the torch store in which the launchers meet; one of them holds it.
 * `heartbeat`: who is still there.

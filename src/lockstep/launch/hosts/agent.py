@@ -30,10 +30,10 @@ from torch.distributed.elastic.events.api import Event, EventSource
 
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
+from lockstep.launch.hosts.membership import Host
 from lockstep.launch.hosts.place import PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
-from lockstep.launch.hosts.roll import Host
 from lockstep.launch.local_workers import LocalWorkers, Outcome
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.screen import say
@@ -183,15 +183,15 @@ class HostAgent(SimpleElasticAgent):
             self._rest(_POLL_S)
         self._check_signals()
         rendezvous = self._rendezvous_of_hosts
-        roll = rendezvous.look()
+        membership = rendezvous.look()
         # In this order: what is noticed was said before any rank could fail of it.
         has_failed = self._tell_of_failure()
         notice = rendezvous.notice()
         # Who has judged this round first may have ended the job already; all come to the same verdict.
-        if roll.closed is not None and (notice is not None or not has_failed):
+        if membership.closed is not None and (notice is not None or not has_failed):
             is_cut_short = self._outcome is None
             self._stop_workers(worker_group)
-            raise JobClosed(roll, is_cut_short)
+            raise JobClosed(membership, is_cut_short)
         if notice is not None:
             return self._regroup(notice.text)
         if has_failed:
@@ -199,8 +199,8 @@ class HostAgent(SimpleElasticAgent):
         missing = rendezvous.missing()
         if missing:
             return self._lose(worker_group, missing)
-        if roll.waiting and roll.has_room:
-            text = f"{', '.join(map(str, roll.waiting))} came"
+        if membership.waiting and membership.has_room:
+            text = f"{', '.join(map(str, membership.waiting))} came"
             rendezvous.give_notice(text)
             return self._regroup(text)
         if self._outcome is not None and all(report and not report.has_failed for report in self._reports()):
@@ -306,8 +306,8 @@ class HostAgent(SimpleElasticAgent):
         """Hosts are gone without a word: go on without them, if there are enough."""
         rendezvous = self._rendezvous_of_hosts
         text = f"{', '.join(map(str, gone))} {'was' if len(gone) == 1 else 'were'} lost, without a sign of life"
-        roll = rendezvous.roll
-        if len(rendezvous.members) - len(gone) + len(roll.waiting) >= roll.terms.min_nodes:
+        membership = rendezvous.membership
+        if len(rendezvous.members) - len(gone) + len(membership.waiting) >= membership.terms.min_nodes:
             rendezvous.give_notice(text)
             return self._regroup(text)
         assert self._workers is not None

@@ -126,7 +126,7 @@ class _Job:
         try:
             result = self._agent.run()
         except JobClosed as closed:
-            code = closed.roll.exit_code
+            code = closed.membership.exit_code
             if closed.is_cut_short and code == 0:
                 # No launcher says that the job is done while ranks are at work.
                 say(f"lockstep: the job was ended from outside while ranks of this host were at work ({closed})\n")
@@ -167,7 +167,7 @@ class _Job:
         num_ranks = sum(host.num_ranks for host in self._rendezvous.members)
         if absent:
             names = ", ".join(map(str, absent))
-            verb, needed = "was" if len(absent) == 1 else "were", self._rendezvous.roll.terms.min_nodes
+            verb, needed = "was" if len(absent) == 1 else "were", self._rendezvous.membership.terms.min_nodes
             say(f"{_RULE}\nlockstep: {names} {verb} lost, and the job needs {needed} hosts\n")
         if failures:
             config = self._config

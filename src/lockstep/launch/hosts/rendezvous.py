@@ -32,16 +32,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from lockstep.errors import LaunchError
 from lockstep.launch.hosts.heartbeat import Heartbeat, Observer
+from lockstep.launch.hosts.membership import Host, Membership, Terms
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.hosts.place import Place, PlaceLost
-from lockstep.launch.hosts.roll import Host, Roll, Terms
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.secret import Refused
 
 __all__ = ["HostRendezvous", "JobClosed", "Notice"]
 
-_ROLL = "roll"
+_MEMBERSHIP = "membership"
 _POLL_S = 0.1
 _LOOK_EVERY_S = 0.25
 _TOLD_AFTER_S = 2.0
@@ -58,13 +58,13 @@ class JobClosed(Exception):
     """The job is over, says another host.
 
     Attributes:
-        roll: the last state.
+        membership: the last state.
         is_cut_short: ranks of this host were still at work.
     """
 
-    def __init__(self, roll: Roll, is_cut_short: bool = False) -> None:
-        super().__init__(roll.closed)
-        self.roll = roll
+    def __init__(self, membership: Membership, is_cut_short: bool = False) -> None:
+        super().__init__(membership.closed)
+        self.membership = membership
         self.is_cut_short = is_cut_short
 
 
@@ -91,8 +91,8 @@ class HostRendezvous(RendezvousHandler):
 
     Attributes:
         host: this launcher.
-        roll: the state of the job when it was last looked at; of the round that this host takes part in, the hosts are
-            `members`.
+        membership: the state of the job when this launcher last read it; the hosts of the round that this host takes
+            part in are `members`.
         members: the hosts of the round, in order of their numbers.
         number: of the round.
         position: number of this host in it.
@@ -119,8 +119,8 @@ class HostRendezvous(RendezvousHandler):
         self._num_foreign = 0
         self._told: dict[str, str] = {}
         self._put_back_s = 0.0
-        self.roll = Roll(self._terms)
-        self.roll = self._change(lambda roll: roll)
+        self.membership = Membership(self._terms)
+        self.membership = self._change(lambda membership: membership)
         self.members: tuple[Host, ...] = ()
         self.number = -1
         self.position = 0
@@ -153,7 +153,7 @@ class HostRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many hosts wait for another round, if one is to begin: torch's agent then begins it."""
-        return max(1, len(self.roll.waiting)) if self._regroup else 0
+        return max(1, len(self.membership.waiting)) if self._regroup else 0
 
     def shutdown(self) -> bool:
         """Take part no more. The job goes on if it has hosts enough."""
@@ -178,13 +178,13 @@ class HostRendezvous(RendezvousHandler):
 
     def _next_round(self) -> RendezvousInfo:
         self._take_part()
-        self.number, self.members = self.roll.number, self.roll.members
+        self.number, self.members = self.membership.number, self.membership.members
         self.position = [member.key for member in self.members].index(self.host.key)
         if self.position == 0:
             self.put("master", json.dumps([self.host.address, find_free_port()]))
         while (found := self.get("master")) is None:
             self._give_up_lost()
-            if self.members[0].key not in {member.key for member in self.roll.members}:
+            if self.members[0].key not in {member.key for member in self.membership.members}:
                 return self._next_round()  # It came and was gone.
             self._check(_POLL_S)
         self.master = _read_master(found)
@@ -193,14 +193,14 @@ class HostRendezvous(RendezvousHandler):
 
     # ---- within a round ----------------------------------------------------------------------------
 
-    def look(self) -> Roll:
+    def look(self) -> Membership:
         """The state as it is now; hosts that give no sign of life are taken off it. Cheap to call often."""
         now_s = time.monotonic()
         if now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
             self._give_up_lost()
             self._beware(now_s)
-        return self.roll
+        return self.membership
 
     def _beware(self, now_s: float) -> None:
         """Say again what this host has told, if somebody has written over it, and warn. See [Note: put back]."""
@@ -214,11 +214,11 @@ class HostRendezvous(RendezvousHandler):
                 self._place.put_back(key, sealed)
 
     def _warn(self) -> None:
-        self._place.watch(lambda: {host.address for host in self.roll.hosts})
+        self._place.watch(lambda: {host.address for host in self.membership.hosts})
 
     def missing(self) -> list[Host]:
         """Hosts of this host's round that have left it, or were lost."""
-        present = set() if self.roll.number != self.number else {member.key for member in self.roll.members}
+        present = set() if self.membership.number != self.number else {member.key for member in self.membership.members}
         return [member for member in self.members if member.key not in present]
 
     def put(self, key: str, value: str) -> None:
@@ -254,21 +254,21 @@ class HostRendezvous(RendezvousHandler):
     def count_failure(self) -> int:
         """This round has failed; how many have by now."""
         number = self.number
-        return self._change(lambda roll: roll.failed(number)).failures
+        return self._change(lambda membership: membership.failed(number)).failures
 
     def close(self, reason: str, exit_code: int) -> None:
         """The job is over, for all hosts."""
-        self._change(lambda roll: roll.ended(reason, exit_code))
+        self._change(lambda membership: membership.ended(reason, exit_code))
 
     def leave(self, reason: str, exit_code: int) -> None:
         """This host takes part no more; if too few are left, nobody does. See [Note: notices]."""
         if self.number >= 0:
             self.give_notice(reason)
 
-        def left(roll: Roll) -> Roll:
-            others = [host for host in roll.hosts if host.key != self.host.key]
-            rest = replace(roll.without([self.host.key]), is_abandoned=self._place.is_holder)
-            return rest if len(others) >= roll.terms.min_nodes else rest.ended(reason, exit_code)
+        def left(membership: Membership) -> Membership:
+            others = [host for host in membership.hosts if host.key != self.host.key]
+            rest = replace(membership.without([self.host.key]), is_abandoned=self._place.is_holder)
+            return rest if len(others) >= membership.terms.min_nodes else rest.ended(reason, exit_code)
 
         self._change(left)
 
@@ -298,7 +298,7 @@ class HostRendezvous(RendezvousHandler):
             raise lost
         say(f"lockstep: {lost}; the hosts that are left meet elsewhere\n")
         home = None
-        if not self.roll.is_abandoned:
+        if not self.membership.is_abandoned:
             home = Place.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
         self._is_away = home is None
         self._settle_at(home if home is not None else self._first_spare(self._spare))
@@ -320,17 +320,17 @@ class HostRendezvous(RendezvousHandler):
         if self._place is self._spare:  # Its store has served.
             self._spare = Place.spare(self._config, self.host.address)
             self.host = replace(self.host, spare_port=self._spare.port)
-        number, failures = max(self.number, self.roll.number), self.roll.failures
+        number, failures = max(self.number, self.membership.number), self.membership.failures
         self._is_away = False
         self._settle_at(home)
         # At once, so that whoever is there does not begin alone while the ranks here are ended.
-        self._change(lambda roll: roll.continued(number + 1, failures).joined(self.host))
+        self._change(lambda membership: membership.continued(number + 1, failures).joined(self.host))
         return True
 
     def _first_spare(self, own: Place) -> Place:
         """The spare store of the first host that is left, of those that were in the last round with this one."""
-        left = {host.key for host in self.roll.hosts}
-        for host in self.members or self.roll.hosts:
+        left = {host.key for host in self.membership.hosts}
+        for host in self.members or self.membership.hosts:
             if host.key == self.host.key:
                 break
             if host.key in left and host.spare_port is not None:
@@ -347,109 +347,115 @@ class HostRendezvous(RendezvousHandler):
         self._observer = Observer(place, self._config.lost_after_s)
         self._looked_home_s = time.monotonic()
         self._sealed, self._count, self._told = "", 0, {}
-        number = max(self.number + 1, self.roll.number + self.roll.is_running)
-        self.roll = Roll(self._terms, number=number, failures=self.roll.failures, order=self.roll.order)
-        self.roll = self._change(lambda roll: roll)
+        number = max(self.number + 1, self.membership.number + self.membership.is_running)
+        self.membership = Membership(
+            self._terms, number=number, failures=self.membership.failures, order=self.membership.order
+        )
+        self.membership = self._change(lambda membership: membership)
         self.number, self.members = -1, ()
 
     # ---- the state ---------------------------------------------------------------------------------
 
-    def _change(self, transition: Callable[[Roll], Roll]) -> Roll:
+    def _change(self, transition: Callable[[Membership], Membership]) -> Membership:
         """Apply a transition to the state as it is; what came of it."""
         for _ in range(_TRIES):
-            raw = self._place.raw(_ROLL)
+            raw = self._place.raw(_MEMBERSHIP)
             before = self._read(raw)
             if before is None:
                 continue  # It was put back.
             after = transition(before)
             if raw and after == before:
-                self.roll = before
+                self.membership = before
                 return before
-            sealed = self._place.seal(_ROLL, after.encode(), self._count + 1)
-            if self._place.compare_set(_ROLL, raw, sealed):
-                self.roll, self._sealed, self._count = after, sealed, self._count + 1
+            sealed = self._place.seal(_MEMBERSHIP, after.encode(), self._count + 1)
+            if self._place.compare_set(_MEMBERSHIP, raw, sealed):
+                self.membership, self._sealed, self._count = after, sealed, self._count + 1
                 return after
         if not self._sealed:
             raise LaunchError(
                 f"at {self._config.place}, where the launchers meet, somebody who does not have this job's token keeps "
                 "writing; choose another port, the same for all launchers"
             )
-        return self.roll
+        return self.membership
 
-    def _read(self, raw: str) -> Roll | None:
+    def _read(self, raw: str) -> Membership | None:
         """The state that stands in the store; None after putting back what had been there. See [Note: put back]."""
         if not raw and not self._sealed:
-            return self.roll  # Nobody has begun.
+            return self.membership  # Nobody has begun.
         try:
             if not raw:
-                self._place.note_refusal(_ROLL, "it was removed")
+                self._place.note_refusal(_MEMBERSHIP, "it was removed")
                 raise Refused("it was removed")
-            text, count = self._place.open_seal(_ROLL, raw)
+            text, count = self._place.open_seal(_MEMBERSHIP, raw)
             if count < self._count:
-                self._place.note_refusal(_ROLL, "it is older than what was there before")
+                self._place.note_refusal(_MEMBERSHIP, "it is older than what was there before")
                 raise Refused("it is older")
-            roll = self.roll if raw == self._sealed else Roll.decode(text)
+            membership = self.membership if raw == self._sealed else Membership.decode(text)
         except (Refused, ValueError):
             if self._sealed:
-                self._place.compare_set(_ROLL, raw, self._sealed)
+                self._place.compare_set(_MEMBERSHIP, raw, self._sealed)
             elif self._num_foreign >= _FOREIGN_LOOKS:
-                self._place.compare_set(_ROLL, raw, self._place.seal(_ROLL, self.roll.encode(), 0))
+                self._place.compare_set(_MEMBERSHIP, raw, self._place.seal(_MEMBERSHIP, self.membership.encode(), 0))
             else:  # If others know a state, they put it back.
                 self._num_foreign += 1
                 self._check(_POLL_S)
             return None
-        self.roll, self._sealed, self._count = roll, raw, count
-        return roll
+        self.membership, self._sealed, self._count = membership, raw, count
+        return membership
 
     def _give_up_lost(self) -> None:
-        roll = self._change(lambda roll: roll)
-        lost = self._observer.lost(host.key for host in roll.hosts if host.key != self.host.key)
+        membership = self._change(lambda membership: membership)
+        lost = self._observer.lost(host.key for host in membership.hosts if host.key != self.host.key)
         if lost:
-            self._change(lambda roll: roll.without(lost))
+            self._change(lambda membership: membership.without(lost))
 
     def _take_part(self) -> None:
         """Wait until a round begins that this host belongs to."""
         start_s = changed_s = time.monotonic()
         told_s, seen = start_s + _TOLD_AFTER_S, frozenset[str]()
         self._check_terms()
-        self._change(lambda roll: roll.joined(self.host))
+        self._change(lambda membership: membership.joined(self.host))
         while True:
             self._give_up_lost()
             self._beware(time.monotonic())
-            now_s, roll = time.monotonic(), self.roll
-            if roll.closed is not None:
-                raise JobClosed(roll)
-            if roll.is_abandoned:
+            now_s, membership = time.monotonic(), self.membership
+            if membership.closed is not None:
+                raise JobClosed(membership)
+            if membership.is_abandoned:
                 self.say_farewell()
                 raise PlaceLost(f"the launcher that holds the store at {self._config.place} was told to end")
-            present = frozenset(host.key for host in roll.members)
+            present = frozenset(host.key for host in membership.members)
             if present != seen:
                 seen, changed_s = present, now_s
-            if roll.is_running and self.host.key in present and roll.number != self.number:
+            if membership.is_running and self.host.key in present and membership.number != self.number:
                 return
-            if self.host.key not in {host.key for host in roll.hosts}:
-                self._change(lambda roll: roll.joined(self.host))  # It had been given up.
-            elif not roll.is_running and self._may_begin(roll, now_s - changed_s):
-                self._begin(roll.members)
+            if self.host.key not in {host.key for host in membership.hosts}:
+                self._change(lambda membership: membership.joined(self.host))  # It had been given up.
+            elif not membership.is_running and self._may_begin(membership, now_s - changed_s):
+                self._begin(membership.members)
                 continue
             if now_s > told_s:
                 told_s = float("inf")
-                say(f"lockstep: {self._describe_wait(roll)}\n")
-            self._check_deadline(roll, now_s - start_s)
+                say(f"lockstep: {self._describe_wait(membership)}\n")
+            self._check_deadline(membership, now_s - start_s)
             self._check(_POLL_S)
 
     def _begin(self, members: tuple[Host, ...]) -> None:
         """Begin the round with these hosts, unless somebody else has, or another came."""
-        self._change(lambda roll: roll.begun() if not roll.is_running and roll.members == members else roll)
+        self._change(
+            lambda membership: (
+                membership.begun() if not membership.is_running and membership.members == members else membership
+            )
+        )
 
-    def _may_begin(self, roll: Roll, unchanged_s: float) -> bool:
-        return roll.is_full or (roll.is_enough and unchanged_s >= self._config.last_call_s)
+    def _may_begin(self, membership: Membership, unchanged_s: float) -> bool:
+        return membership.is_full or (membership.is_enough and unchanged_s >= self._config.last_call_s)
 
     def _check_terms(self) -> None:
-        if self.roll.terms == self._terms:
+        if self.membership.terms == self._terms:
             return
-        first = next(iter(self.roll.hosts), None)
-        theirs, own = self.roll.terms, self._terms
+        first = next(iter(self.membership.hosts), None)
+        theirs, own = self.membership.terms, self._terms
         differences = [
             f"{option} {mine} here and {other} there"
             for option, mine, other in (
@@ -463,32 +469,34 @@ class HostRendezvous(RendezvousHandler):
             "give all launchers of a job the same"
         )
 
-    def _check_deadline(self, roll: Roll, waited_s: float) -> None:
-        namesake = roll.namesake(self.host)
+    def _check_deadline(self, membership: Membership, waited_s: float) -> None:
+        namesake = membership.namesake(self.host)
         # One that was killed is given up after a while, and this may be its successor.
         if namesake is not None and waited_s > 2 * self._config.lost_after_s:
-            self._change(lambda roll: roll.without([self.host.key]))
+            self._change(lambda membership: membership.without([self.host.key]))
             raise LaunchError(
                 f"two launchers came with --node-rank {self.host.node_rank}: this one ({self.host}) and {namesake}; "
                 f"give each host a number of its own, 0 to {self._terms.max_nodes - 1}"
             )
-        is_spare = roll.is_running and not roll.has_room
+        is_spare = membership.is_running and not membership.has_room
         if waited_s > self._config.join_s and not is_spare:
-            self._change(lambda roll: roll.without([self.host.key]))
+            self._change(lambda membership: membership.without([self.host.key]))
             raise LaunchError(
-                f"{self._describe_wait(roll)}; they did not come within {self._config.join_s:g} s. Start "
+                f"{self._describe_wait(membership)}; they did not come within {self._config.join_s:g} s. Start "
                 "`lockstep run` on every host, with the same --nnodes, the same place to meet and the same --rdzv-id "
                 f"({self._config.run_id!r} here)"
             )
 
-    def _describe_wait(self, roll: Roll) -> str:
-        if roll.is_running and not roll.has_room:
-            return f"{self.host} is a spare: the job runs on {len(roll.members)} hosts, and more were not asked for"
-        if roll.is_running:
-            return f"{self.host} waits for the hosts of the last round to end their ranks: {_names(roll.members)}"
+    def _describe_wait(self, membership: Membership) -> str:
+        if membership.is_running and not membership.has_room:
+            return (
+                f"{self.host} is a spare: the job runs on {len(membership.members)} hosts, and more were not asked for"
+            )
+        if membership.is_running:
+            return f"{self.host} waits for the hosts of the last round to end their ranks: {_names(membership.members)}"
         return (
-            f"{self.host} waits for other hosts at {self._config.place}: {len(roll.members)} of {_nnodes(roll.terms)} "
-            f"came ({_names(roll.members)})"
+            f"{self.host} waits for other hosts at {self._config.place}: {len(membership.members)} of "
+            f"{_nnodes(membership.terms)} came ({_names(membership.members)})"
         )
 
 

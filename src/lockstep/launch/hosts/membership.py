@@ -1,7 +1,7 @@
 """Who takes part in a job: a state that all launchers share, and its transitions. Pure functions, no torch.
 
-[Note: roll] The state is one JSON text, which launchers change by compare-and-set only, so each of them sees every
-change as a whole, and whoever was too late looks again.
+[Note: membership] The state is one JSON text, which launchers change by compare-and-set only. So each launcher sees
+every change as a whole; a launcher that was too late reads the new state and tries again.
 
 GATHERING  hosts come: `members` grows until there are `max_nodes`, or at least `min_nodes` and nobody has come for
    │       a while
@@ -21,7 +21,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
-__all__ = ["Host", "Roll", "Terms"]
+__all__ = ["Host", "Membership", "Terms"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Terms:
     max_restarts: int
 
 
-_Record = TypeVar("_Record", "Terms", "Host", "Roll")
+_Record = TypeVar("_Record", "Terms", "Host", "Membership")
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "bool": (bool,),
@@ -85,8 +85,8 @@ def _typed(record: _Record) -> _Record:
 
 
 @dataclass(frozen=True)
-class Roll:
-    """The state. See [Note: roll].
+class Membership:
+    """The state. See [Note: membership].
 
     Attributes:
         terms: of the first launcher.
@@ -121,7 +121,7 @@ class Roll:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> Roll:
+    def decode(cls, text: str) -> Membership:
         """From text.
 
         Raises:
@@ -158,14 +158,14 @@ class Roll:
         numbers = [host.node_rank for host in self.members if host.node_rank is not None]
         return len(self.members) >= self.terms.min_nodes and len(set(numbers)) == len(numbers)
 
-    def without(self, keys: Collection[str]) -> Roll:
+    def without(self, keys: Collection[str]) -> Membership:
         """After these hosts have gone."""
         members, waiting = (
             tuple(host for host in hosts if host.key not in keys) for hosts in (self.members, self.waiting)
         )
         return replace(self, members=members, waiting=waiting)._settled()
 
-    def joined(self, host: Host) -> Roll:
+    def joined(self, host: Host) -> Membership:
         """After a host has asked to take part in the next round, which it leaves the present one for."""
         if any(other.key == host.key for other in self.waiting):
             return self
@@ -174,7 +174,7 @@ class Roll:
         left = self.without([host.key])
         return replace(left, waiting=(*left.waiting, host))._settled()
 
-    def begun(self) -> Roll:
+    def begun(self) -> Membership:
         """After the hosts of a round that gathers have been given their numbers.
 
         Those that were told theirs come first, in order. The others keep their order of the round before, so that rank
@@ -189,18 +189,18 @@ class Roll:
         members = tuple(sorted(self.members, key=position))
         return replace(self, is_running=True, members=members, order=tuple(host.key for host in members))
 
-    def continued(self, number: int, failures: int) -> Roll:
+    def continued(self, number: int, failures: int) -> Membership:
         """After hosts have come whose job has gone on elsewhere: the next round has at least that number."""
         known = replace(self, next_number=max(self.next_number, number), failures=max(self.failures, failures))
         return known if self.is_running else replace(known, number=max(self.number, number))
 
-    def failed(self, number: int) -> Roll:
+    def failed(self, number: int) -> Membership:
         """After round `number` has failed; hosts that say so too change nothing."""
         if self.failed_round >= number:
             return self
         return replace(self, failures=self.failures + 1, failed_round=number)
 
-    def ended(self, reason: str, exit_code: int) -> Roll:
+    def ended(self, reason: str, exit_code: int) -> Membership:
         """After the job is over. The first reason stays."""
         return self if self.closed is not None else replace(self, closed=reason, exit_code=exit_code)
 
@@ -213,7 +213,7 @@ class Roll:
                 return other
         return None
 
-    def _settled(self) -> Roll:
+    def _settled(self) -> Membership:
         """Go on to the next round if the last member has left; take in those who wait."""
         now = self
         if now.is_running and not now.members:
