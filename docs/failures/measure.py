@@ -49,8 +49,8 @@ What errors can name, in the table above: the culprit's **rank**, its **host and
 **number**, **what each passed** (shape, dtype, reduce op, root; or the exception), the **lines of both**: where in the
 user's code the waiting rank and the culprit were, or were last seen.
 
-PyTorch {torch}, on {cores} cores. Under `lockstep run` the launcher's verdict puts the root cause on top, and says
-where every rank was, also for gloo and nccl.
+PyTorch {torch}, on {cores} cores. Under `lockstep run` the launcher's failure summary begins with the root cause and
+says where every rank was, also for gloo and nccl.
 """
 
 

@@ -127,7 +127,7 @@ TABLE: list[Check] = [
     Check("loader-order", "batches of a prefetching loader under load, and kept", "check_data:loader_under_load"),
     Check(
         "killed-on-nccl",
-        "verdict and record of a rank that is killed on nccl",
+        "failure summary and record of a rank that is killed on nccl",
         "check_endings:killed",
         ("nccl",),
         says=(r"rank 0 \(pid \d+\) was killed by signal 9", r"all_reduce.* at .*check_endings\.py:\d+"),

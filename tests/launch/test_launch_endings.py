@@ -192,7 +192,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_error_of_a_rank_that_was_told_to_end_is_shown(launches: Launches, number: int) -> None:
-    """One that saves then, and cannot, must not end as one that has saved; an echo of it is not worth a word."""
+    """One that saves then, and cannot, must not end as one that has saved; a secondary failure is not worth a word."""
     script = launches.script(
         NOTE_PID
         + """

@@ -15,10 +15,10 @@ from lockstep.testing import limit_s
 RULE = "=" * 88
 
 
-def verdict_of(stderr: str) -> str:
+def summary_of(stderr: str) -> str:
     """What stands between the last two rules."""
     _, block, after = stderr.rsplit(RULE, 2)
-    assert after == "\n", "the verdict is the last word"
+    assert after == "\n", "the failure summary is the last word"
     return block.strip("\n")
 
 
@@ -34,7 +34,7 @@ def test_first_failing_rank_is_named_last_with_its_traceback(launches: Launches)
     )
     done = launches.run("--nproc", "3", script)
     assert done.returncode == 1
-    lines = verdict_of(done.stderr).splitlines()
+    lines = summary_of(done.stderr).splitlines()
     assert lines[0].startswith("lockstep: rank 1 (pid ")
     assert lines[0].endswith(
         ") failed with IndexError at script.py:4: list index out of range; the other ranks were stopped"
@@ -56,11 +56,11 @@ def test_users_line_is_named_wherever_libraries_lie(launches: Launches, where: s
     script = launches.script("import optical\n\noptical.estimate(None)\n")
     path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = launches.run("--nproc", "1", script, env=launches.environment(PYTHONPATH=path))
-    assert "failed with AttributeError at script.py:5: 'NoneType' object" in verdict_of(done.stderr)
+    assert "failed with AttributeError at script.py:5: 'NoneType' object" in summary_of(done.stderr)
 
 
-def test_echoes_do_not_bury_the_cause(launches: Launches) -> None:
-    """The ranks that lose another one say so by themselves; the one that they lost is the verdict."""
+def test_secondary_failures_do_not_bury_the_cause(launches: Launches) -> None:
+    """The ranks that lose another one say so by themselves; the one that they lost is the root cause."""
     script = launches.script(
         """
         from pathlib import Path
@@ -80,11 +80,11 @@ def test_echoes_do_not_bury_the_cause(launches: Launches) -> None:
     )
     done = launches.run("--nproc", "3", script)
     assert done.returncode == 1
-    verdict = verdict_of(done.stderr)
-    assert verdict.startswith("lockstep: rank 2 ")
-    assert "failed with KeyError at script.py:7: 'lr'; the other ranks failed after it\n\nTraceback" in verdict
-    assert "RankLost" not in verdict
-    assert "training failed" not in verdict
+    summary = summary_of(done.stderr)
+    assert summary.startswith("lockstep: rank 2 ")
+    assert "failed with KeyError at script.py:7: 'lr'; the other ranks failed after it\n\nTraceback" in summary
+    assert "RankLost" not in summary
+    assert "training failed" not in summary
     assert "RankLost" not in done.stderr
 
 
@@ -97,7 +97,7 @@ def test_second_cause_is_mentioned(launches: Launches) -> None:
         """
     )
     done = launches.run("--nproc", "2", script)
-    lines = verdict_of(done.stderr).splitlines()
+    lines = summary_of(done.stderr).splitlines()
     assert "rank 0 " in lines[0]
     assert lines[0].endswith("rate 0"), "what comes next says what became of the other"
     assert lines[1].startswith("lockstep: after it, rank 1 ")
@@ -123,7 +123,7 @@ def test_long_error_of_ours_is_said_once(launches: Launches) -> None:
         """
     )
     done = launches.run("--nproc", "2", script)
-    lines = verdict_of(done.stderr).splitlines()
+    lines = summary_of(done.stderr).splitlines()
     assert lines[:4] == ["lockstep: different things:", "  rank 0: here", "  rank 1: there", "Look for a branch."]
     assert lines[4:6] == ["", "Traceback (most recent call last):"]
     assert lines[-1] == "lockstep.errors.CollectiveMismatch: see above"
@@ -179,7 +179,7 @@ def test_killed_rank(launches: Launches, number: int, words: str) -> None:
     )
     done = launches.run("--nproc", "3", script)
     assert done.returncode == 128 + number
-    first = verdict_of(done.stderr).splitlines()[0]
+    first = summary_of(done.stderr).splitlines()[0]
     assert first.startswith("lockstep: rank 0 (pid ")
     # The next line tells of rank 2; on a busy machine the others may be stopped before they fail.
     assert re.search(
@@ -201,7 +201,7 @@ def test_killed_rank(launches: Launches, number: int, words: str) -> None:
 def test_ways_to_fail(launches: Launches, statement: str, code: int, words: str) -> None:
     done = launches.run("--nproc", "1", launches.script(statement))
     assert done.returncode == code
-    first = verdict_of(done.stderr).splitlines()[0]
+    first = summary_of(done.stderr).splitlines()[0]
     assert words in first
     assert "other ranks" not in first
     assert "no data" not in statement or "[0] no data\n" in done.stderr
@@ -216,9 +216,9 @@ def test_ways_to_succeed(launches: Launches, statement: str) -> None:
 def test_missing_module_below_an_existing_package(launches: Launches) -> None:
     done = launches.run("--nproc", "1", "-m", "json.nonsense")
     assert done.returncode == 1
-    assert "failed with ModuleNotFoundError: No module named 'json.nonsense'" in verdict_of(done.stderr)
+    assert "failed with ModuleNotFoundError: No module named 'json.nonsense'" in summary_of(done.stderr)
     done = launches.run("--nproc", "1", "-m", "json")
-    assert "'json' is a package without __main__" in verdict_of(done.stderr)
+    assert "'json' is a package without __main__" in summary_of(done.stderr)
 
 
 def test_own_excepthook_is_used(launches: Launches) -> None:
@@ -230,7 +230,7 @@ def test_own_excepthook_is_used(launches: Launches) -> None:
     )
     done = launches.run("--nproc", "1", script)
     assert "[0] hook: ValueError 4\n" in done.stderr
-    assert done.stderr.count("Traceback") == 1, "only in the verdict"
+    assert done.stderr.count("Traceback") == 1, "only in the failure summary"
 
 
 def test_rank_that_hangs_on_its_way_out_is_noticed(launches: Launches) -> None:
@@ -249,8 +249,8 @@ def test_rank_that_hangs_on_its_way_out_is_noticed(launches: Launches) -> None:
     done = launches.run("--nproc", "2", "--grace", "0.5", script)
     assert time.monotonic() - start < limit_s(25)
     assert done.returncode == 1
-    assert "rank 1 " in verdict_of(done.stderr).splitlines()[0]
-    assert "stuck; the other ranks were stopped" in verdict_of(done.stderr)
+    assert "rank 1 " in summary_of(done.stderr).splitlines()[0]
+    assert "stuck; the other ranks were stopped" in summary_of(done.stderr)
 
 
 def test_rank_that_ignores_sigterm_is_killed_after_the_grace(launches: Launches) -> None:
@@ -276,8 +276,8 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace(launches: Launches)
 def test_log_of_the_failing_rank_is_named(launches: Launches) -> None:
     done = launches.run("--nproc", "2", "--log-dir", "logs", launches.script("sys.exit(RANK)"))
     assert done.returncode == 1
-    assert "its output is in logs/rank1.log" in verdict_of(done.stderr)
-    assert "other ranks had finished" in verdict_of(done.stderr)
+    assert "its output is in logs/rank1.log" in summary_of(done.stderr)
+    assert "other ranks had finished" in summary_of(done.stderr)
 
 
 def test_restarts_begin_afresh(launches: Launches) -> None:
@@ -305,12 +305,12 @@ def test_restarts_begin_afresh(launches: Launches) -> None:
     assert {line[4] for line in attempts} == {"['events', 'position-rank0', 'position-rank1']"}
 
 
-def test_restarts_end_with_the_verdict(launches: Launches) -> None:
+def test_restarts_end_with_the_failure_summary(launches: Launches) -> None:
     script = launches.script("print(1); sys.exit(4)")
     done = launches.run("--nproc", "1", "--max-restarts", "1", "--log-dir", "logs", script)
     assert done.returncode == 4
     assert done.stderr.count("restart 1 of 1") == 1
-    assert "exited with code 4" in verdict_of(done.stderr)
+    assert "exited with code 4" in summary_of(done.stderr)
     log = (launches.folder / "logs/rank0.log").read_text().splitlines()
     assert [line if line.isdigit() else "restart" for line in log] == ["1", "restart", "1"]
 
@@ -325,14 +325,14 @@ def test_exception_recorded_for_torchrun_is_shown(launches: Launches) -> None:
         os._exit(1)
         """
     )
-    verdict = verdict_of(launches.run("--nproc", "1", script).stderr)
-    assert "failed with OSError: disk\n\nTraceback: here" in verdict
+    summary = summary_of(launches.run("--nproc", "1", script).stderr)
+    assert "failed with OSError: disk\n\nTraceback: here" in summary
 
 
 def test_own_frames_are_kept_on_request(launches: Launches) -> None:
     script = launches.script("raise ValueError")
     done = launches.run("--nproc", "1", script, env=launches.environment(LOCKSTEP_DEBUG="1"))
-    assert "worker.py" in verdict_of(done.stderr)
+    assert "worker.py" in summary_of(done.stderr)
 
 
 def test_exception_in_a_forked_child_is_not_the_ranks(launches: Launches) -> None:
@@ -364,7 +364,7 @@ def test_script_for_gpus_is_told_of_rehearsals(launches: Launches, command: str)
     count = "--nproc_per_node" if command == "launch" else "-np" if command == "horovodrun" else "--nproc"
     hidden = launches.environment(CUDA_VISIBLE_DEVICES="")
     done = launches.run(count, "1", script, GPU_MESSAGES[0], command=command, env=hidden)
-    said = verdict_of(done.stderr).splitlines()
+    said = summary_of(done.stderr).splitlines()
     assert said[0].endswith(f"failed with RuntimeError at script.py:3: {GPU_MESSAGES[0]}")
     assert said[1].startswith("lockstep: there is no GPU on this host: `lockstep rehearse --nproc 1 script.py ")
     assert "on CPUs" in said[1]
@@ -384,5 +384,5 @@ def test_worker_of_a_loader_is_quoted(launches: Launches) -> None:
         """
     )
     done = launches.run("--nproc", "1", script)
-    (line,) = verdict_of(done.stderr).splitlines()[:1]
+    (line,) = summary_of(done.stderr).splitlines()[:1]
     assert line.endswith("failed with ValueError at script.py:8: bad jpeg 0 (in DataLoader worker process 0)")

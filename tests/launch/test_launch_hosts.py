@@ -85,9 +85,9 @@ def wait_for(launches: Launches, *names: str) -> list[int]:
     return launches.pids(*names)
 
 
-def verdict_of(stderr: str) -> str:
+def summary_of(stderr: str) -> str:
     _, block, after = stderr.rsplit(RULE, 2)
-    assert after == "\n", "the verdict is the last word"
+    assert after == "\n", "the failure summary is the last word"
     return block.strip("\n")
 
 
@@ -132,7 +132,7 @@ def test_two_hosts_with_uneven_ranks(launches: Launches) -> None:
         }
 
 
-def test_first_failure_is_the_verdict_on_all_hosts(launches: Launches) -> None:
+def test_first_failure_is_the_root_cause_on_all_hosts(launches: Launches) -> None:
     """Once the restarts are used up; the ranks of the other host are stopped although they noticed nothing."""
     hosts = Hosts(launches, "2", fixed=True)
     script = launches.script(
@@ -159,9 +159,9 @@ wait("never")
             r"lockstep: rank 2 \(pid \d+ on \S+\) was killed by signal 9 \(SIGKILL; out of memory\?\)", first
         )
         assert first.endswith("; starting all ranks again (restart 1 of 1)")
-        verdict = verdict_of(err)
-        assert re.match(r"lockstep: rank 2 \(pid \d+ on \S+\) failed with ValueError at script.py:\d+: second", verdict)
-    elsewhere, here = (verdict_of(err).splitlines() for _, _, err in ends)
+        summary = summary_of(err)
+        assert re.match(r"lockstep: rank 2 \(pid \d+ on \S+\) failed with ValueError at script.py:\d+: second", summary)
+    elsewhere, here = (summary_of(err).splitlines() for _, _, err in ends)
     assert elsewhere[0] == here[0]
     assert elsewhere[1:] == [f"lockstep: the launcher on {socket.gethostname()} shows the traceback of rank 2"]
     assert (here[-1], ends[1][2].count("Traceback")) == ("ValueError: second time", 1), "once, not by the rank, too"
@@ -295,7 +295,7 @@ def test_two_hosts_that_need_each_other(launches: Launches) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), "all ranks are gone", 3)
 
 
-def test_a_lost_host_that_is_needed_is_the_verdict(launches: Launches) -> None:
+def test_a_lost_host_that_is_needed_is_the_root_cause(launches: Launches) -> None:
     hosts = Hosts(launches, "2", fixed=True)
     script = launches.script(WORK + "wait('never')")
     zero, one = (hosts.start(number, "--nproc", "1", "--grace", "2", script) for number in range(2))

@@ -17,8 +17,8 @@ from lockstep.launch.config import LaunchConfig, check_target, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, visible_cores, visible_gpus
 from lockstep.launch.process import RankExit
 from lockstep.launch.rendezvous import Rendezvous, announce_failure, find_free_port
-from lockstep.launch.report import ErrorReport, capture, is_echo, read_reports
-from lockstep.launch.verdict import find_first_failure, format_verdict
+from lockstep.launch.report import ErrorReport, capture, is_secondary, read_reports
+from lockstep.launch.root_cause import find_first_failure, format_summary
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ DistBackendError.__module__ = "torch.distributed"
 
 
 @pytest.mark.parametrize(
-    ("error", "echo"),
+    ("error", "secondary"),
     [
         (RankLost("rank 1 died", (1,)), True),
         (CollectiveAborted("shut down"), True),
@@ -154,8 +154,8 @@ DistBackendError.__module__ = "torch.distributed"
         (raised(RuntimeError("training failed"), RankLost("x")), True),
     ],
 )
-def test_echoes_are_told_from_causes(error: BaseException, echo: bool) -> None:
-    assert is_echo(error) is echo
+def test_secondary_failures_are_told_from_causes(error: BaseException, secondary: bool) -> None:
+    assert is_secondary(error) is secondary
 
 
 class Unprintable(Exception):
@@ -214,13 +214,13 @@ def test_first_failure() -> None:
     assert first_of([left(0, 0), left(1, 0)], []) == []
     # By the time of the exception, not of the exit that follows it.
     assert first_of([left(0, time=5), left(1, time=4)], [wrote(0, 1), wrote(1, 2)]) == [0, 1]
-    # An echo may come before its cause is seen to exit.
+    # A secondary failure may come before its cause is seen to exit.
     assert first_of([left(0, time=2), left(1, 137, 3, signal=9)], [wrote(0, 1, secondary=True)]) == [1, 0]
     # Who was stopped by us is no cause, whatever the time.
     assert first_of([left(0, 143, 1, signal=15, stopped=True), left(1, time=2)], [wrote(1, 2)]) == [1, 0]
     # A rank killed before another one's error is the cause of it.
     assert first_of([left(0, 139, 1, signal=11), left(1, time=2)], [wrote(1, 1.5)]) == [0, 1]
-    # Only echoes: the first of them.
+    # Only secondary failures: the first of them.
     assert first_of([left(0), left(1)], [wrote(0, 2, secondary=True), wrote(1, 1, secondary=True)]) == [1, 0]
     # An exception went through, whatever the exit code says.
     assert first_of([left(0, 0), left(1, 0)], [wrote(1, 1)], {1}) == [1]
@@ -232,16 +232,16 @@ def test_exit_code_of_a_rank_that_was_stopped_after_its_exception() -> None:
     assert failure.describe() == "rank 0 (pid 1000) failed with ValueError at /x/train.py:8: text"
 
 
-def test_verdict_mentions_a_few_more_and_counts_the_rest() -> None:
+def test_summary_mentions_a_few_more_and_counts_the_rest() -> None:
     exits = {rank: left(rank, time=rank) for rank in range(8)}
-    text = format_verdict(find_first_failure(exits, {0: wrote(0, 0)}, set()), 8)
+    text = format_summary(find_first_failure(exits, {0: wrote(0, 0)}, set()), 8)
     assert text.count("lockstep: after it, rank") == 4
     assert "lockstep: and 3 more ranks" in text
 
 
 def test_ranks_that_exit_alike_are_said_together() -> None:
     exits = {rank: left(rank, 3, time=rank) for rank in range(8)}
-    lines = format_verdict(find_first_failure(exits, {}, set()), 8).splitlines()
+    lines = format_summary(find_first_failure(exits, {}, set()), 8).splitlines()
     assert lines[1:-1] == [
         "lockstep: rank 0 (pid 1000) exited with code 3",
         "lockstep: the same end on ranks 1, 2, 3, 4, 5, 6, 7",
@@ -251,15 +251,15 @@ def test_ranks_that_exit_alike_are_said_together() -> None:
 def test_an_error_on_the_way_out_is_no_stop() -> None:
     """Ranks that fail alike may still be leaving when they are told to stop; those that only were told are others."""
     exits = {0: left(0), 1: left(1, 143, 2, signal=15, stopped=True), 2: left(2, 143, 2, signal=15, stopped=True)}
-    lines = format_verdict(find_first_failure(exits, {0: wrote(0, 0), 1: wrote(1, 1)}, {0, 1}), 3).splitlines()
+    lines = format_summary(find_first_failure(exits, {0: wrote(0, 0), 1: wrote(1, 1)}, {0, 1}), 3).splitlines()
     assert lines[1].endswith("failed with ValueError at /x/train.py:8: text; rank 2 was stopped")
     assert lines[2] == "lockstep: the same error on rank 1"
 
 
-def test_echoes_are_told_apart_from_other_failures() -> None:
+def test_secondary_failures_are_told_apart_from_other_failures() -> None:
     exits = {0: left(0, 137, 0, signal=9), 1: left(1, time=1), 2: left(2, time=1)}
     reports = {1: wrote(1, 1, secondary=True), 2: wrote(2, 1)}
-    lines = format_verdict(find_first_failure(exits, reports, set()), 3).splitlines()
+    lines = format_summary(find_first_failure(exits, reports, set()), 3).splitlines()
     assert lines[1].endswith("was killed by signal 9 (SIGKILL; out of memory?); rank 1 failed after it")
     assert lines[2] == "lockstep: after it, rank 2 (pid 1002) failed with ValueError at /x/train.py:8: text"
 
@@ -267,7 +267,7 @@ def test_echoes_are_told_apart_from_other_failures() -> None:
 def test_traceback_of_a_mismatch_is_that_of_who_came_for_something_else() -> None:
     kind, exits = "lockstep.errors.CollectiveMismatch", {rank: left(rank) for rank in range(3)}
     reports = {rank: replace(wrote(rank, rank), type=kind, culprits=(2,), traceback=f"of {rank}") for rank in range(3)}
-    lines = format_verdict(find_first_failure(exits, reports, set()), 3).splitlines()
+    lines = format_summary(find_first_failure(exits, reports, set()), 3).splitlines()
     assert lines[1:-1] == ["lockstep: text", "", "of 2"]
 
 
@@ -275,7 +275,7 @@ def test_each_launcher_shows_the_tracebacks_of_its_own_host() -> None:
     exits = {rank: replace(left(rank), host="north" if rank < 2 else "south") for rank in range(4)}
     reports = {0: wrote(0, 0), 2: replace(wrote(2, 1), type="KeyError", traceback="of rank 2")}
     failures = find_first_failure(exits, reports, set())
-    north, south = (format_verdict(failures, 4, "logs", ranks=ranks).splitlines() for ranks in ({0, 1}, {2, 3}))
+    north, south = (format_summary(failures, 4, "logs", ranks=ranks).splitlines() for ranks in ({0, 1}, {2, 3}))
     assert north[1].startswith("lockstep: rank 0 (pid 1000 on north) failed with ValueError")
     assert north[:3] == south[:3]
     assert north[-4:-1] == ["lockstep: its output is in logs/rank0.log", "", "Traceback"]
@@ -291,7 +291,7 @@ def test_each_launcher_shows_the_tracebacks_of_its_own_host() -> None:
 def test_ranks_that_left_early_are_named_once_and_the_one_that_missed_them_says_for_what() -> None:
     report = replace(wrote(0, 1, secondary=True), culprits=(1, 2, 3), traceback="Traceback: in checkpoint.save")
     exits = {0: left(0), **{rank: left(rank, 0) for rank in (1, 2, 3)}}
-    lines = format_verdict(find_first_failure(exits, {0: report}, set()), 4).splitlines()
+    lines = format_summary(find_first_failure(exits, {0: report}, set()), 4).splitlines()
     assert lines[1].startswith("lockstep: rank 1 (pid 1001) ended (exit code 0) while other ranks still needed it")
     assert lines[2:-1] == ["lockstep: the same end on ranks 2, 3", "", "rank 0:", "Traceback: in checkpoint.save"]
 

@@ -1,4 +1,4 @@
-"""Where every rank was: in the verdict, at a timeout, and whenever somebody asks."""
+"""Where every rank was: in the failure summary, at a timeout, and whenever somebody asks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep import blackbox
 from lockstep.launch.positions import find_missing, look
 from lockstep.launch.stacks import dump_stacks
 from lockstep.testing import limit_s
-from test_launch_failures import verdict_of
+from test_launch_failures import summary_of
 
 # For scripts: what a collective writes into the black box, without the seconds that importing torch takes.
 RECORD = """
@@ -37,8 +37,8 @@ def meet(name):
 
 
 def opening_of(stderr: str) -> str:
-    """The paragraph that the verdict begins with, without pids."""
-    words = verdict_of(stderr).splitlines()[0].split(" ")
+    """The paragraph that the failure summary begins with, without pids."""
+    words = summary_of(stderr).splitlines()[0].split(" ")
     return " ".join(
         "N)" + word.partition(")")[2] if before == "(pid" else word
         for before, word in zip(["", *words], words, strict=False)
@@ -115,7 +115,7 @@ def test_setup_error_of_all_ranks_is_one_block(launches: Launches) -> None:
     done = launches.run("--nproc", "3", script)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    first, second, _, *traceback = verdict_of(done.stderr).splitlines()
+    first, second, _, *traceback = summary_of(done.stderr).splitlines()
     assert "failed with lockstep.errors.BackendUnavailable at script.py:4: backend 'glo' is not available" in first
     assert second.startswith("lockstep: the same error on ranks ")
     assert len(traceback) <= 5
@@ -160,12 +160,12 @@ def test_stopped_rank_on_demand_and_at_the_timeout(launches: Launches, step_line
     stacks = err.partition("lockstep: stacks of rank 1\n")[2].partition("=====")[0]
     assert f"<module> (script.py:{step_line - 1})" in stacks
     assert "stacks of rank 0" not in err
-    verdict = verdict_of(err)
-    assert verdict.startswith(
+    summary = summary_of(err)
+    assert summary.startswith(
         f"lockstep: rank 1 (pid {stopped}) did not come to all_reduce #3 at script.py:{step_line}: it was after "
         f"all_reduce #2 at script.py:{step_line}, and its process is stopped; rank 0 was {waiting}"
     )
-    assert "Missing: rank 1 (" in verdict
+    assert "Missing: rank 1 (" in summary
     assert "engine.py" not in err, "frames of ours are left out"
     assert "distributed_c10d.py" not in err
 
@@ -239,7 +239,7 @@ def test_missing_ranks_are_those_behind(box: Path, monkeypatch: pytest.MonkeyPat
     assert find_missing(places, 3) == ()
 
 
-def test_plain_torch_on_gloo_gets_the_same_verdict(launches: Launches) -> None:
+def test_plain_torch_on_gloo_gets_the_same_summary(launches: Launches) -> None:
     """Nothing of Lockstep in the script: torch's own group, sub-group, DDP and messages are recorded all the same."""
     script = launches.script(
         """

@@ -62,7 +62,7 @@ def test_exception_keeps_its_type_and_brings_its_traceback() -> None:
     assert text.count("File ") == 1, "only the user's own frame"
 
 
-def test_cause_is_raised_and_not_its_echoes(tmp_path: Path) -> None:
+def test_cause_is_raised_and_not_its_secondary_failures(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="lr"):
         lockstep.spawn(spawned.lose, (str(tmp_path / "marker"),), nproc=3)
 

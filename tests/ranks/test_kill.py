@@ -2,7 +2,7 @@
 
 The ranks meet in a store of the test's. In the file that they would use otherwise, torch's FileStore, a rank that dies
 in the middle of a write leaves half a record, and torch then reads it for ever, whatever its timeout: no error of ours
-can come of it, only the launcher's verdict.
+can come of it, only the launcher's failure summary.
 """
 
 from __future__ import annotations

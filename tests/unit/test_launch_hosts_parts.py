@@ -192,16 +192,16 @@ def test_who_stops_counting_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failures_of_all_hosts_are_compared() -> None:
-    """Times decide between causes; an echo is none, however early its host's clock is."""
-    echo = ErrorReport(1, 11, "b", "lockstep.errors.RankLost", "rank 0 died", "…", "x.py", 1, 50.0, True, (0,))
+    """Times decide between causes; a secondary failure is none, however early its host's clock is."""
+    secondary = ErrorReport(1, 11, "b", "lockstep.errors.RankLost", "rank 0 died", "…", "x.py", 1, 50.0, True, (0,))
     one = HostReport({0: RankExit(0, 10, 137, 9, 100.0, False)}, {}, [0])
     two = HostReport(
-        {1: RankExit(1, 11, 1, None, 50.1, False), 2: RankExit(2, 12, 0, None, 1.0, False)}, {1: echo}, [1]
+        {1: RankExit(1, 11, 1, None, 50.1, False), 2: RankExit(2, 12, 0, None, 1.0, False)}, {1: secondary}, [1]
     )
     received = [HostReport.decode(report.encode()) for report in (two, one)]
     failures = find_first_failure_of_all(received)
     assert [failure.rank for failure in failures] == [0, 1]
-    assert failures[1].report == echo
+    assert failures[1].report == secondary
     assert failures[0].ended.host == socket.gethostname()
     assert [report.has_failed for report in received] == [True, True]
     assert not HostReport({2: RankExit(2, 12, 0, None, 1.0, False)}).has_failed

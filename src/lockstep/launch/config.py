@@ -40,7 +40,7 @@ class LaunchConfig:
         local_rank_option: spelling of an option, such as `--local_rank`; each rank gets it with its local rank before
             `args`. None for no such option.
         on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
-        explained_code: exit code by which ranks say that they have told the user what is wrong: no verdict follows.
+        explained_code: exit code of ranks that have told the user what is wrong: no failure summary follows.
         tells_unjoined: say at a good end that several ranks imported torch and none of them joined a process group.
     """
 

@@ -1,7 +1,7 @@
 """The local workers: the ranks of one attempt on this host, from their start to what went wrong with them.
 
 What jobs on one host (`supervisor.py`) and on several (`hosts/`) have in common. Which variables the ranks get
-is listed in environment.py, how an attempt ends in attempt.py, how the first failure is found in verdict.py.
+is listed in environment.py, how an attempt ends in attempt.py, how the first failure is found in root_cause.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lockstep.launch.process import RankCommand, worker_command_line
 from lockstep.launch.reaper import Reaper
 from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.report import ErrorReport, read_reports
+from lockstep.launch.root_cause import Failure, find_first_failure, format_last_words
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
-from lockstep.launch.verdict import Failure, find_first_failure, format_last_words
 
 __all__ = ["LocalWorkers", "Outcome", "end_without_reader"]
 

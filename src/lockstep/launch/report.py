@@ -20,18 +20,18 @@ from types import TracebackType
 from lockstep.frames import is_library_file, is_torch_file, library_folders
 from lockstep.launch.headline import places_in
 
-__all__ = ["ErrorReport", "capture", "is_echo", "is_expected", "is_own", "read_reports", "without_leading_frames"]
+__all__ = ["ErrorReport", "capture", "is_expected", "is_own", "is_secondary", "read_reports", "without_leading_frames"]
 
 # A report goes to a terminal in the end. Keeps head and tail of what is longer.
 _MAX_TEXT_CHARS = 64 * 1024
 
-_ECHO_TYPES = frozenset({"lockstep.errors.RankLost", "lockstep.errors.CollectiveAborted"})
-_TORCH_ECHO_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
+_SECONDARY_TYPES = frozenset({"lockstep.errors.RankLost", "lockstep.errors.CollectiveAborted"})
+_TORCH_SECONDARY_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
 _OWN_BASE, _SETUP_BASE = "lockstep.errors.LockstepError", "lockstep.errors.SetupError"
 _TIMEOUT_TYPE = "lockstep.errors.CollectiveTimeout"
 # What gloo, nccl's watchdog and torch's stores say.
 _TIMEOUT_PHRASES = ("timed out", "timeout")
-_ECHO_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
+_SECONDARY_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ErrorReport:
         file: where it was raised, in the user's code if it passed through any; empty if unknown.
         line: the line there; 0 if unknown.
         time: seconds since the epoch.
-        secondary: an echo of another rank's failure, such as `RankLost`.
+        secondary: a consequence of another rank's failure, such as `RankLost`.
         culprits: ranks that the exception blames; empty where it says nothing about that.
         is_timeout: a rank that did not come before the deadline, whatever moved the bytes.
     """
@@ -121,16 +121,16 @@ def _text_of(error: BaseException) -> str:
         return "<its text cannot be made: str() of it fails>"
 
 
-def _is_echo_itself(error: BaseException) -> bool:
+def _is_secondary_itself(error: BaseException) -> bool:
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    if names & _ECHO_TYPES:
+    if names & _SECONDARY_TYPES:
         return True
     # torch's own, told apart by name because torch must not be imported to find out.
-    if any(name.startswith("torch.") and name.rpartition(".")[2] in _TORCH_ECHO_TYPES for name in names):
+    if any(name.startswith("torch.") and name.rpartition(".")[2] in _TORCH_SECONDARY_TYPES for name in names):
         return True
     if isinstance(error, RuntimeError | ConnectionError):
         text = _text_of(error).lower()
-        return any(phrase in text for phrase in _ECHO_PHRASES)
+        return any(phrase in text for phrase in _SECONDARY_PHRASES)
     return False
 
 
@@ -144,9 +144,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
-def is_echo(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
     """Whether the exception only says that another rank failed, itself or through what it was raised from."""
-    return any(_is_echo_itself(one) for one in _chain(error))
+    return any(_is_secondary_itself(one) for one in _chain(error))
 
 
 def _culprits_of(error: BaseException) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
         file=file,
         line=line,
         time=time.time(),
-        secondary=is_echo(error),
+        secondary=is_secondary(error),
         culprits=_culprits_of(error),
         is_timeout=_is_timeout(error),
     )
@@ -230,7 +230,7 @@ def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
         trace, moment = str(extra["py_callstack"]), float(extra["timestamp"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    secondary = any(phrase in text.lower() for phrase in _ECHO_PHRASES)
+    secondary = any(phrase in text.lower() for phrase in _SECONDARY_PHRASES)
     return ErrorReport(rank, pid, socket.gethostname(), kind, text, trace, "", 0, moment, secondary)
 
 

@@ -21,7 +21,7 @@ from lockstep.launch.payload import PackedCall, check_main_is_ready, load_except
 from lockstep.launch.process import RankCommand, start_reaper, worker_command_line
 from lockstep.launch.rendezvous import Rendezvous, find_free_port
 from lockstep.launch.report import read_reports
-from lockstep.launch.verdict import Failure, find_first_failure
+from lockstep.launch.root_cause import Failure, find_first_failure
 from lockstep.secret import new_token
 
 __all__ = ["RankTraceback", "spawn"]

@@ -18,9 +18,9 @@ from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
 from lockstep.launch.reaper import Reaper
 from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.root_cause import Failure, format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
-from lockstep.launch.verdict import Failure, format_verdict
 from lockstep.secret import token_for_ranks
 
 __all__ = ["Supervisor", "launch_job"]
@@ -85,7 +85,7 @@ class Supervisor:
             config = self._config
             if _is_explained(outcome.failures, config.explained_code):
                 return outcome.failures[0].exit_code
-            say(format_verdict(outcome.failures, self._num_ranks, config.log_dir, config.rehearsable))
+            say(format_summary(outcome.failures, self._num_ranks, config.log_dir, config.rehearsable))
             return outcome.failures[0].exit_code
 
     def _run_attempt(self, restart_count: int, signals: SignalWatch, reaper: Reaper) -> Outcome:

@@ -44,7 +44,7 @@ _DUMP_DEADLINE_S = 2.0
 _EXIT_DEADLINE_S = 10.0
 
 # What gloo and torch's stores say on the ranks whose peer broke.
-_ECHOES = (
+_SECONDARY = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -92,7 +92,7 @@ def run_ranks(
         InputError, InputTypeError: `world_size` below 1; `fn` or an argument cannot be pickled.
         TimeoutError: ranks were still running at the deadline. Their stacks are on stderr.
         WorkerFailed: a process died (without `expect_errors`).
-        Exception: whatever the first rank raised whose error is not just the echo of another
+        Exception: whatever the first rank raised whose error is not just the consequence of another
             rank's; a note on it lists the errors of all ranks.
     """
     if world_size < 1:
@@ -136,19 +136,19 @@ class _RankTracebackError(Exception):
         super().__init__(f"on rank {rank}:\n{text}")
 
 
-def _is_echo(error: object) -> bool:
+def _is_secondary(error: object) -> bool:
     """Whether an error only says that another rank broke."""
     if isinstance(error, RankLost | CollectiveAborted):
         return True
-    return isinstance(error, RuntimeError) and any(echo in str(error) for echo in _ECHOES)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _SECONDARY)
 
 
 def _raise_first(outcomes: Sequence[_Outcome]) -> None:
-    """Raise the first failure by rank that is not an echo; if all are echoes, the first."""
+    """Raise the first failure by rank that is not secondary; if all are, the first."""
     failures = [outcome for outcome in outcomes if outcome.failed]
     if not failures:
         return
-    first = next((failure for failure in failures if not _is_echo(failure.value)), failures[0])
+    first = next((failure for failure in failures if not _is_secondary(failure.value)), failures[0])
     error = first.value
     if isinstance(error, WorkerDied):
         error = WorkerFailed(f"rank {error.rank}: {error}", error.rank, error.exit_code)

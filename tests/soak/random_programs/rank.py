@@ -105,7 +105,7 @@ def _say_where(place: str, act: Callable[[], None]) -> None:
     try:
         act()
     except (RankLost, CollectiveAborted):
-        raise  # An echo of what another rank says better.
+        raise  # It follows from what another rank says better.
     except Exception as error:
         text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"rank {dist.get_rank()} in {place}: {text}") from error

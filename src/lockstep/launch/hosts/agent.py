@@ -36,8 +36,8 @@ from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.local_workers import LocalWorkers, Outcome
 from lockstep.launch.logs import LogFolder
+from lockstep.launch.root_cause import Failure
 from lockstep.launch.screen import say
-from lockstep.launch.verdict import Failure
 
 __all__ = ["HostAgent", "Interrupted", "OutputLost"]
 
@@ -187,7 +187,7 @@ class HostAgent(SimpleElasticAgent):
         # In this order: what is noticed was said before any rank could fail of it.
         has_failed = self._tell_of_failure()
         notice = rendezvous.notice()
-        # Who has judged this round first may have ended the job already; all come to the same verdict.
+        # Who has judged this round first may have ended the job already; all come to the same root cause.
         if membership.closed is not None and (notice is not None or not has_failed):
             is_cut_short = self._outcome is None
             self._stop_workers(worker_group)
@@ -326,7 +326,7 @@ class HostAgent(SimpleElasticAgent):
 
     def _fail(self, worker_group: WorkerGroup) -> RunResult:
         """The round has failed: torch begins another if there may be one."""
-        self._is_judged = True  # what ranks raised is told now, or with the verdict
+        self._is_judged = True  # what ranks raised is told now, or with the failure summary
         self.failures = find_first_failure_of_all(report for report in self._reports() if report is not None)
         count = self._rendezvous_of_hosts.count_failure()
         # torch's own count is of this host's restarts; that of the job is the same on all hosts.

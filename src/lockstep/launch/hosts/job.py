@@ -23,9 +23,9 @@ from lockstep.launch.hosts.visitors import is_loopback
 from lockstep.launch.local_workers import LocalWorkers, end_without_reader
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
+from lockstep.launch.root_cause import format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
-from lockstep.launch.verdict import format_verdict
 from lockstep.secret import Secret, read_token_file
 
 __all__ = ["launch_on_hosts"]
@@ -171,7 +171,7 @@ class _Job:
             say(f"{_RULE}\nlockstep: {names} {verb} lost, and the job needs {needed} hosts\n")
         if failures:
             config = self._config
-            say(format_verdict(failures, num_ranks, config.log_dir, config.rehearsable, self._agent.ranks))
+            say(format_summary(failures, num_ranks, config.log_dir, config.rehearsable, self._agent.ranks))
         code = 1 if absent or not failures else failures[0].exit_code
         self._rendezvous.close(f"{self._rendezvous.host} has ended the job after a failure", code)
         return code

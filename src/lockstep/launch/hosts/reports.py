@@ -1,4 +1,4 @@
-"""How the ranks of each host ended, told to all hosts of a round, so that all come to the same verdict.
+"""How the ranks of each host ended, told to all hosts of a round, so that all come to the same root cause.
 
 JSON, and each value of the type it has here: reading it runs nobody's code.
 """
@@ -15,7 +15,7 @@ from lockstep.blackbox import Position
 from lockstep.launch.positions import Place
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
-from lockstep.launch.verdict import Failure, find_first_failure
+from lockstep.launch.root_cause import Failure, find_first_failure
 
 __all__ = ["HostReport", "find_first_failure_of_all"]
 

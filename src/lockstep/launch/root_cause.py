@@ -1,12 +1,12 @@
-"""Which failure was the first, and how to say so.
+"""Which failure is the root cause, and the failure summary that says so.
 
 When one rank fails the others fail too, because they waited for it, and all of them print
-tracebacks. What a person needs is the one that started it, said last, where they look, and where the
-others were at that moment.
+tracebacks. The failure summary ends the output, where people look: it names the failure that started it, and where the
+other ranks were at that moment.
 
 [Note: whose failure it is] A rank that raises is not always the one to look at. `RankLost` and what gloo says of a
-closed connection are echoes: they come after every failure that is none. A timeout is raised by those who waited, so
-the verdict begins with the rank that did not come. A rank that simply ended in the middle, with exit code 0, failed if
+closed connection are secondary failures: they sort behind all others. A timeout is raised by the ranks that waited, so
+the summary begins with the rank that did not come. A rank that ended in the middle with exit code 0 has failed if
 others say that they lost it.
 """
 
@@ -31,7 +31,7 @@ from lockstep.launch.positions import (
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 
-__all__ = ["Failure", "find_first_failure", "format_last_words", "format_verdict"]
+__all__ = ["Failure", "find_first_failure", "format_last_words", "format_summary"]
 
 _WIDTH = 88
 _MAX_MESSAGE_CHARS = 500
@@ -85,7 +85,7 @@ class Failure:
 
     @property
     def _order(self) -> tuple[bool, bool, float]:
-        """Causes before echoes before ranks that we ended ourselves; then by time."""
+        """Causes before secondary failures before ranks that we ended ourselves; then by time."""
         if self.report is not None:
             return False, self.report.secondary, self.report.time
         return self.ended.stopped, False, self.ended.time
@@ -160,7 +160,7 @@ def find_first_failure(
         places: where every rank was when the first failure was seen, if known.
 
     Returns:
-        Causes by time, then echoes of others' failures by time, then ranks that were only
+        Causes by time, then secondary failures by time, then ranks that were only
         stopped. Empty if no rank failed.
     """
     known = places or {}
@@ -197,7 +197,7 @@ def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
 
 
 def _accuse_missing(first: Failure) -> str:
-    """The verdict on a timeout: who did not come, and where it is; then where those are that waited for it."""
+    """The first line on a timeout: who did not come, and where it is; then where those are that waited for it."""
     clauses = []
     waiting = first.places[first.rank].latest if first.rank in first.places else None
     for rank in first.missing:
@@ -211,7 +211,7 @@ def _accuse_missing(first: Failure) -> str:
 
 
 def _accuse_different(first: Failure) -> str:
-    """The verdict on a mismatch: who was not with the majority; the message says what each of them called."""
+    """The first line on a mismatch: who was not with the majority; the message says what each of them called."""
     assert first.report is not None
     culprits = [rank for rank in first.report.culprits if rank in first.places]
     names = ", ".join(f"rank {rank} (pid {first.places[rank].pid})" for rank in culprits)
@@ -233,7 +233,7 @@ def _opening(failures: list[Failure], num_ranks: int) -> str:
 
 
 def _causes_among(failures: list[Failure]) -> list[Failure]:
-    """The others that failed of themselves: no echo; and not stopped, unless with the error that the first one had."""
+    """The others that failed of themselves: neither secondary nor stopped, unless with the error of the first one."""
     first, *others = failures
     own = [one for one in others if one.report is None or not one.report.secondary]
     return [one for one in own if not one.ended.stopped or one.is_like(first)]
@@ -313,14 +313,14 @@ def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
     ]
 
 
-def format_verdict(
+def format_summary(
     failures: list[Failure],
     num_ranks: int,
     log_dir: str | None = None,
     script: str | None = None,
     ranks: Collection[int] | None = None,
 ) -> str:
-    """The block that a failed job ends with: the verdict, then the tracebacks of those who failed of themselves.
+    """The block that a failed job ends with: the root cause, then the tracebacks of those who failed of themselves.
 
     Args:
         failures: from `find_first_failure`; not empty.
@@ -339,10 +339,10 @@ def format_verdict(
 
 
 def format_last_words(failures: list[Failure]) -> str:
-    """What ranks raised although they were only told to end, in the form of a verdict; empty if nothing.
+    """What ranks raised although they were only told to end, in the form of a failure summary; empty if nothing.
 
     Args:
         failures: from `find_first_failure`.
     """
     own = [one for one in failures if one.report is not None and not one.report.secondary]
-    return format_verdict(own, len(own)) if own else ""
+    return format_summary(own, len(own)) if own else ""
