@@ -51,7 +51,7 @@ def made_pages() -> dict[str, Page]:
         "changelog.md": Page("CHANGELOG.md", lambda: _read("CHANGELOG.md")),
         "notes.md": Page("src/lockstep", lambda: page_of_notes(find_notes())),
         "reference/environment.md": Page("src/lockstep/env.py", lambda: environment_page(_read("src/lockstep/env.py"))),
-        "reference/command-line.md": Page("src/lockstep/launch/cli.py", command_line_page),
+        "reference/command-line.md": Page("src/lockstep/cli.py", command_line_page),
         "examples/index.md": Page("examples/README.md", examples_page),
     }
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):

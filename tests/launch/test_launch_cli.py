@@ -11,9 +11,9 @@ import pytest
 
 import lockstep
 from launching import Launches
+from lockstep import cli
 from lockstep.commands import parsing
 from lockstep.commands import train as train_command
-from lockstep.launch import cli
 from lockstep.testing import limit_s
 
 
@@ -128,7 +128,7 @@ def test_recipe_runs_as_a_module_on_the_bare_terminal(monkeypatch: pytest.Monkey
 def test_recipe_options_are_asked_for_without_torch() -> None:
     program = """
 import sys
-from lockstep.launch.cli import main
+from lockstep.cli import main
 try:
     main(['train', 'digits', '--help'])
 except SystemExit as leaving:

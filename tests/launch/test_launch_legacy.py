@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from launching import Launches
+from lockstep import cli
 from lockstep.commands import launch
 from lockstep.errors import LaunchError
-from lockstep.launch import cli
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.testing import limit_s

@@ -100,7 +100,7 @@ def test_files_in_the_current_folder_do_not_shadow_the_library(launches: Launche
     launches.script("raise SystemExit('wrong module')", "socket.py")
     launches.script("import json; print(json.__name__)", "code/main.py")
     # As the console script does, whose folder and not the current one comes first.
-    program = "import sys; del sys.path[0]; from lockstep.launch.cli import main; sys.exit(main())"
+    program = "import sys; del sys.path[0]; from lockstep.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run", "--nproc", "1", "code/main.py"]
     done = subprocess.run(command, cwd=launches.folder, capture_output=True, text=True, timeout=limit_s(30))
     assert (done.returncode, done.stdout) == (0, "[0] json\n"), done.stderr
@@ -240,7 +240,7 @@ def test_launcher_listens_on_no_port(launches: Launches) -> None:
 def test_nothing_is_imported_that_slows_the_start() -> None:
     program = """
 import sys
-import lockstep.launch.cli, lockstep.launch.spawn, lockstep.launch.payload, lockstep.launch.worker
+import lockstep.cli, lockstep.launch.spawn, lockstep.launch.payload, lockstep.launch.worker
 heavy = {'torch', 'numpy', 'rich', 'asyncio'} & set(sys.modules)
 sys.exit(' '.join(sorted(heavy)) or 0)
 """

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import cli
 from lockstep.commands import run as run_command
 from lockstep.errors import LaunchError
-from lockstep.launch import cli
 from lockstep.launch.slurm import BatchJob, submit
 from lockstep.testing import limit_s
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import cli
 from lockstep.bench.figures import new_figure
 from lockstep.bench.pages import Table, as_markdown, as_text
 from lockstep.bench.results import Result, Series
 from lockstep.bench.session import Progress, Session, parse_duration
 from lockstep.commands import bench
-from lockstep.launch import cli
 
 Measure = Callable[[argparse.Namespace, Session], None]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import cli
 from lockstep.bench.pages import as_markdown, as_text
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.bench.strategies import blocks, draw, jobs, ways
@@ -21,7 +22,6 @@ from lockstep.bench.strategies.jobs import WayFailed, WayJob, open_orders
 from lockstep.bench.strategies.report import View
 from lockstep.bench.strategies.task import build_task
 from lockstep.bench.strategies.ways import PARTS, WAYS, command_of, why_not
-from lockstep.launch import cli
 from lockstep.testing import limit_s
 
 CPU = torch.device("cpu")

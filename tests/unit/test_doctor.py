@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep import cli
 from lockstep.errors import WorkerFailed
-from lockstep.launch import cli
 from lockstep.tools.capabilities import measure, table
 from lockstep.tools.capabilities.measure import Column
 from lockstep.tools.capabilities.verbs import CLASSIC, VERBS

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.compat", "lockstep.recipes", "lockstep.testing"),
     ("lockstep.tools", "lockstep.bench"),
     ("lockstep.commands",),
-    ("lockstep.launch.cli", "lockstep.__main__"),
+    ("lockstep.cli", "lockstep.__main__"),
 )
 
 MAX_LINES = 600
@@ -59,7 +59,7 @@ def test_imports_point_down(module: Module) -> None:
     wrong = []
     for imported, line in imports_of(module):
         layer = _layer_of(imported)
-        if layer == own or (own, layer) == ("lockstep.__main__", "lockstep.launch.cli"):
+        if layer == own or (own, layer) == ("lockstep.__main__", "lockstep.cli"):
             continue
         if _LEVELS[layer] >= _LEVELS[own]:
             wrong.append(f"{module.path}:{line}: {module.name} imports {imported}, which is not below it")

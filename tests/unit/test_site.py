@@ -19,8 +19,7 @@ from docs.site.navigation import expand, pages_in
 from docs.site.notes import ROOT
 from docs.site.offline import foreign_in_page, foreign_in_site, foreign_in_style
 from docs.site.pages import COMMANDS, environment_page, made_pages, page_of, section, variables, without_sections
-from lockstep import env
-from lockstep.launch import cli
+from lockstep import cli, env
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 DOCUMENTED = documented_names()

@@ -42,7 +42,7 @@ def train(folder: str) -> None:
 
 def print_refusals() -> None:
     """What the launcher says, and what `lockstep.spawn` says."""
-    from lockstep.launch import cli
+    from lockstep import cli
 
     try:
         cli._dispatch(["run", "--nproc", "2", __file__])
