@@ -40,8 +40,8 @@ from lockstep.errors import (
 from lockstep.log import get_logger, warn_once
 from lockstep.mpi_library import is_installed as is_mpi4py_installed
 from lockstep.mpi_library import load as load_mpi
+from lockstep.network_interfaces import name_for_engines
 from lockstep.rendezvous import tcp
-from lockstep.rendezvous.interfaces import name_for_engines
 from lockstep.rendezvous.meeting import meet_in_slurm
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.shm.support import lack as shared_memory_lack

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from lockstep.blackbox import find_unjoined, read_positions
+from lockstep.comm.hosts.discovery import _RankInfo
 from lockstep.comm.hosts.greeting import _HELLO, _MAGIC, Arrival, Stranger
 from lockstep.comm.hosts.links import Links
-from lockstep.comm.hosts.places import _Card
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
 from lockstep.launch.hosts.membership import Host, Membership, Terms
 from lockstep.launch.hosts.place import _read_knock
@@ -275,8 +275,8 @@ def parsers(folder: Path) -> dict[str, Parser]:
             as_json(lambda value: disagreement("rank 0", {"layout": 1}, "rank 1", value)),
             [b'{"layout": 1, "wire": "fp32"}'],
         ),
-        "card": Parser(
-            as_json(_Card.decode),
+        "info": Parser(
+            as_json(_RankInfo.decode),
             [json.dumps({"identity": asdict(own_identity()), "boot_id": "b", "handle": "h"}).encode()],
             (RendezvousError,),
         ),
@@ -301,7 +301,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 
 NAMES = [
-    "seals", "membership", "host report", "master", "knock", "handle", "meeting", "failure", "terms", "card", "label",
+    "seals", "membership", "host report", "master", "knock", "handle", "meeting", "failure", "terms", "info", "label",
     "board", "ring", "greeting", "links", "error report", "report file", "black box", "token file",
 ]  # fmt: skip
 

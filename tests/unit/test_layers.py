@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.errors",),
     ("lockstep.env",),
     ("lockstep.log", "lockstep.libc", "lockstep.after_import", "lockstep.secret"),
-    ("lockstep.torch_private",),
+    ("lockstep.torch_private", "lockstep.network_interfaces"),
     ("lockstep.blackbox", "lockstep.frames"),
     ("lockstep.topology",),
     ("lockstep.tree", "lockstep.mpi_library"),

@@ -23,7 +23,7 @@ from lockstep.comm.hosts.links import Links
 from lockstep.errors import LaunchError, RendezvousError, SetupError
 from lockstep.launch.hosts.options import parse_conf
 from lockstep.launch.hosts.visitors import _address, connected_to
-from lockstep.rendezvous.interfaces import Door, Interface, reachable
+from lockstep.network_interfaces import Interface, ProbeListener, reachable
 from lockstep.secret import MAC_BYTES, Refused, Seals, Secret, new_token, read_token_file
 from lockstep.testing import limit_s
 
@@ -204,19 +204,19 @@ def test_without_a_token_a_rank_comes_from_its_own_address() -> None:
     assert said == [b"\x00"]
 
 
-def test_door_answers_only_who_knows_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_listener_answers_only_who_knows_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
-    door = Door([LOOPBACK])
+    listener = ProbeListener([LOOPBACK])
     try:
-        place = door.places[0][1:]
+        place = listener.endpoints[0][1:]
         silent = [socket.create_connection(place) for _ in range(6)]
-        assert reachable({1: (door.nonce, [place])}) == {1: [0]}
+        assert reachable({1: (listener.nonce, [place])}) == {1: [0]}
         monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)
-        assert reachable({1: (door.nonce, [place])}) == {1: []}
+        assert reachable({1: (listener.nonce, [place])}) == {1: []}
         for one in silent:
             one.close()
     finally:
-        door.close()
+        listener.close()
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------

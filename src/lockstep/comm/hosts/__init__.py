@@ -3,7 +3,7 @@
 General layout:
 
 * `layout`: who shares a host with whom. Pure data.
-* `places`: how that, and the address of each host, is found out.
+* `discovery`: finds that out, and the address of each host; `store_exchange`: what ranks tell each other meanwhile.
 * `links`: a connection for each pair of ranks, for short messages and news of deaths.
 * `entrance`: where they connect; `greeting`: how they prove to each other who they are.
 * `bulk`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.

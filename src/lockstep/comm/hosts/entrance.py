@@ -20,7 +20,7 @@ from lockstep.comm.hosts.greeting import Arrival, Stranger, Visit
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import RendezvousError
 from lockstep.log import get_logger, warn_once
-from lockstep.rendezvous.interfaces import listen_on
+from lockstep.network_interfaces import listen_on
 from lockstep.secret import Secret, secret_of_ranks
 
 __all__ = ["Entrance"]

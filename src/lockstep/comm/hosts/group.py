@@ -12,11 +12,12 @@ from lockstep.comm.flight import Flight
 from lockstep.comm.founding import MeetingStore
 from lockstep.comm.hosts import algorithms
 from lockstep.comm.hosts.bulk import Bulk
+from lockstep.comm.hosts.discovery import find_members
 from lockstep.comm.hosts.entrance import Entrance
 from lockstep.comm.hosts.layout import Layout, Member
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.mailbox import HostsMailbox
-from lockstep.comm.hosts.places import Notes, find_members
+from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.wire import current_wire
@@ -93,16 +94,16 @@ def connect(
         SetupError: the ranks go by different terms, such as wire formats.
         SharedMemoryError: the memory of a host cannot be had.
     """
-    notes = Notes(store, rank, ranks, timeout_s, look_out)
+    exchange = StoreExchange(store, rank, ranks, timeout_s, look_out)
     try:
-        return _connect(notes, store, rank, ranks, timeout_s, look_out, known)
+        return _connect(exchange, store, rank, ranks, timeout_s, look_out, known)
     except LockstepError as error:
-        notes.give_up(error)
+        exchange.give_up(error)
         raise
 
 
 def _connect(
-    notes: Notes,
+    exchange: StoreExchange,
     store: MeetingStore,
     rank: int,
     ranks: Sequence[int],
@@ -110,7 +111,7 @@ def _connect(
     look_out: Callable[[], None],
     known: list[Member] | None,
 ) -> Team | HostsTeam:
-    members = known or find_members(notes, rank, len(ranks))
+    members = known or find_members(exchange, rank, len(ranks))
     layout = Layout.of(members)
     here = layout.local_ranks(rank)
     meeting = Meeting(
@@ -123,35 +124,35 @@ def _connect(
     )
     if len(layout.hosts) == 1:
         team = Team.connect(meeting)
-        notes.erase()
+        exchange.erase()
         return team
-    links, token = _open_links(notes, rank, ranks, members[rank].address, look_out)
+    links, token = _open_links(exchange, rank, ranks, members[rank].address, look_out)
     try:
         local = Team.connect(meeting)
-        _await_ready(links, ranks, rank, notes.remaining_s(), look_out)
+        _await_ready(links, ranks, rank, exchange.remaining_s(), look_out)
         below = PrefixStore(token, store.torch_store)
-        bulk = Bulk(below, rank, len(ranks), members[rank].address, notes.remaining_s())
+        bulk = Bulk(below, rank, len(ranks), members[rank].address, exchange.remaining_s())
     except BaseException:
         links.close()
         raise
-    notes.erase()
+    exchange.erase()
     return HostsTeam(rank, layout, links, local, bulk, current_wire())
 
 
 def _open_links(
-    notes: Notes, rank: int, ranks: Sequence[int], address: str, look_out: Callable[[], None]
+    exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str, look_out: Callable[[], None]
 ) -> tuple[Links, str]:
     """The connections to all others, and a word that only this group knows. Collective."""
     terms = common_terms() | {"wire": current_wire().name}
     entrance = Entrance(address)
     try:
-        notes.write("entrance", [*entrance.place, terms])
-        found = notes.read("entrance", range(len(ranks)))
+        exchange.write("entrance", [*entrance.place, terms])
+        found = exchange.read("entrance", range(len(ranks)))
     except BaseException:
         entrance.close()
         raise
     try:
-        places = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found)}
+        endpoints = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found)}
         theirs = [one[3] for one in found]
     except (TypeError, ValueError, KeyError, IndexError):
         entrance.close()
@@ -160,11 +161,11 @@ def _open_links(
         error = disagreement(f"rank {ranks[rank]}", terms, f"rank {ranks[peer]}", other)
         if error is not None:
             entrance.close()
-            notes.part(range(len(ranks)))
+            exchange.part(range(len(ranks)))
             raise error
-    token = places[0][2]
-    del places[rank]
-    return entrance.connect(rank, places, notes.remaining_s(), look_out), token
+    token = endpoints[0][2]
+    del endpoints[rank]
+    return entrance.connect(rank, endpoints, exchange.remaining_s(), look_out), token
 
 
 def _await_ready(links: Links, ranks: Sequence[int], rank: int, timeout_s: float, look_out: Callable[[], None]) -> None:

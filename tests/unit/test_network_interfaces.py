@@ -11,7 +11,7 @@ from lockstep.comm.hosts.entrance import Entrance
 from lockstep.comm.hosts.layout import Layout, Member
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import RendezvousError
-from lockstep.rendezvous.interfaces import Door, Interface, candidates, interfaces, reachable, source_towards
+from lockstep.network_interfaces import Interface, ProbeListener, candidates, interfaces, reachable, source_towards
 from lockstep.shm.liveness import PeerIdentity
 
 LOOPBACK = Interface("lo", "127.0.0.1", True)
@@ -60,17 +60,19 @@ def test_route_comes_first() -> None:
     assert LOOPBACK in interfaces()
 
 
-def test_only_doors_with_the_nonce_count() -> None:
-    door, other = Door([LOOPBACK]), Door([LOOPBACK])
+def test_only_listeners_with_the_nonce_count() -> None:
+    listener, other = ProbeListener([LOOPBACK]), ProbeListener([LOOPBACK])
     try:
-        ((_, address, port),) = door.places
-        ((_, _, strange),) = other.places
-        found = reachable({1: (door.nonce, [(address, strange), (address, port)]), 2: (other.nonce, [(address, port)])})
+        ((_, address, port),) = listener.endpoints
+        ((_, _, strange),) = other.endpoints
+        found = reachable(
+            {1: (listener.nonce, [(address, strange), (address, port)]), 2: (other.nonce, [(address, port)])}
+        )
         assert found == {1: [1], 2: []}
     finally:
-        door.close()
+        listener.close()
         other.close()
-    assert reachable({1: (door.nonce, [(address, port)])}) == {1: []}
+    assert reachable({1: (listener.nonce, [(address, port)])}) == {1: []}
 
 
 def connected() -> tuple[Links, Links]:

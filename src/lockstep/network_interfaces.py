@@ -4,8 +4,8 @@ The store, the connections of the group and the engines underneath (Gloo, NCCL) 
 here and on no other. `GLOO_SOCKET_IFNAME`, or else `NCCL_SOCKET_IFNAME`, decides for who has set it. Otherwise an
 interface comes first by which this host reaches the address where the ranks meet, then the one of the default route,
 then the others; a loopback interface only where there is nothing else. Which of them the other hosts can really reach
-is found out by connecting to it: each host opens a `Door` on every candidate, which answers a challenge, so that some
-other machine with the same private address (a Docker bridge has 172.17.0.1 everywhere) is not taken for it.
+is found out by connecting to it: each host has a `ProbeListener` on every candidate. It answers a challenge, so that
+some other machine with the same private address (a Docker bridge has 172.17.0.1 everywhere) is not taken for it.
 
 No torch. Local, all of it.
 """
@@ -30,8 +30,8 @@ from lockstep.errors import RendezvousError
 from lockstep.secret import MAC_BYTES, Secret, secret_of_ranks
 
 __all__ = [
-    "Door",
     "Interface",
+    "ProbeListener",
     "candidates",
     "interfaces",
     "listen_on",
@@ -51,7 +51,7 @@ _NONCE_BYTES = 16
 _TRY_S = 3.0
 _BETTER_ONE_MAY_FOLLOW_S = 0.2
 _POLL_MS = 100
-_MOST_VISITORS = 4096
+_MAX_CLIENTS = 4096
 _BACKLOG = 1024
 
 
@@ -95,9 +95,9 @@ def interfaces() -> list[Interface]:
 def source_towards(address: str) -> str | None:
     """The address of this host from which the kernel would send to `address`; None if it knows no way."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # UDP: sends nothing
+            probe.connect(target)  # UDP: sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return None
@@ -162,26 +162,26 @@ def name_for_engines(address: str) -> str | None:
     return next((one.name for one in interfaces() if one.address == source), None)
 
 
-class Door:
+class ProbeListener:
     """Listens on candidate addresses, and answers whoever gives it a challenge, until closed.
 
-    The answer is an HMAC of the challenge, with a key derived from the job's secret and the nonce. All visitors are
+    The answer is an HMAC of the challenge, with a key derived from the job's secret and the nonce. All clients are
     heard at the same time, each for a moment.
 
     Args:
         addresses: of this host.
 
     Attributes:
-        nonce: hex digits that tell this door from any other.
-        places: (interface name, address, port) of each.
+        nonce: hex digits that tell this listener from any other.
+        endpoints: (interface name, address, port) of each.
     """
 
     def __init__(self, addresses: Sequence[Interface]) -> None:
         self.nonce = secrets.token_hex(_NONCE_BYTES)
-        self.places: list[tuple[str, str, int]] = []
-        self._key = _key_of_door(self.nonce)
+        self.endpoints: list[tuple[str, str, int]] = []
+        self._key = _key_of_probe(self.nonce)
         self._listeners: dict[int, socket.socket] = {}
-        self._visitors: dict[int, tuple[socket.socket, bytes, float]] = {}  # what each has said, and how long it may
+        self._clients: dict[int, tuple[socket.socket, bytes, float]] = {}  # what each has received, and how long it may
         self._poll = select.poll()
         for one in addresses:
             with contextlib.suppress(OSError):  # gone since it was listed
@@ -189,63 +189,63 @@ class Door:
                 listener.setblocking(False)
                 self._listeners[listener.fileno()] = listener
                 self._poll.register(listener, select.POLLIN)
-                self.places.append((one.name, one.address, int(listener.getsockname()[1])))
+                self.endpoints.append((one.name, one.address, int(listener.getsockname()[1])))
         self._is_open = True
-        self._thread = threading.Thread(target=self._answer, name="lockstep-door", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="lockstep-probe", daemon=True)
         self._thread.start()
 
     def _answer(self) -> None:
         while self._is_open:
             for descriptor, _ in self._poll.poll(_POLL_MS):
                 if descriptor in self._listeners:
-                    self._let_in(self._listeners[descriptor])
-                elif descriptor in self._visitors:
-                    self._hear(descriptor)
+                    self._accept(self._listeners[descriptor])
+                elif descriptor in self._clients:
+                    self._receive(descriptor)
             now_s = time.monotonic()
-            for descriptor, (_, _, until_s) in list(self._visitors.items()):
-                if now_s > until_s or len(self._visitors) > _MOST_VISITORS:
-                    self._dismiss(descriptor)
+            for descriptor, (_, _, until_s) in list(self._clients.items()):
+                if now_s > until_s or len(self._clients) > _MAX_CLIENTS:
+                    self._drop(descriptor)
 
-    def _let_in(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            visitor, _ = listener.accept()
-            visitor.setblocking(False)
-            self._visitors[visitor.fileno()] = (visitor, b"", time.monotonic() + _TRY_S)
-            self._poll.register(visitor, select.POLLIN)
+            client, _ = listener.accept()
+            client.setblocking(False)
+            self._clients[client.fileno()] = (client, b"", time.monotonic() + _TRY_S)
+            self._poll.register(client, select.POLLIN)
 
-    def _hear(self, descriptor: int) -> None:
-        visitor, said, until_s = self._visitors[descriptor]
+    def _receive(self, descriptor: int) -> None:
+        client, received, until_s = self._clients[descriptor]
         try:
-            piece = visitor.recv(_NONCE_BYTES - len(said))
+            piece = client.recv(_NONCE_BYTES - len(received))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             piece = b""
-        said += piece
-        if piece and len(said) < _NONCE_BYTES:
-            self._visitors[descriptor] = (visitor, said, until_s)
+        received += piece
+        if piece and len(received) < _NONCE_BYTES:
+            self._clients[descriptor] = (client, received, until_s)
             return
         if piece:
             with contextlib.suppress(OSError):
-                visitor.send(self._key.mac(said))
-        self._dismiss(descriptor)
+                client.send(self._key.mac(received))
+        self._drop(descriptor)
 
-    def _dismiss(self, descriptor: int) -> None:
+    def _drop(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
-        self._visitors.pop(descriptor)[0].close()
+        self._clients.pop(descriptor)[0].close()
 
     def close(self) -> None:
         """Stop listening."""
         self._is_open = False
         self._thread.join(_TRY_S)
-        for visitor, _, _ in self._visitors.values():
-            visitor.close()
+        for client, _, _ in self._clients.values():
+            client.close()
         for listener in self._listeners.values():
             listener.close()
 
 
-def _key_of_door(nonce: str) -> Secret:
-    return secret_of_ranks().derive("door", nonce)
+def _key_of_probe(nonce: str) -> Secret:
+    return secret_of_ranks().derive("probe", nonce)
 
 
 def listen_on(address: str) -> socket.socket:
@@ -262,39 +262,39 @@ def listen_on(address: str) -> socket.socket:
 
 
 def _answers(address: str, port: int, nonce: str) -> bool:
-    """Whether that door is what listens at the address."""
+    """Whether that listener is what listens at the address."""
     challenge = secrets.token_bytes(_NONCE_BYTES)
     try:
-        with socket.create_connection((address, port), timeout=_TRY_S) as visitor:
-            visitor.sendall(challenge)
-            said, until_s = b"", time.monotonic() + _TRY_S
-            while len(said) < MAC_BYTES:
-                visitor.settimeout(max(until_s - time.monotonic(), 0.001))
-                piece = visitor.recv(MAC_BYTES - len(said))
+        with socket.create_connection((address, port), timeout=_TRY_S) as client:
+            client.sendall(challenge)
+            received, until_s = b"", time.monotonic() + _TRY_S
+            while len(received) < MAC_BYTES:
+                client.settimeout(max(until_s - time.monotonic(), 0.001))
+                piece = client.recv(MAC_BYTES - len(received))
                 if not piece:
                     break
-                said += piece
-            return _key_of_door(nonce).has_made(said, challenge)
+                received += piece
+            return _key_of_probe(nonce).has_made(received, challenge)
     except OSError:
         return False
 
 
-def reachable(doors: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) -> dict[int, list[int]]:
+def reachable(listeners: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) -> dict[int, list[int]]:
     """Which addresses of other hosts can be reached from here. Takes up to 3 s where some cannot.
 
     Args:
-        doors: for each host its door's nonce, and (address, port) of each place.
+        listeners: for each host its listener's nonce, and (address, port) of each endpoint.
 
     Returns:
-        For each host the indices of the places that answered, in order. All are tried at once; one that has
+        For each host the indices of the endpoints that answered, in order. All are tried at once; one that has
         not answered shortly after each host has one that did does not count.
     """
     tries: dict[Future[bool], tuple[int, int]] = {}
-    found: dict[int, list[int]] = {host: [] for host in doors}
+    found: dict[int, list[int]] = {host: [] for host in listeners}
     pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="lockstep-try")
     try:
-        for host, (nonce, places) in doors.items():
-            for index, (address, port) in enumerate(places):
+        for host, (nonce, endpoints) in listeners.items():
+            for index, (address, port) in enumerate(endpoints):
                 tries[pool.submit(_answers, address, port, nonce)] = (host, index)
         pending = set(tries)
         deadline = time.monotonic() + _TRY_S

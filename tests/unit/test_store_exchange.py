@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.comm.hosts.places import Notes
+from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.errors import RendezvousError
 
 
@@ -37,32 +37,32 @@ class BriefStore:
         self.values.pop(key, None)
 
 
-def make_notes(questions: int) -> Notes:
-    return Notes(BriefStore(questions), 1, (0, 1), 5.0, lambda: None)
+def make_exchange(questions: int) -> StoreExchange:
+    return StoreExchange(BriefStore(questions), 1, (0, 1), 5.0, lambda: None)
 
 
 @pytest.mark.parametrize("questions", range(7))
 def test_parting_ranks_need_no_store_any_more(questions: int) -> None:
     """What they part over is the error to raise, wherever the first of them takes the store along."""
-    make_notes(questions).part(range(2))
+    make_exchange(questions).part(range(2))
 
 
 @pytest.mark.parametrize("questions", range(5))
 def test_who_needs_the_store_hears_that_it_is_gone(questions: int) -> None:
-    notes = make_notes(questions)
+    exchange = make_exchange(questions)
 
     def tell_and_ask() -> None:
-        notes.write("parting", True)
-        notes.read("parting", range(2))
+        exchange.write("parting", True)
+        exchange.read("parting", range(2))
 
     with pytest.raises(RendezvousError, match=r"^rank 1 lost the store in which the ranks meet: Connection reset by"):
         tell_and_ask()
 
 
 def test_what_is_read_is_what_was_written() -> None:
-    notes = make_notes(100)
-    notes.write("card", ["a", 1])
-    assert notes.read("card", [1]) == [["a", 1]]
-    notes.give_up(RendezvousError("no room\nat all"))
+    exchange = make_exchange(100)
+    exchange.write("info", ["a", 1])
+    assert exchange.read("info", [1]) == [["a", 1]]
+    exchange.give_up(RendezvousError("no room\nat all"))
     with pytest.raises(RendezvousError, match=r"^rank 1 could not join: no room$"):
-        notes.read("nothing", [0])
+        exchange.read("nothing", [0])

@@ -1,0 +1,126 @@
+"""Finding out which ranks of a new group share a host, and at which address each host listens.
+
+Ranks share a host if they have the same boot id and process ids, or if the one can open a segment of shared memory of
+the other: two containers of one machine that share neither are two hosts.
+
+Then the first rank of each host listens on every address of its host that others might reach (`network_interfaces.py`),
+and probes the addresses of all other hosts. A host's address is the one that most others reach; among equals the one
+that its host ranks first. A host that nobody reaches is an error that names what was tried.
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep import env
+from lockstep.comm.hosts.layout import Member
+from lockstep.comm.hosts.store_exchange import StoreExchange
+from lockstep.errors import RendezvousError, SharedMemoryError
+from lockstep.network_interfaces import ProbeListener, candidates, reachable
+from lockstep.shm.liveness import PeerIdentity, own_identity
+from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
+
+__all__ = ["find_members"]
+
+
+@dataclass(frozen=True)
+class _RankInfo:
+    """What a rank says of itself."""
+
+    identity: PeerIdentity
+    boot_id: str
+    handle: str
+
+    @classmethod
+    def decode(cls, found: Any) -> _RankInfo:
+        try:
+            info = cls(**{**found, "identity": PeerIdentity(**found["identity"])})
+            is_typed = isinstance(info.boot_id, str) and isinstance(info.handle, str)
+            _ = info.identity.pid + info.identity.start_time + info.identity.pid_namespace, info.identity.host + ""
+        except (TypeError, KeyError, AttributeError):
+            is_typed = False
+        if not is_typed:
+            raise RendezvousError(f"a rank says of itself what no rank says: {str(found)[:60]!r}")
+        return info
+
+
+def find_members(exchange: StoreExchange, rank: int, world_size: int) -> list[Member]:
+    """All ranks of a new group. Collective.
+
+    Raises:
+        RendezvousError: a rank did not come, or a host cannot be reached.
+    """
+    everyone = range(world_size)
+    segment = Segment.create(PAGE_BYTES)  # for others to find out whether they can open it
+    try:
+        own = _RankInfo(own_identity(), boot_id(), segment.handle)
+        exchange.write("info", asdict(own))
+        infos = [_RankInfo.decode(found) for found in exchange.read("info", everyone)]
+        exchange.write("first", _first_on_host(own, infos, rank))
+        first = [int(found) for found in exchange.read("first", everyone)]
+    finally:
+        segment.release()
+    hosts = sorted(set(first))
+    addresses = (
+        _find_addresses(exchange, rank, hosts, [infos[host].identity.host for host in hosts]) if len(hosts) > 1 else {}
+    )
+    return [
+        Member(info.identity, host, *addresses.get(host, ("", ""))) for info, host in zip(infos, first, strict=True)
+    ]
+
+
+def _first_on_host(own: _RankInfo, infos: Sequence[_RankInfo], rank: int) -> int:
+    """The lowest rank that shares a host with this one."""
+    for peer, info in enumerate(infos[:rank]):
+        if info.boot_id != own.boot_id:
+            continue
+        if info.identity.pid_namespace == own.identity.pid_namespace:
+            return peer
+        try:
+            Segment.attach(info.handle, size_bytes=PAGE_BYTES).release()
+        except SharedMemoryError:
+            continue
+        return peer
+    return rank
+
+
+def _find_addresses(
+    exchange: StoreExchange, rank: int, hosts: Sequence[int], names: Sequence[str]
+) -> dict[int, tuple[str, str]]:
+    """Address and interface of each host, by its first rank. Collective."""
+    listener: ProbeListener | None = None
+    try:
+        if rank in hosts:
+            listener = ProbeListener(candidates(env.snapshot()))
+            exchange.write("probe", {"nonce": listener.nonce, "endpoints": listener.endpoints})
+        listeners = dict(zip(hosts, exchange.read("probe", hosts), strict=True))
+        if rank in hosts:
+            others = {
+                host: (found["nonce"], [(address, port) for _, address, port in found["endpoints"]])
+                for host, found in listeners.items()
+                if host != rank
+            }
+            exchange.write("reached", reachable(others))
+        reached = exchange.read("reached", hosts)
+    finally:
+        if listener is not None:
+            listener.close()
+    chosen: dict[int, tuple[str, str]] = {}
+    for host, name in zip(hosts, names, strict=True):
+        endpoints = listeners[host]["endpoints"]
+        votes = [sum(index in found.get(str(host), ()) for found in reached) for index in range(len(endpoints))]
+        if not votes or max(votes) < len(hosts) - 1:
+            tried = ", ".join(f"{interface} {address}" for interface, address, _ in endpoints) or "no address"
+            deaf = [
+                other for other, found in zip(names, reached, strict=True) if not found.get(str(host)) and other != name
+            ]
+            raise RendezvousError(
+                f"host {name} cannot be reached from {', '.join(deaf) or 'all others at one address'}; tried {tried}. "
+                "Is there a firewall between them? GLOO_SOCKET_IFNAME chooses the network interface"
+            )
+        interface, address, _ = endpoints[votes.index(max(votes))]
+        chosen[host] = (address, interface)
+    return chosen
