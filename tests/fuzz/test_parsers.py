@@ -23,7 +23,7 @@ import torch
 
 from lockstep.blackbox import find_unjoined, read_positions
 from lockstep.comm.hosts.discovery import _RankInfo
-from lockstep.comm.hosts.greeting import _HELLO, _MAGIC, Arrival, Stranger
+from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Stranger
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
 from lockstep.launch.hosts.membership import Host, Membership, Terms
@@ -120,12 +120,12 @@ def report() -> ErrorReport:
 
 
 def read_arrival(data: bytes) -> object:
-    """The host's side of a greeting, to a visitor who says this and no more."""
+    """The server's side of a handshake, with a client that says this and no more."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(data[:4096])
         theirs.shutdown(socket.SHUT_WR)
-        return Arrival(ours, "", 0, Secret("token"), lambda peer, address: None).advance()
+        return IncomingHandshake(ours, "", 0, Secret("token"), lambda peer, address: None).advance()
 
 
 def read_links(data: bytes) -> object:
@@ -283,7 +283,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
         "label": Parser(Label.decode, [Label("float32", (2, 3), "a.py:1").encode()], (ValueError,)),
         "board": board_of(segment),
         "ring": ring_of(Segment.create(1 << 14)),
-        "greeting": Parser(read_arrival, [hello], (Stranger,)),
+        "handshake": Parser(read_arrival, [hello], (Stranger,)),
         "links": Parser(read_links, [struct.pack("!I", 5) + b"abcde" + struct.pack("!I", 0)]),
         "error report": Parser(text_of(_parse), [json.dumps(asdict(report())).encode()]),
         "report file": Parser(
@@ -302,7 +302,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 NAMES = [
     "seals", "membership", "host report", "master", "knock", "handle", "meeting", "failure", "terms", "info", "label",
-    "board", "ring", "greeting", "links", "error report", "report file", "black box", "token file",
+    "board", "ring", "handshake", "links", "error report", "report file", "black box", "token file",
 ]  # fmt: skip
 
 

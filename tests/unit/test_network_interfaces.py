@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from lockstep.comm.hosts.entrance import Entrance
 from lockstep.comm.hosts.layout import Layout, Member
 from lockstep.comm.hosts.links import Links
+from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.errors import RendezvousError
 from lockstep.network_interfaces import Interface, ProbeListener, candidates, interfaces, reachable, source_towards
 from lockstep.shm.liveness import PeerIdentity
@@ -77,14 +77,14 @@ def test_only_listeners_with_the_nonce_count() -> None:
 
 def connected() -> tuple[Links, Links]:
     """The links of two ranks; a stranger tries to be let in first."""
-    entrances = [Entrance("127.0.0.1") for _ in range(2)]
-    address, port, _ = entrances[0].place
+    listeners = [PeerListener("127.0.0.1") for _ in range(2)]
+    address, port, _ = listeners[0].endpoint
     stranger = socket.create_connection((address, port))
     stranger.sendall(bytes(20))
     made: dict[int, Links] = {}
 
     def join(rank: int) -> None:
-        made[rank] = entrances[rank].connect(rank, {1 - rank: entrances[1 - rank].place}, 10.0, lambda: None)
+        made[rank] = listeners[rank].connect(rank, {1 - rank: listeners[1 - rank].endpoint}, 10.0, lambda: None)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from lockstep import env
 from lockstep.comm.founding import MeetingStore
-from lockstep.comm.hosts.entrance import Entrance
-from lockstep.comm.hosts.greeting import _HELLO, _MAGIC
+from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
+from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.errors import LaunchError, RendezvousError, SetupError
 from lockstep.launch.hosts.options import parse_conf
 from lockstep.launch.hosts.visitors import _address, connected_to
@@ -109,14 +109,16 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
 def meet(
     secrets: tuple[Secret, Secret], disturb: Callable[[str, int], object] = lambda address, port: None
 ) -> list[Links | BaseException]:
-    """Two ranks connect, after a stranger has done something at rank 0's entrance."""
-    entrances = [Entrance("127.0.0.1", secret) for secret in secrets]
-    disturb(*entrances[0].place[:2])
+    """Two ranks connect, after a stranger has done something at rank 0's listener."""
+    listeners = [PeerListener("127.0.0.1", secret) for secret in secrets]
+    disturb(*listeners[0].endpoint[:2])
     made: dict[int, Links | BaseException] = {}
 
     def join(rank: int) -> None:
         try:
-            made[rank] = entrances[rank].connect(rank, {1 - rank: entrances[1 - rank].place}, limit_s(5), lambda: None)
+            made[rank] = listeners[rank].connect(
+                rank, {1 - rank: listeners[1 - rank].endpoint}, limit_s(5), lambda: None
+            )
         except BaseException as error:
             made[rank] = error
 
@@ -164,26 +166,26 @@ def pass_for_rank_one(address: str, port: int, key: Secret) -> bytes:
     with socket.create_connection((address, port), limit_s(5)) as link:
         link.sendall(_HELLO.pack(_MAGIC, 1, bytes(16)))
         answer = link.recv(MAC_BYTES + 16, socket.MSG_WAITALL)
-        proof = key.mac(b"greeting", b"visitor", b"0", b"1", bytes(16), answer[MAC_BYTES:])
+        proof = key.mac(b"handshake", b"client", b"0", b"1", bytes(16), answer[MAC_BYTES:])
         link.sendall(proof)
         return link.recv(2)
 
 
 def test_who_knows_the_store_alone_does_not_pass_for_a_rank() -> None:
     """It was taken for rank 1, and rank 0 blamed for what came of it."""
-    entrance = Entrance("127.0.0.1", Secret(TOKEN))
-    other = Entrance("127.0.0.1", Secret(TOKEN))
-    address, port, word = entrance.place
+    listener = PeerListener("127.0.0.1", Secret(TOKEN))
+    other = PeerListener("127.0.0.1", Secret(TOKEN))
+    address, port, word = listener.endpoint
     heard: list[bytes] = []
     made: list[Links] = []
 
     def strange() -> None:
-        heard.append(pass_for_rank_one(address, port, Secret(None).derive("entrance", word)))
-        made.append(other.connect(1, {0: entrance.place}, limit_s(5), lambda: None))
+        heard.append(pass_for_rank_one(address, port, Secret(None).derive("handshake", word)))
+        made.append(other.connect(1, {0: listener.endpoint}, limit_s(5), lambda: None))
 
     thread = threading.Thread(target=strange)
     thread.start()
-    links = entrance.connect(0, {1: other.place}, limit_s(10), lambda: None)
+    links = listener.connect(0, {1: other.endpoint}, limit_s(10), lambda: None)
     thread.join()
     assert heard == [b"\x00"]
     links.close()
@@ -191,15 +193,15 @@ def test_who_knows_the_store_alone_does_not_pass_for_a_rank() -> None:
 
 
 def test_without_a_token_a_rank_comes_from_its_own_address() -> None:
-    entrance = Entrance("127.0.0.1", Secret(None))
-    address, port, word = entrance.place
+    listener = PeerListener("127.0.0.1", Secret(None))
+    address, port, word = listener.endpoint
     said: list[object] = []
     thread = threading.Thread(
-        target=lambda: said.append(pass_for_rank_one(address, port, Secret(None).derive("entrance", word)))
+        target=lambda: said.append(pass_for_rank_one(address, port, Secret(None).derive("handshake", word)))
     )
     thread.start()
     with pytest.raises(RendezvousError, match=r"one from 127.0.0.1 was refused: .*rank 1, whose address is 10.0.0.2"):
-        entrance.connect(0, {1: ("10.0.0.2", 1, "")}, limit_s(1), lambda: None)
+        listener.connect(0, {1: ("10.0.0.2", 1, "")}, limit_s(1), lambda: None)
     thread.join()
     assert said == [b"\x00"]
 

@@ -393,8 +393,8 @@ def _connect(store: MeetingStore, rank: int, ranks: Sequence[int], timeout_s: fl
     """The ranks of a new group, on one host or several. Collective."""
     # What is needed only between hosts is loaded only there.
     default_group = dist.group.WORLD
-    with Lookout(default_group, ranks) as look_out:
-        meeting = Meeting(store, rank, ranks, timeout_s, look_out, {"wire": current_wire().name})
+    with Lookout(default_group, ranks) as check_peers:
+        meeting = Meeting(store, rank, ranks, timeout_s, check_peers, {"wire": current_wire().name})
         known = None
         engine: Any = getattr(default_group, "engine", None)
         if engine is not None and not isinstance(engine.team, Team):
@@ -408,7 +408,7 @@ def _connect(store: MeetingStore, rank: int, ranks: Sequence[int], timeout_s: fl
                 pass
         from lockstep.comm.hosts.group import announce, connect
 
-        team = connect(store, rank, ranks, timeout_s, look_out, known)
+        team = connect(store, rank, ranks, timeout_s, check_peers, known)
         if known is None and rank == 0:
             meeting.forget_several_hosts()
             if default_group is None and not isinstance(team, Team):

@@ -78,7 +78,7 @@ class Meeting:
         rank: this rank among them.
         global_ranks: the global rank of each.
         timeout_s: seconds to wait for the last of them.
-        look_out: called while waiting; raises if a rank that is awaited cannot come.
+        check_peers: called while waiting; raises if a rank that is awaited cannot come.
         terms: what all of them must have alike.
 
     Attributes:
@@ -91,7 +91,7 @@ class Meeting:
         rank: int,
         global_ranks: Sequence[int],
         timeout_s: float,
-        look_out: Callable[[], None] = _nothing_lost,
+        check_peers: Callable[[], None] = _nothing_lost,
         terms: Terms | None = None,
     ) -> None:
         self._store = store
@@ -99,7 +99,7 @@ class Meeting:
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.timeout_s = timeout_s
-        self._look_out = look_out
+        self._look_out = check_peers
         self._start_s = time.monotonic()
 
     @property

@@ -5,7 +5,7 @@ General layout:
 * `layout`: who shares a host with whom. Pure data.
 * `discovery`: finds that out, and the address of each host; `store_exchange`: what ranks tell each other meanwhile.
 * `links`: a connection for each pair of ranks, for short messages and news of deaths.
-* `entrance`: where they connect; `greeting`: how they prove to each other who they are.
+* `peer_listener`: where they connect; `handshake`: how they prove to each other who they are.
 * `bulk`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.
 * `hops`: large reductions in chunks, each of which is in another stage.

@@ -13,10 +13,10 @@ from lockstep.comm.founding import MeetingStore
 from lockstep.comm.hosts import algorithms
 from lockstep.comm.hosts.bulk import Bulk
 from lockstep.comm.hosts.discovery import find_members
-from lockstep.comm.hosts.entrance import Entrance
 from lockstep.comm.hosts.layout import Layout, Member
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.mailbox import HostsMailbox
+from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.message_engine import MessageEngine
@@ -72,7 +72,7 @@ def connect(
     rank: int,
     ranks: Sequence[int],
     timeout_s: float,
-    look_out: Callable[[], None],
+    check_peers: Callable[[], None],
     known: list[Member] | None,
 ) -> Team | HostsTeam:
     """Connect the ranks of a new group that may be on several hosts. Collective.
@@ -82,7 +82,7 @@ def connect(
         rank: this rank.
         ranks: the global rank of each.
         timeout_s: until a rank that does not come is an error.
-        look_out: called while waiting; raises if a rank cannot come.
+        check_peers: called while waiting; raises if a rank cannot come.
         known: what is known of them already, from another group.
 
     Returns:
@@ -94,9 +94,9 @@ def connect(
         SetupError: the ranks go by different terms, such as wire formats.
         SharedMemoryError: the memory of a host cannot be had.
     """
-    exchange = StoreExchange(store, rank, ranks, timeout_s, look_out)
+    exchange = StoreExchange(store, rank, ranks, timeout_s, check_peers)
     try:
-        return _connect(exchange, store, rank, ranks, timeout_s, look_out, known)
+        return _connect(exchange, store, rank, ranks, timeout_s, check_peers, known)
     except LockstepError as error:
         exchange.give_up(error)
         raise
@@ -108,7 +108,7 @@ def _connect(
     rank: int,
     ranks: Sequence[int],
     timeout_s: float,
-    look_out: Callable[[], None],
+    check_peers: Callable[[], None],
     known: list[Member] | None,
 ) -> Team | HostsTeam:
     members = known or find_members(exchange, rank, len(ranks))
@@ -119,17 +119,17 @@ def _connect(
         layout.local_rank_of[rank],
         [ranks[peer] for peer in here],
         timeout_s,
-        look_out,
+        check_peers,
         {"wire": current_wire().name},
     )
     if len(layout.hosts) == 1:
         team = Team.connect(meeting)
         exchange.erase()
         return team
-    links, token = _open_links(exchange, rank, ranks, members[rank].address, look_out)
+    links, token = _open_links(exchange, rank, ranks, members[rank].address, check_peers)
     try:
         local = Team.connect(meeting)
-        _await_ready(links, ranks, rank, exchange.remaining_s(), look_out)
+        _await_ready(links, ranks, rank, exchange.remaining_s(), check_peers)
         below = PrefixStore(token, store.torch_store)
         bulk = Bulk(below, rank, len(ranks), members[rank].address, exchange.remaining_s())
     except BaseException:
@@ -140,35 +140,37 @@ def _connect(
 
 
 def _open_links(
-    exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str, look_out: Callable[[], None]
+    exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str, check_peers: Callable[[], None]
 ) -> tuple[Links, str]:
     """The connections to all others, and a word that only this group knows. Collective."""
     terms = common_terms() | {"wire": current_wire().name}
-    entrance = Entrance(address)
+    listener = PeerListener(address)
     try:
-        exchange.write("entrance", [*entrance.place, terms])
-        found = exchange.read("entrance", range(len(ranks)))
+        exchange.write("endpoint", [*listener.endpoint, terms])
+        found = exchange.read("endpoint", range(len(ranks)))
     except BaseException:
-        entrance.close()
+        listener.close()
         raise
     try:
         endpoints = {peer: (str(one[0]), int(one[1]), str(one[2])) for peer, one in enumerate(found)}
         theirs = [one[3] for one in found]
     except (TypeError, ValueError, KeyError, IndexError):
-        entrance.close()
-        raise RendezvousError(f"a rank says of its entrance what no rank says: {str(found)[:200]}") from None
+        listener.close()
+        raise RendezvousError(f"a rank says of its endpoint what no rank says: {str(found)[:200]}") from None
     for peer, other in enumerate(theirs):
         error = disagreement(f"rank {ranks[rank]}", terms, f"rank {ranks[peer]}", other)
         if error is not None:
-            entrance.close()
+            listener.close()
             exchange.part(range(len(ranks)))
             raise error
     token = endpoints[0][2]
     del endpoints[rank]
-    return entrance.connect(rank, endpoints, exchange.remaining_s(), look_out), token
+    return listener.connect(rank, endpoints, exchange.remaining_s(), check_peers), token
 
 
-def _await_ready(links: Links, ranks: Sequence[int], rank: int, timeout_s: float, look_out: Callable[[], None]) -> None:
+def _await_ready(
+    links: Links, ranks: Sequence[int], rank: int, timeout_s: float, check_peers: Callable[[], None]
+) -> None:
     """Wait until the memory of all hosts is there: what comes next cannot be cut short.
 
     Raises:
@@ -186,7 +188,7 @@ def _await_ready(links: Links, ranks: Sequence[int], rank: int, timeout_s: float
             names = ", ".join(f"rank {ranks[peer]}" for peer in late)
             what = "was gone again" if gone else "did not go on"
             raise RankLost(f"{names} came and {what} while the group was being made", tuple(ranks[one] for one in late))
-        look_out()
+        check_peers()
         links.wait(_POLL_S)
 
 

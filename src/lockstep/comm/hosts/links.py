@@ -2,7 +2,7 @@
 
 They carry short messages and the end of a process: when a process dies, the kernel closes its side, and the peer
 reads that at once. Where a whole host vanishes, keepalive probes find it out within half a minute.
-They are made by `entrance.py`.
+They are made by `peer_listener.py`.
 """
 
 from __future__ import annotations

@@ -29,18 +29,18 @@ class StoreExchange:
         rank: this rank.
         global_ranks: the global rank of each.
         timeout_s: until a rank that does not come is an error.
-        look_out: called while waiting; raises if a rank that is awaited cannot come.
+        check_peers: called while waiting; raises if a rank that is awaited cannot come.
     """
 
     def __init__(
-        self, store: Store, rank: int, global_ranks: Sequence[int], timeout_s: float, look_out: Callable[[], None]
+        self, store: Store, rank: int, global_ranks: Sequence[int], timeout_s: float, check_peers: Callable[[], None]
     ) -> None:
         self._store = store
         self._rank = rank
         self._global_ranks = tuple(global_ranks)
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._look_out = look_out
+        self._look_out = check_peers
         self._written: dict[str, str] = {}
         self._look_again_s = 0.0
 

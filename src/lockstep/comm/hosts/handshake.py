@@ -1,15 +1,15 @@
 """How two ranks that have just been connected prove to each other who they are.
 
-The visitor has connected to the entrance of the other::
+The client has connected to the listener of the server::
 
-    visitor → host    who it is, a random challenge
-    host → visitor    an HMAC over both ranks and the challenge, a challenge of its own
-    visitor → host    an HMAC over the same and the host's challenge
-    host → visitor    whether it may stay
+    client → server    who it is, a random challenge
+    server → client    an HMAC over both ranks and the challenge, a challenge of its own
+    client → server    an HMAC over the same and the server's challenge
+    server → client    whether it is admitted
 
-Both HMACs are made with a key derived from the job's secret and the word of this entrance, which stands in the store.
+Both HMACs are made with a key derived from the job's secret and the word of this listener, which stands in the store.
 The secret itself does not, so who reads the store can neither pass for a rank nor have one talk to it. Where the job
-has no secret, the word is all there is to know; a visitor must then also come from the address that its rank has
+has no secret, the word is all there is to know; a client must then also come from the address that its rank has
 published.
 
 Nothing here waits: bytes are taken in as they come, none beyond what the next message has.
@@ -31,13 +31,13 @@ from enum import Enum, auto
 from lockstep.errors import RendezvousError
 from lockstep.secret import MAC_BYTES, Secret
 
-__all__ = ["Arrival", "Stranger", "Visit"]
+__all__ = ["IncomingHandshake", "OutgoingHandshake", "Stranger"]
 
 _MAGIC = b"LSG1"
 _CHALLENGE_BYTES = 16
 _HELLO = struct.Struct(f"!4sI{_CHALLENGE_BYTES}s")
 _ANSWER_BYTES = MAC_BYTES + _CHALLENGE_BYTES
-_STAY, _LEAVE = b"\x01", b"\x00"
+_ADMITTED, _REFUSED = b"\x01", b"\x00"
 _SAY_WITHIN_S = 15.0
 _TRY_AGAIN_AFTER_S = 0.05
 
@@ -71,18 +71,18 @@ class _Reader:
         return data
 
 
-def _proof(key: Secret, role: bytes, host: int, visitor: int, challenge: bytes, answer: bytes) -> bytes:
-    return key.mac(b"greeting", role, str(host).encode(), str(visitor).encode(), challenge, answer)
+def _proof(key: Secret, role: bytes, server: int, client: int, challenge: bytes, answer: bytes) -> bytes:
+    return key.mac(b"handshake", role, str(server).encode(), str(client).encode(), challenge, answer)
 
 
-class Arrival:
-    """The host's side of a greeting.
+class IncomingHandshake:
+    """The server's side of a handshake.
 
     Args:
         link: the connection that was accepted.
         address: where it came from.
         rank: this rank.
-        key: of this entrance.
+        key: of this listener.
         admits: raises Stranger if a rank from that address is not awaited.
     """
 
@@ -100,7 +100,7 @@ class Arrival:
         self._hello: tuple[int, bytes, bytes] | None = None
 
     def advance(self) -> int | None:
-        """Take in what has come; the visitor's rank once it has proved it.
+        """Take in what has come; the client's rank once it has proved it.
 
         Raises:
             Stranger: it is none.
@@ -117,47 +117,47 @@ class Arrival:
     def _answer(self, data: bytes) -> None:
         magic, peer, challenge = _HELLO.unpack(data)
         if magic != _MAGIC:
-            raise Stranger("what it says is no greeting")
+            raise Stranger("what it says is no handshake")
         own = secrets.token_bytes(_CHALLENGE_BYTES)
         self._hello = (peer, challenge, own)
-        self.socket.send(_proof(self._key, b"host", self._rank, peer, challenge, own) + own)
+        self.socket.send(_proof(self._key, b"server", self._rank, peer, challenge, own) + own)
 
     def _judge(self, proof: bytes) -> int:
         assert self._hello is not None
         peer, challenge, own = self._hello
         try:
-            if not hmac.compare_digest(proof, _proof(self._key, b"visitor", self._rank, peer, challenge, own)):
+            if not hmac.compare_digest(proof, _proof(self._key, b"client", self._rank, peer, challenge, own)):
                 raise Stranger(f"it says that it is rank {peer}, and does not have this job's token")
             self._admits(peer, self.address)
         except Stranger:
             with contextlib.suppress(OSError):
-                self.socket.send(_LEAVE)
+                self.socket.send(_REFUSED)
             raise
-        self.socket.send(_STAY)
+        self.socket.send(_ADMITTED)
         return peer
 
 
 class _Step(Enum):
     CONNECT = auto()
     ANSWER = auto()
-    VERDICT = auto()
+    ADMISSION = auto()
 
 
-class Visit:
-    """The visitor's side of a greeting; connects again where the connection breaks before the host has answered.
+class OutgoingHandshake:
+    """The client's side of a handshake; connects again where the connection breaks before the server has answered.
 
     Args:
         rank: this rank.
-        peer: the rank to be visited.
-        place: its address and port.
-        key: of its entrance.
+        peer: the rank to connect to.
+        endpoint: its address and port.
+        key: of its listener.
         source: the address of this host, from which it connects.
     """
 
-    def __init__(self, rank: int, peer: int, place: tuple[str, int], key: Secret, source: str) -> None:
+    def __init__(self, rank: int, peer: int, endpoint: tuple[str, int], key: Secret, source: str) -> None:
         self.peer = peer
         self._rank = rank
-        self._place = place
+        self._endpoint = endpoint
         self._key = key
         self._source = source
         self._challenge = b""
@@ -166,14 +166,14 @@ class Visit:
         self._connect()
 
     def _connect(self) -> None:
-        family = socket.AF_INET6 if ":" in self._place[0] else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self._endpoint[0] else socket.AF_INET
         self.socket = link = socket.socket(family, socket.SOCK_STREAM)
         link.setblocking(False)
         with contextlib.suppress(OSError):  # then from whichever address the kernel chooses
             link.bind((self._source, 0))
         self._step, self._reader = _Step.CONNECT, _Reader(link)
         with contextlib.suppress(BlockingIOError):
-            link.connect(self._place)
+            link.connect(self._endpoint)
 
     @property
     def events(self) -> int:
@@ -206,9 +206,9 @@ class Visit:
         link = self.socket
         assert link is not None
         if self._step is _Step.CONNECT:
-            trouble = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if trouble:
-                raise OSError(trouble, os.strerror(trouble))
+            failure = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failure:
+                raise OSError(failure, os.strerror(failure))
             self._challenge = secrets.token_bytes(_CHALLENGE_BYTES)
             link.send(_HELLO.pack(_MAGIC, self._rank, self._challenge))
             self._step = _Step.ANSWER
@@ -225,12 +225,12 @@ class Visit:
             if answer is None:
                 return False
             proof, challenge = answer[:MAC_BYTES], answer[MAC_BYTES:]
-            wanted = _proof(self._key, b"host", self.peer, self._rank, self._challenge, challenge)
+            wanted = _proof(self._key, b"server", self.peer, self._rank, self._challenge, challenge)
             if not hmac.compare_digest(proof, wanted):
                 raise RendezvousError(f"what listens there has another token than this rank ({self._key.name})")
-            link.send(_proof(self._key, b"visitor", self.peer, self._rank, self._challenge, challenge))
-            self._step = _Step.VERDICT
-        verdict = self._reader.take(1)
-        if verdict is not None and verdict != _STAY:
+            link.send(_proof(self._key, b"client", self.peer, self._rank, self._challenge, challenge))
+            self._step = _Step.ADMISSION
+        admission = self._reader.take(1)
+        if admission is not None and admission != _ADMITTED:
             raise RendezvousError(f"it does not let rank {self._rank} in")
-        return verdict is not None
+        return admission is not None
