@@ -133,8 +133,8 @@ def test_layout() -> None:
     assert layout.hosts == ((0, 1, 3), (2, 4), (5,))
     assert layout.host_of == (0, 0, 1, 0, 1, 2)
     assert layout.local_rank_of == (0, 1, 0, 2, 1, 0)
-    assert layout.num_lanes == 3
-    assert [layout.lanes_of(rank) for rank in range(6)] == [[0], [1], [0, 2], [2], [1], [0, 1, 2]]
+    assert layout.num_channels == 3
+    assert [layout.channels_of(rank) for rank in range(6)] == [[0], [1], [0, 2], [2], [1], [0, 1, 2]]
     described = layout.describe()
     assert described.startswith("node0 (ranks 0, 1, 3) eth0 10.0.0.0 | node2 (ranks 2, 4) eth0 10.0.0.2 | ")
     assert described.endswith("node5 (rank 5) eth0 10.0.0.5")

@@ -9,8 +9,8 @@ to measurements that are not the check::
 
 An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have come
 for (one latency of the link), each host adds up, hosts exchange. Up to 16 KiB these follow each other, and every rank
-sends its host's sum to its like on each other host: r (H - 1) m bytes on a link. Larger tensors cross in lanes, so that
-with 2 hosts each byte crosses once each way, with more 2 (H - 1) / H of them in two hops; they go in k chunks, and
+sends its host's sum to its like on each other host: r (H - 1) m bytes on a link. Larger tensors cross in channels, so
+that with 2 hosts each byte crosses once each way, with more 2 (H - 1) / H of them in two hops; they go in k chunks, and
 while one is on the link, another is in the host::
 
     wire  = hops * alpha_link + share * m * beta_link      hops 1, share 1 for H = 2; hops 2, share 2 (H - 1) / H above

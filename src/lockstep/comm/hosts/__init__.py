@@ -6,9 +6,9 @@ General layout:
 * `discovery`: finds that out, and the address of each host; `store_exchange`: what ranks tell each other meanwhile.
 * `links`: a connection for each pair of ranks, for short messages and news of deaths.
 * `peer_listener`: where they connect; `handshake`: how they prove to each other who they are.
-* `bulk`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.
+* `gloo_transport`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.
-* `hops`: large reductions in chunks, each of which is in another stage.
+* `pipeline`: large reductions in chunks, each of which is in another stage.
 * `algorithms`: the collectives.
 * `mailbox`: point to point.
 * `group`: how a group comes to be, and its engine.

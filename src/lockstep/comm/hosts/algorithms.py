@@ -4,9 +4,8 @@ The same functions, with the same arguments, as in `lockstep.shm.algorithms`: fl
 every rank with the same sizes, in one thread at a time. Each begins with `team.arrive`, which in a call of several
 tensors does something only once. All may raise `PeerTrouble`.
 
-[Note: deputies] What a rank has to say to another host, or hears from one, goes through one rank there: the one with
-its own place on its host, modulo the number of ranks there. So every byte crosses between two hosts once, and all
-ranks take part.
+[Note: proxies] A rank exchanges data with another host through one rank there, its proxy: the one with the same local
+rank, modulo the number of ranks of that host. So every byte crosses between two hosts once, and all ranks take part.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lockstep.comm.hosts.hops import Adding, reduce_in_lanes
+from lockstep.comm.hosts.pipeline import Reduction, reduce_pipelined
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.shm import algorithms as shm
 from lockstep.shm.kernels import Kernel
@@ -56,16 +55,16 @@ def all_reduce(team: HostsTeam, tensor: torch.Tensor, kernel: Kernel, timeout_s:
     team.arrive(timeout_s)
     if kernel.factor is not None:
         tensor.mul_(kernel.factor)
-    adding = Adding.by(kernel, tensor.dtype, team)
+    reduction = Reduction.by(kernel, tensor.dtype, team)
     if tensor.numel() * tensor.element_size() <= _REDUNDANT_BYTES:
-        _all_reduce_redundant(team, tensor, adding, timeout_s)
+        _all_reduce_redundant(team, tensor, reduction, timeout_s)
     elif len(team.layout.local_ranks(team.rank)) == 1:
-        _all_reduce_alone(team, tensor, adding, timeout_s)
+        _all_reduce_alone(team, tensor, reduction, timeout_s)
     else:
-        _all_reduce_shared(team, tensor, adding, timeout_s)
+        _all_reduce_shared(team, tensor, reduction, timeout_s)
 
 
-def _all_reduce_redundant(team: HostsTeam, tensor: torch.Tensor, adding: Adding, timeout_s: float) -> None:
+def _all_reduce_redundant(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
     """Every rank adds up its host's parts and then all hosts' sums."""
     numel = tensor.numel()
     local = team.local
@@ -74,29 +73,29 @@ def _all_reduce_redundant(team: HostsTeam, tensor: torch.Tensor, adding: Adding,
         parts = local.views(local.begin_transfer(), numel * tensor.element_size(), tensor.dtype, numel)
         parts[local.rank].copy_(tensor)
         local.step(timeout_s)
-    own = torch.empty(numel, dtype=adding.dtype)
-    adding.within_host(parts, own)
+    own = torch.empty(numel, dtype=reduction.dtype)
+    reduction.within_host(parts, own)
     wanted = dict.fromkeys((team.rank, *_represented(team)), own)
-    result = torch.empty(numel, dtype=adding.dtype)
-    adding.over_hosts(_swap_sums(team, adding, wanted, timeout_s), result)
+    result = torch.empty(numel, dtype=reduction.dtype)
+    reduction.over_hosts(_swap_sums(team, reduction, wanted, timeout_s), result)
     tensor.copy_(result)
 
 
 def _swap_sums(
-    team: HostsTeam, adding: Adding, sums: Mapping[int, torch.Tensor], timeout_s: float
+    team: HostsTeam, reduction: Reduction, sums: Mapping[int, torch.Tensor], timeout_s: float
 ) -> list[torch.Tensor]:
-    """Give sums of this host to the ranks of others that this one is deputy for, and get what is for this one.
+    """Give sums of this host to the ranks of others that this rank is the proxy of, and get what is for this one.
 
     Args:
         team: the ranks of the group.
-        adding: how sums travel.
+        reduction: how sums travel.
         sums: by the rank that wants them; this rank and those that it represents.
         timeout_s: of the wait.
 
     Returns:
         The sum of each host, in order, as every rank sees it.
     """
-    layout, wire = team.layout, adding.wire
+    layout, wire = team.layout, reduction.wire
     here, numel = layout.host_of[team.rank], sums[team.rank].numel()
     encoded: dict[int, torch.Tensor] = {}  # by the identity of the sum
     for values in sums.values():
@@ -106,27 +105,27 @@ def _swap_sums(
                 encoded[id(values)] = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
                 wire.encode(values, encoded[id(values)])
     arrived = {
-        host: torch.empty(adding.num_bytes(numel), dtype=torch.uint8)
+        host: torch.empty(reduction.num_bytes(numel), dtype=torch.uint8)
         for host in range(len(layout.hosts))
         if host != here
     }
     team.exchange(
         [(rank, encoded[id(values)]) for rank, values in sums.items() if rank != team.rank],
-        [(_deputy(team, host), data) for host, data in arrived.items()],
+        [(_proxy_on(team, host), data) for host, data in arrived.items()],
         timeout_s,
     )
     arrived[here] = encoded[id(sums[team.rank])]
     decoded = []
     for host in range(len(layout.hosts)):
         if wire.is_exact:
-            decoded.append(arrived[host].view(adding.dtype))
+            decoded.append(arrived[host].view(reduction.dtype))
         else:
-            decoded.append(wire.decode(arrived[host], torch.empty(numel, dtype=adding.dtype)))
+            decoded.append(wire.decode(arrived[host], torch.empty(numel, dtype=reduction.dtype)))
     return decoded
 
 
 def _represented(team: HostsTeam) -> list[int]:
-    """The ranks of other hosts whose deputy this rank is."""
+    """The ranks of other hosts whose proxy this rank is."""
     layout = team.layout
     own = layout.local_ranks(team.rank)
     return [
@@ -136,8 +135,8 @@ def _represented(team: HostsTeam) -> list[int]:
     ]
 
 
-def _deputy(team: HostsTeam, host: int) -> int:
-    """This rank's deputy on another host."""
+def _proxy_on(team: HostsTeam, host: int) -> int:
+    """This rank's proxy on another host."""
     ranks = team.layout.hosts[host]
     return ranks[team.layout.local_rank_of[team.rank] % len(ranks)]
 
@@ -154,58 +153,58 @@ def _rounds(team: HostsTeam) -> list[list[int | None]]:
     return [[ranks[turn] if turn < len(ranks) else None for ranks in stands_for] for turn in range(longest)]
 
 
-def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, adding: Adding, timeout_s: float) -> None:
-    """This rank is the only one of its host, and serves all lanes."""
+def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
+    """This rank is the only one of its host, and owns all channels."""
     team.prepare(timeout_s)
     starts, numels = _chunks(team, tensor)
 
     def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
         part = tensor[starts[chunk] :]
-        return {lane: [part[bounds[lane] : bounds[lane + 1]]] for lane in range(team.layout.num_lanes)}
+        return {channel: [part[bounds[channel] : bounds[channel + 1]]] for channel in range(team.layout.num_channels)}
 
     def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
-        return {lane: parts[0] for lane, parts in load(chunk, bounds).items()}
+        return {channel: parts[0] for channel, parts in load(chunk, bounds).items()}
 
     def store(chunk: int, bounds: Sequence[int]) -> None:
         """It is where it belongs."""
 
-    reduce_in_lanes(team, adding, numels, load, place, store, timeout_s)
+    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s)
 
 
-def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, adding: Adding, timeout_s: float) -> None:
+def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
     """The ranks of this host meet in its slots. See [Note: two slots] in `shm/team.py`."""
     local = team.local
     num_bytes = tensor.numel() * tensor.element_size()
     team.prepare(timeout_s)
     starts, numels = _chunks(team, tensor)
-    own_lanes = team.layout.lanes_of(team.rank)
-    servers = _places_of_servers(team)
+    own_channels = team.layout.channels_of(team.rank)
+    owners = _local_ranks_of_owners(team)
 
     def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
         part = tensor[starts[chunk] : starts[chunk] + numels[chunk]]
         views = local.views(local.begin_transfer(), num_bytes, tensor.dtype, numels[chunk])
-        for lane, server in enumerate(servers):
-            if server != local.rank:
-                low, high = bounds[lane], bounds[lane + 1]
+        for channel, owner in enumerate(owners):
+            if owner != local.rank:
+                low, high = bounds[channel], bounds[channel + 1]
                 views[local.rank][low:high].copy_(part[low:high])
         local.step(timeout_s)
         sources = [part if place == local.rank else view for place, view in enumerate(views)]
-        return {lane: [source[bounds[lane] : bounds[lane + 1]] for source in sources] for lane in own_lanes}
+        return {each: [source[bounds[each] : bounds[each + 1]] for source in sources] for each in own_channels}
 
     slots: list[torch.Tensor] = []
 
     def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
         slots[:] = local.views(local.begin_transfer(), num_bytes, tensor.dtype, numels[chunk])
-        return {lane: slots[local.rank][bounds[lane] : bounds[lane + 1]] for lane in own_lanes}
+        return {channel: slots[local.rank][bounds[channel] : bounds[channel + 1]] for channel in own_channels}
 
     def store(chunk: int, bounds: Sequence[int]) -> None:
         part = tensor[starts[chunk] : starts[chunk] + numels[chunk]]
         local.step(timeout_s)
-        for lane, server in enumerate(servers):
-            low, high = bounds[lane], bounds[lane + 1]
-            part[low:high].copy_(slots[server][low:high])
+        for channel, owner in enumerate(owners):
+            low, high = bounds[channel], bounds[channel + 1]
+            part[low:high].copy_(slots[owner][low:high])
 
-    reduce_in_lanes(team, adding, numels, load, place, store, timeout_s)
+    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s)
 
 
 def all_reduce_symmetric(
@@ -220,14 +219,14 @@ def all_reduce_symmetric(
         tensor.mul_(kernel.factor)
         local.begin_transfer()
         local.step(timeout_s)
-    adding = Adding.by(kernel, tensor.dtype, team)
+    reduction = Reduction.by(kernel, tensor.dtype, team)
     parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
-    reduce_symmetric(team, parts, adding, timeout_s)
+    reduce_symmetric(team, parts, reduction, timeout_s)
     local.begin_transfer()
     local.step(timeout_s)
 
 
-def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], adding: Adding, timeout_s: float) -> None:
+def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], reduction: Reduction, timeout_s: float) -> None:
     """Reduce the parts of this host's ranks and of all others, and write the result to each of them. Collective.
 
     After `arrive`; a rank may read its part once all ranks of its host have returned.
@@ -235,19 +234,19 @@ def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], adding: Add
     Args:
         team: the ranks of the group.
         parts: one flat tensor for each rank of this host, the same numel and dtype.
-        adding: how.
+        reduction: how.
         timeout_s: of each wait.
     """
     team.prepare(timeout_s)
     starts, numels = _chunks(team, parts[0])
-    own_lanes = team.layout.lanes_of(team.rank)
+    own_channels = team.layout.channels_of(team.rank)
 
     def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
-        spans = {lane: (starts[chunk] + bounds[lane], starts[chunk] + bounds[lane + 1]) for lane in own_lanes}
-        return {lane: [part[low:high] for part in parts] for lane, (low, high) in spans.items()}
+        spans = {each: (starts[chunk] + bounds[each], starts[chunk] + bounds[each + 1]) for each in own_channels}
+        return {channel: [part[low:high] for part in parts] for channel, (low, high) in spans.items()}
 
     def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
-        return {lane: places[team.local.rank] for lane, places in load(chunk, bounds).items()}
+        return {channel: places[team.local.rank] for channel, places in load(chunk, bounds).items()}
 
     def store(chunk: int, bounds: Sequence[int]) -> None:
         for places in load(chunk, bounds).values():
@@ -255,7 +254,7 @@ def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], adding: Add
                 if peer != team.local.rank:
                     other.copy_(places[team.local.rank])
 
-    reduce_in_lanes(team, adding, numels, load, place, store, timeout_s)
+    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s)
 
 
 def _chunks(team: HostsTeam, tensor: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -267,11 +266,11 @@ def _chunks(team: HostsTeam, tensor: torch.Tensor) -> tuple[list[int], list[int]
     return starts, [min(length, tensor.numel() - start) for start in starts]
 
 
-def _places_of_servers(team: HostsTeam) -> list[int]:
-    """For each lane the place on this host of its server."""
+def _local_ranks_of_owners(team: HostsTeam) -> list[int]:
+    """For each channel the local rank of its owner on this host."""
     layout = team.layout
     here = layout.host_of[team.rank]
-    return [layout.local_rank_of[layout.server(here, lane)] for lane in range(layout.num_lanes)]
+    return [layout.local_rank_of[layout.owner(here, channel)] for channel in range(layout.num_channels)]
 
 
 def reduce(team: HostsTeam, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
@@ -287,22 +286,22 @@ def reduce_scatter(
 ) -> None:
     """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
     team.arrive(timeout_s)
-    adding = Adding.by(kernel, tensor.dtype, team)
-    wide = [source.to(adding.dtype) for source in inputs]
+    reduction = Reduction.by(kernel, tensor.dtype, team)
+    wide = [source.to(reduction.dtype) for source in inputs]
     if kernel.factor is not None:
         wide = [source * kernel.factor for source in wide]
     local = team.local
-    nothing = torch.empty(0, dtype=adding.dtype)
+    nothing = torch.empty(0, dtype=reduction.dtype)
     sums: dict[int, torch.Tensor] = {}
     for ranks in _rounds(team):
         sources = [nothing if rank is None else wide[rank] for rank in ranks]
         out = torch.empty_like(sources[local.rank])
-        shm.reduce_scatter(local, out, sources, adding.kernel, timeout_s)
+        shm.reduce_scatter(local, out, sources, reduction.kernel, timeout_s)
         wanted_by = ranks[local.rank]
         if wanted_by is not None:
             sums[wanted_by] = out
-    result = torch.empty(tensor.numel(), dtype=adding.dtype)
-    adding.over_hosts(_swap_sums(team, adding, sums, timeout_s), result)
+    result = torch.empty(tensor.numel(), dtype=reduction.dtype)
+    reduction.over_hosts(_swap_sums(team, reduction, sums, timeout_s), result)
     tensor.copy_(result)
 
 
@@ -332,9 +331,9 @@ def all_gather(team: HostsTeam, outputs: Sequence[torch.Tensor], tensor: torch.T
     team.arrive(timeout_s)
     layout, local = team.layout, team.local
     here = layout.host_of[team.rank]
-    deputies = [_deputy(team, host) for host in range(len(layout.hosts)) if host != here]
+    proxies = [_proxy_on(team, host) for host in range(len(layout.hosts)) if host != here]
     team.exchange(
-        [(rank, tensor) for rank in deputies], [(rank, outputs[rank]) for rank in _represented(team)], timeout_s
+        [(rank, tensor) for rank in proxies], [(rank, outputs[rank]) for rank in _represented(team)], timeout_s
     )
     nothing = tensor[:0]
     for ranks in _rounds(team):

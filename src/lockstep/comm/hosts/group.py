@@ -11,8 +11,8 @@ from lockstep import env
 from lockstep.comm.flight import Flight
 from lockstep.comm.founding import MeetingStore
 from lockstep.comm.hosts import algorithms
-from lockstep.comm.hosts.bulk import Bulk
 from lockstep.comm.hosts.discovery import find_members
+from lockstep.comm.hosts.gloo_transport import GlooTransport
 from lockstep.comm.hosts.layout import Layout, Member
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.mailbox import HostsMailbox
@@ -131,12 +131,12 @@ def _connect(
         local = Team.connect(meeting)
         _await_ready(links, ranks, rank, exchange.remaining_s(), check_peers)
         below = PrefixStore(token, store.torch_store)
-        bulk = Bulk(below, rank, len(ranks), members[rank].address, exchange.remaining_s())
+        gloo = GlooTransport(below, rank, len(ranks), members[rank].address, exchange.remaining_s())
     except BaseException:
         links.close()
         raise
     exchange.erase()
-    return HostsTeam(rank, layout, links, local, bulk, current_wire())
+    return HostsTeam(rank, layout, links, local, gloo, current_wire())
 
 
 def _open_links(

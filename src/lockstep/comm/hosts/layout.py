@@ -35,15 +35,15 @@ class Layout:
         members: one for each rank of the group.
         hosts: the ranks on each host, in order; hosts in the order of their lowest rank.
         host_of: for each rank the index of its host.
-        local_rank_of: for each rank its place among those of its host.
-        num_lanes: in how many parts a large tensor is reduced at a time: as many as the fullest host has ranks.
+        local_rank_of: for each rank its number among those of its host.
+        num_channels: in how many parts a large tensor is reduced at a time: as many as the fullest host has ranks.
     """
 
     members: tuple[Member, ...]
     hosts: tuple[tuple[int, ...], ...]
     host_of: tuple[int, ...]
     local_rank_of: tuple[int, ...]
-    num_lanes: int
+    num_channels: int
 
     @classmethod
     def of(cls, members: Sequence[Member]) -> Layout:
@@ -54,23 +54,23 @@ class Layout:
         hosts = tuple(tuple(ranks) for ranks in by_host.values())
         host_of, local_rank_of = [0] * len(members), [0] * len(members)
         for host, ranks in enumerate(hosts):
-            for place, rank in enumerate(ranks):
-                host_of[rank], local_rank_of[rank] = host, place
+            for local_rank, rank in enumerate(ranks):
+                host_of[rank], local_rank_of[rank] = host, local_rank
         return cls(tuple(members), hosts, tuple(host_of), tuple(local_rank_of), max(map(len, hosts)))
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks on that rank's host, itself included."""
         return self.hosts[self.host_of[rank]]
 
-    def server(self, host: int, lane: int) -> int:
-        """The rank of a host that reduces a lane. With fewer ranks than lanes, one serves several."""
+    def owner(self, host: int, channel: int) -> int:
+        """The rank of a host that reduces a channel. With fewer ranks than channels, one owns several."""
         ranks = self.hosts[host]
-        return ranks[lane % len(ranks)]
+        return ranks[channel % len(ranks)]
 
-    def lanes_of(self, rank: int) -> list[int]:
-        """The lanes that a rank serves."""
+    def channels_of(self, rank: int) -> list[int]:
+        """The channels that a rank owns."""
         own = self.host_of[rank]
-        return [lane for lane in range(self.num_lanes) if self.server(own, lane) == rank]
+        return [channel for channel in range(self.num_channels) if self.owner(own, channel) == rank]
 
     def describe(self) -> str:
         """One line for people: `node1 (ranks 0-1) eth0 10.0.0.1 | …`."""

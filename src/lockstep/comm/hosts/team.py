@@ -3,7 +3,7 @@
 Every rank has a connection to every other (`links.py`), for short messages: what it has come for, that it
 leaves, that it has failed. So each knows by itself, and soon, of whoever dies, wherever that is.
 The ranks of one host have a team of shared memory among them (`local`), through which data moves there. What is large
-goes between hosts by Gloo (`bulk.py`).
+goes between hosts by Gloo (`gloo_transport.py`).
 
 [Note: who waits for whom] A rank that waits in a step of its local team, or for data of another host, waits for ranks
 that may themselves wait for others. Whoever notices trouble breaks the group and tells all. So it is enough that a
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.hosts.bulk import Bulk, Guard, Parcel
+from lockstep.comm.hosts.gloo_transport import GlooTransfer, GlooTransport, Watchdog
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.message_team import MESSAGE_BYTES, MessageTeam
@@ -31,16 +31,16 @@ from lockstep.shm.team import SMALL_SLOT_BYTES, Region, Team
 
 __all__ = ["HostsTeam"]
 
-_TENSOR_TAG, _MAIL_TAG, _HOP_TAG = 1, 2, 3
+_TENSOR_TAG, _P2P_TAG, _CHUNK_TAG = 1, 2, 3
 _LARGE_BYTES = SMALL_SLOT_BYTES + 1
 # A tensor of up to this size travels as a message.
-_PARCEL_BYTES = 4 << 10
-_PARCEL_KIND, _NUDGE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")  # none of a notice's or the mailbox's
-assert _PARCEL_BYTES + len(_PARCEL_KIND) <= MESSAGE_BYTES
+_EAGER_BYTES = 4 << 10
+_EAGER_KIND, _NUDGE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")  # none of a notice's or the mailbox's
+assert _EAGER_BYTES + len(_EAGER_KIND) <= MESSAGE_BYTES
 
 _POOL_BYTES = 64 << 20
 
-_Transfers = Sequence[tuple[int, torch.Tensor]]
+_Parts = Sequence[tuple[int, torch.Tensor]]
 
 
 class _LocalWaiter(Waiter):
@@ -86,7 +86,7 @@ class HostsTeam(MessageTeam):
         layout: who is where.
         links: the connections to the others.
         local: the team of this host.
-        bulk: Gloo.
+        gloo: Gloo.
         wire: what float sums travel as between hosts.
 
     Attributes:
@@ -97,7 +97,7 @@ class HostsTeam(MessageTeam):
         chunk_bytes: of a large tensor that moves at a time; 0 before `prepare`.
     """
 
-    def __init__(self, rank: int, layout: Layout, links: Links, local: Team, bulk: Bulk, wire: Wire) -> None:
+    def __init__(self, rank: int, layout: Layout, links: Links, local: Team, gloo: GlooTransport, wire: Wire) -> None:
         identities = [member.identity for member in layout.members]
         here = layout.local_ranks(rank)
         near = {peer: identities[peer] for peer in here if peer != rank}
@@ -107,9 +107,9 @@ class HostsTeam(MessageTeam):
         self.wire = wire
         self._here = here
         self._links = links
-        self._bulk = bulk
-        self._guard = Guard(self._look_and_listen, bulk.abort)
-        self._parcels: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
+        self._gloo = gloo
+        self._watchdog = Watchdog(self._look_and_listen, gloo.abort)
+        self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
         self._abandoned: list[object] = []  # memory that Gloo may still touch
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
@@ -129,8 +129,8 @@ class HostsTeam(MessageTeam):
         """Take in what the peers have said. Local; waits for nothing."""
         with self.lock:
             for peer, message in self._links.listen():
-                if message[:8] == _PARCEL_KIND:
-                    self._parcels[peer].append(bytes(message[8:]))
+                if message[:8] == _EAGER_KIND:
+                    self._eager_messages[peer].append(bytes(message[8:]))
                 elif message != _NUDGE:
                     self._hear(peer, message)
                 if self._links.has_sleepers:
@@ -188,7 +188,7 @@ class HostsTeam(MessageTeam):
 
     # ---- data ------------------------------------------------------------------------------------------
 
-    def exchange(self, sends: _Transfers, receives: _Transfers, timeout_s: float) -> None:
+    def exchange(self, sends: _Parts, receives: _Parts, timeout_s: float) -> None:
         """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
 
         Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
@@ -196,30 +196,30 @@ class HostsTeam(MessageTeam):
         Raises:
             PeerTrouble: a peer failed or left, or was not done in time.
         """
-        parcels: list[Parcel] = []
-        letters: list[tuple[int, torch.Tensor]] = []
+        transfers: list[GlooTransfer] = []
+        eager: list[tuple[int, torch.Tensor]] = []
         for peer, tensor in receives:
             memory = tensor.view(torch.uint8)
-            if memory.numel() > _PARCEL_BYTES:
-                parcels.append(self._bulk.receive(peer, memory, _TENSOR_TAG))
+            if memory.numel() > _EAGER_BYTES:
+                transfers.append(self._gloo.receive(peer, memory, _TENSOR_TAG))
             elif memory.numel():
-                letters.append((peer, memory))
+                eager.append((peer, memory))
         for peer, tensor in sends:
             memory = tensor.view(torch.uint8)
-            if memory.numel() > _PARCEL_BYTES:
-                parcels.append(self._bulk.send(peer, memory, _TENSOR_TAG))
+            if memory.numel() > _EAGER_BYTES:
+                transfers.append(self._gloo.send(peer, memory, _TENSOR_TAG))
             elif memory.numel():
-                self.send_message(peer, _PARCEL_KIND + memory.numpy().tobytes())
+                self.send_message(peer, _EAGER_KIND + memory.numpy().tobytes())
         try:
-            self._receive_letters(letters, timeout_s)
-            self._guard.wait(parcels, timeout_s)
+            self._receive_eager(eager, timeout_s)
+            self._watchdog.wait(transfers, timeout_s)
         except BaseException:
-            self.abandon(parcels)
+            self.abandon(transfers)
             raise
 
-    def _receive_letters(self, letters: Sequence[tuple[int, torch.Tensor]], timeout_s: float) -> None:
-        for peer, memory in letters:
-            inbox = self._parcels[peer]
+    def _receive_eager(self, eager: Sequence[tuple[int, torch.Tensor]], timeout_s: float) -> None:
+        for peer, memory in eager:
+            inbox = self._eager_messages[peer]
 
             def awaited(peer: int = peer, inbox: deque[bytes] = inbox) -> list[int]:
                 if not inbox:
@@ -268,25 +268,25 @@ class HostsTeam(MessageTeam):
             )
         return region
 
-    def wait_for(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
+    def wait_for(self, transfers: Sequence[GlooTransfer], timeout_s: float) -> None:
         """Return when these have finished.
 
         Raises:
             PeerTrouble: a peer failed or left, or was not done in time.
         """
         try:
-            self._guard.wait(parcels, timeout_s)
+            self._watchdog.wait(transfers, timeout_s)
         except BaseException:
-            self.abandon(parcels)
+            self.abandon(transfers)
             raise
 
-    def send_hop(self, peer: int, memory: torch.Tensor, phase: int) -> Parcel:
+    def send_chunk(self, peer: int, memory: torch.Tensor, phase: int) -> GlooTransfer:
         """Begin to send a part of a reduction: uint8, contiguous. Local."""
-        return self._bulk.send(peer, memory, _HOP_TAG + phase)
+        return self._gloo.send(peer, memory, _CHUNK_TAG + phase)
 
-    def receive_hop(self, peer: int, memory: torch.Tensor, phase: int) -> Parcel:
-        """Begin to receive a part of a reduction, in the order of the peer's `send_hop` of that phase. Local."""
-        return self._bulk.receive(peer, memory, _HOP_TAG + phase)
+    def receive_chunk(self, peer: int, memory: torch.Tensor, phase: int) -> GlooTransfer:
+        """Begin to receive a part of a reduction, in the order of the peer's `send_chunk` of that phase. Local."""
+        return self._gloo.receive(peer, memory, _CHUNK_TAG + phase)
 
     def take_buffer(self, num_bytes: int) -> torch.Tensor:
         """A uint8 tensor of that many bytes for a while. Local; fresh memory costs more than what is done with it."""
@@ -307,19 +307,19 @@ class HostsTeam(MessageTeam):
 
     # ---- point to point --------------------------------------------------------------------------------
 
-    def start_send(self, peer: int, tensor: torch.Tensor) -> list[Parcel]:
+    def start_send(self, peer: int, tensor: torch.Tensor) -> list[GlooTransfer]:
         """Begin to send a flat contiguous tensor that the peer waits for with `start_receive`. Local."""
         memory = tensor.view(torch.uint8)
-        return [self._bulk.watch(self._bulk.send(peer, memory, _MAIL_TAG), self.wake_here)] if memory.numel() else []
+        return [self._gloo.watch(self._gloo.send(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
-    def start_receive(self, peer: int, tensor: torch.Tensor) -> list[Parcel]:
+    def start_receive(self, peer: int, tensor: torch.Tensor) -> list[GlooTransfer]:
         """Begin to receive a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
         memory = tensor.view(torch.uint8)
-        return [self._bulk.watch(self._bulk.receive(peer, memory, _MAIL_TAG), self.wake_here)] if memory.numel() else []
+        return [self._gloo.watch(self._gloo.receive(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
-    def are_done(self, requests: Sequence[Parcel]) -> bool:
+    def are_done(self, requests: Sequence[GlooTransfer]) -> bool:
         """Whether these have finished. Local; waits for nothing."""
-        return all(parcel.is_done for parcel in requests)
+        return all(transfer.is_done for transfer in requests)
 
     def abandon(self, memory: object) -> None:
         """Give up what is under way: keep the memory that Gloo may touch. Local."""
@@ -332,8 +332,8 @@ class HostsTeam(MessageTeam):
         self.waiter.close()
         in_good_order = not self.has_failed and not self._abandoned
         self._say_goodbye()
-        self._guard.close()
-        self._bulk.close(in_good_order)
+        self._watchdog.close()
+        self._gloo.close(in_good_order)
         self.local.close()
         self.watch.close()
         with self.lock:

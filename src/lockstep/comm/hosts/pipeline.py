@@ -1,20 +1,20 @@
 """Large reductions over several hosts, in chunks that are in all stages at once.
 
-A chunk is divided into lanes, as many as the fullest host has ranks. Each lane has a server on every host, and goes
-through these stages::
+A chunk is divided into channels, as many as the fullest host has ranks. Each channel has an owner on every host, and
+goes through these stages::
 
-    load     the ranks of a host put the chunk where its servers can read it; each server adds up its lanes
-    hop      the servers of a lane exchange their sums and add them up
-    store    each server hands its results to the ranks of its host
+    load       the ranks of a host put the chunk where its owners can read it; each owner adds up its channels
+    exchange   the owners of a channel exchange their sums and add them up
+    store      each owner hands its results to the ranks of its host
 
 While one chunk is on the network, earlier ones are stored and later ones loaded. So a large reduction takes little
-longer than the slowest of its stages; and because every lane has a server of its own, all ranks of a host send.
+longer than the slowest of its stages; and because every channel has a owner of its own, all ranks of a host send.
 
-[Note: hops] With two hosts, servers exchange whole sums and both add: each byte crosses once in each direction. With
-more, each server of a lane adds up one part of it and hands the result to the others: 2 (H - 1) / H of the bytes.
+[Note: exchange] With two hosts, owners exchange whole sums and both add: each byte crosses once in each direction. With
+more, each owner of a channel adds up one part of it and hands the result to the others: 2 (H - 1) / H of the bytes.
 
 [Note: order] Sums are added in the fixed pairwise tree over the ranks of a host, then over hosts, in their order in the
-layout. Every value is added up by servers that hold the same parts in the same order, so all ranks and all runs get the
+layout. Every value is added up by owners that hold the same parts in the same order, so all ranks and all runs get the
 same bits.
 
 [Note: posted ahead] Gloo sends only when it knows that the receiver is ready. So receives are posted some chunks
@@ -29,22 +29,22 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.hosts.bulk import Parcel
+from lockstep.comm.hosts.gloo_transport import GlooTransfer
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.wire import WIRES, Wire
 from lockstep.shm.algorithms import share_bounds
 from lockstep.shm.kernels import Kernel
 
-__all__ = ["Adding", "reduce_in_lanes"]
+__all__ = ["Reduction", "reduce_pipelined"]
 
-# Chunks between the start of a hop and its end, and more for which receives are posted.
+# Chunks between the start of an exchange and its end, and more for which receives are posted.
 _DEPTH = 2
 _AHEAD = 3
 _FLOAT_SUMS = ("SUM", "AVG", "PREMUL_SUM")
 
 
 @dataclass(frozen=True)
-class Adding:
+class Reduction:
     """How parts become one, within a host and between hosts.
 
     Attributes:
@@ -60,7 +60,7 @@ class Adding:
     wire: Wire
 
     @classmethod
-    def by(cls, kernel: Kernel, dtype: torch.dtype, team: HostsTeam) -> Adding:
+    def by(cls, kernel: Kernel, dtype: torch.dtype, team: HostsTeam) -> Reduction:
         """What a reduction of tensors of `dtype` by `kernel` takes."""
         accumulate = kernel.accumulate or dtype
         may_round = accumulate is torch.float32 and kernel.name in _FLOAT_SUMS
@@ -96,31 +96,31 @@ class Adding:
         return numel * self.dtype.itemsize if self.wire.is_exact else self.wire.num_bytes(numel)
 
 
-class _Hop:
-    """One lane of one chunk on its way between hosts.
+class _Exchange:
+    """One channel of one chunk on its way between hosts.
 
     Args:
         team: the ranks of the group.
-        adding: how.
-        lane: which.
-        numel: of the lane in this chunk.
+        reduction: how.
+        channel: which.
+        numel: of the channel in this chunk.
     """
 
-    def __init__(self, team: HostsTeam, adding: Adding, lane: int, numel: int) -> None:
+    def __init__(self, team: HostsTeam, reduction: Reduction, channel: int, numel: int) -> None:
         layout = team.layout
         self._team = team
-        self._adding = adding
+        self._reduction = reduction
         self._numel = numel
         self._own = layout.host_of[team.rank]
-        self._servers = [layout.server(host, lane) for host in range(len(layout.hosts))]
-        self._others = [host for host in range(len(self._servers)) if host != self._own]
-        self._is_direct = len(self._servers) == 2
-        bounds = [0, numel] if self._is_direct else share_bounds(numel, len(self._servers))
+        self._owners = [layout.owner(host, channel) for host in range(len(layout.hosts))]
+        self._others = [host for host in range(len(self._owners)) if host != self._own]
+        self._is_direct = len(self._owners) == 2
+        bounds = [0, numel] if self._is_direct else share_bounds(numel, len(self._owners))
         self._spans = list(itertools.pairwise(bounds))
         self._buffers: list[torch.Tensor] = []
-        self._sends: list[Parcel] = []
-        self._coming: dict[int, tuple[Parcel | None, torch.Tensor]] = {}  # sums, by host
-        self._returning: dict[int, tuple[Parcel | None, torch.Tensor]] = {}  # results, by host
+        self._sends: list[GlooTransfer] = []
+        self._coming: dict[int, tuple[GlooTransfer | None, torch.Tensor]] = {}  # sums, by host
+        self._returning: dict[int, tuple[GlooTransfer | None, torch.Tensor]] = {}  # results, by host
         self._sum = torch.empty(0)
         self._decoded = torch.empty(0)
 
@@ -132,21 +132,21 @@ class _Hop:
         return buffer
 
     def _new(self, numel: int) -> torch.Tensor:
-        return self._take(numel * self._adding.dtype.itemsize).view(self._adding.dtype)
+        return self._take(numel * self._reduction.dtype.itemsize).view(self._reduction.dtype)
 
     def _span(self, host: int) -> tuple[int, int]:
-        """What that host's server adds up."""
+        """What that host's owner adds up."""
         return self._spans[0] if self._is_direct else self._spans[host]
 
-    def _expect(self, host: int, numel: int, phase: int) -> tuple[Parcel | None, torch.Tensor]:
-        buffer = self._take(self._adding.num_bytes(numel))
+    def _expect(self, host: int, numel: int, phase: int) -> tuple[GlooTransfer | None, torch.Tensor]:
+        buffer = self._take(self._reduction.num_bytes(numel))
         if not numel:
             return None, buffer
-        return self._team.receive_hop(self._servers[host], buffer, phase), buffer
+        return self._team.receive_chunk(self._owners[host], buffer, phase), buffer
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         """What is sent of these values, which may be their own memory."""
-        wire = self._adding.wire
+        wire = self._reduction.wire
         if wire.is_exact:
             return values.view(torch.uint8)
         data = self._take(wire.num_bytes(values.numel()))
@@ -154,15 +154,15 @@ class _Hop:
         return data
 
     def _decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        wire = self._adding.wire
-        return data.view(self._adding.dtype) if wire.is_exact else wire.decode(data, self._new(numel))
+        wire = self._reduction.wire
+        return data.view(self._reduction.dtype) if wire.is_exact else wire.decode(data, self._new(numel))
 
     def _send(self, host: int, data: torch.Tensor, phase: int) -> None:
         if data.numel():
-            self._sends.append(self._team.send_hop(self._servers[host], data, phase))
+            self._sends.append(self._team.send_chunk(self._owners[host], data, phase))
 
-    def _await(self, coming: Mapping[int, tuple[Parcel | None, torch.Tensor]], timeout_s: float) -> None:
-        self._team.wait_for([parcel for parcel, _ in coming.values() if parcel is not None], timeout_s)
+    def _await(self, coming: Mapping[int, tuple[GlooTransfer | None, torch.Tensor]], timeout_s: float) -> None:
+        self._team.wait_for([transfer for transfer, _ in coming.values() if transfer is not None], timeout_s)
 
     # ---- stages ----------------------------------------------------------------------------------------
 
@@ -179,19 +179,19 @@ class _Hop:
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Add up the parts of this host's ranks, and send the sum. Local."""
         self._sum = self._new(self._numel)
-        self._adding.within_host(parts, self._sum)
+        self._reduction.within_host(parts, self._sum)
         if self._is_direct:
             data = self._encode(self._sum)
             self._send(self._others[0], data, 0)
-            if not self._adding.wire.is_exact:
+            if not self._reduction.wire.is_exact:
                 self._sum = self._decode(data, self._numel)  # the same values as on the other side
             return
         for host in self._others:
             low, high = self._spans[host]
             self._send(host, self._encode(self._sum[low:high]), 0)
 
-    def turn(self, timeout_s: float) -> None:
-        """With more than two hosts: add up this server's part of the lane, and send the result to the others."""
+    def reduce_part(self, timeout_s: float) -> None:
+        """With more than two hosts: add up this owner's part of the channel, and send the result to the others."""
         if self._is_direct:
             return
         self._await(self._coming, timeout_s)
@@ -201,10 +201,10 @@ class _Hop:
         own = self._sum[low:high]
         sums = [
             own if host == self._own else self._decode(self._coming[host][1], high - low)
-            for host in range(len(self._servers))
+            for host in range(len(self._owners))
         ]
         result = self._new(high - low)
-        self._adding.over_hosts(sums, result)
+        self._reduction.over_hosts(sums, result)
         data = self._encode(result)
         for host in self._others:
             self._send(host, data, 1)
@@ -224,7 +224,7 @@ class _Hop:
         self._await(self._coming, timeout_s)
         (other,) = self._others
         theirs = self._decode(self._coming[other][1], self._numel)
-        self._adding.over_hosts([self._sum, theirs] if self._own == 0 else [theirs, self._sum], out)
+        self._reduction.over_hosts([self._sum, theirs] if self._own == 0 else [theirs, self._sum], out)
 
     def release(self, timeout_s: float) -> None:
         """Wait until all is sent, and give the memory back."""
@@ -234,9 +234,9 @@ class _Hop:
         self._buffers.clear()
 
 
-def reduce_in_lanes(
+def reduce_pipelined(
     team: HostsTeam,
-    adding: Adding,
+    reduction: Reduction,
     chunk_numels: Sequence[int],
     load: Callable[[int, Sequence[int]], Mapping[int, Sequence[torch.Tensor]]],
     place: Callable[[int, Sequence[int]], Mapping[int, torch.Tensor]],
@@ -247,44 +247,44 @@ def reduce_in_lanes(
 
     Args:
         team: the ranks of the group.
-        adding: how.
+        reduction: how.
         chunk_numels: elements of each chunk; the same on all ranks.
-        load: given the number of a chunk and the bounds of its lanes (one more than lanes), returns for each lane
-            that this rank serves the parts of the ranks of its host. All ranks of a host call it together.
-        place: given the same, returns for each lane that this rank serves where its result goes.
+        load: given the number of a chunk and the bounds of its channels (one more than channels), returns for each
+            channel that this rank owns the parts of the ranks of its host. All ranks of a host call it together.
+        place: given the same, returns for each channel that this rank owns where its result goes.
         store: given the same, hands the results to the ranks of the host. All of them call it together.
         timeout_s: of each wait.
 
     Raises:
         PeerTrouble: a peer failed or left, or was not done in time.
     """
-    num_chunks, lanes = len(chunk_numels), team.layout.lanes_of(team.rank)
-    bounds = [share_bounds(numel, team.layout.num_lanes) for numel in chunk_numels]
-    hops: list[dict[int, _Hop]] = []
-    turn_after = _DEPTH if len(team.layout.hosts) > 2 else 0
-    finish_after = turn_after + _DEPTH
+    num_chunks, channels = len(chunk_numels), team.layout.channels_of(team.rank)
+    bounds = [share_bounds(numel, team.layout.num_channels) for numel in chunk_numels]
+    exchanges: list[dict[int, _Exchange]] = []
+    reduce_after = _DEPTH if len(team.layout.hosts) > 2 else 0
+    finish_after = reduce_after + _DEPTH
 
     def post(until: int) -> None:
-        while len(hops) < min(until, num_chunks):
-            at = bounds[len(hops)]
-            hops.append({lane: _Hop(team, adding, lane, at[lane + 1] - at[lane]) for lane in lanes})
-            for hop in hops[-1].values():
-                hop.post()
+        while len(exchanges) < min(until, num_chunks):
+            at = bounds[len(exchanges)]
+            exchanges.append({each: _Exchange(team, reduction, each, at[each + 1] - at[each]) for each in channels})
+            for exchange in exchanges[-1].values():
+                exchange.post()
 
     for step in range(num_chunks + finish_after):
         post(step + 1 + _AHEAD)
         if step < num_chunks:
-            for lane, parts in load(step, bounds[step]).items():
-                hops[step][lane].start(parts)
-        turning, finishing = step - turn_after, step - finish_after
-        if turn_after and 0 <= turning < num_chunks:
-            for hop in hops[turning].values():
-                hop.turn(timeout_s)
+            for channel, parts in load(step, bounds[step]).items():
+                exchanges[step][channel].start(parts)
+        reducing, finishing = step - reduce_after, step - finish_after
+        if reduce_after and 0 <= reducing < num_chunks:
+            for exchange in exchanges[reducing].values():
+                exchange.reduce_part(timeout_s)
         if 0 <= finishing < num_chunks:
             places = place(finishing, bounds[finishing])
-            for lane, hop in hops[finishing].items():
-                hop.finish(places[lane], timeout_s)
+            for channel, exchange in exchanges[finishing].items():
+                exchange.finish(places[channel], timeout_s)
             store(finishing, bounds[finishing])
-            for hop in hops[finishing].values():
-                hop.release(timeout_s)
-            hops[finishing] = {}
+            for exchange in exchanges[finishing].values():
+                exchange.release(timeout_s)
+            exchanges[finishing] = {}

@@ -1,11 +1,11 @@
 """Gloo, as the carrier of everything large between the ranks of a group over several hosts.
 
 Only its sends and receives are used: they go straight from one memory to another without the GIL, and
-what is added to what, and in which order, stays Lockstep's business (`wire.py`, `hops.py`).
+what is added to what, and in which order, stays Lockstep's business (`wire.py`, `pipeline.py`).
 
 [Note: waits] A send or receive of Gloo can be waited for, not asked; and a wait that reaches a deadline closes the
 connection for good. So whoever needs data waits without a deadline, which costs nothing while all is well, and a
-second thread, the `Guard`, looks after the peers meanwhile. Should one of them not come any more, it closes
+second thread, the `Watchdog`, looks after the peers meanwhile. Should one of them not come any more, it closes
 the connections, which ends the wait.
 """
 
@@ -26,19 +26,19 @@ from lockstep.shm.sync import PeerTrouble
 from lockstep.torch_private.groups import gloo_group
 from lockstep.torch_private.stores import PrefixStore, Store
 
-__all__ = ["Bulk", "Guard", "Parcel"]
+__all__ = ["GlooTransfer", "GlooTransport", "Watchdog"]
 
 _FOREVER = timedelta(days=30)
 _AT_ONCE = timedelta(milliseconds=1)
 _ABORT_TAG = 1 << 20
-_GUARD_LOOKS_EVERY_S = 0.02
-_GUARD_LOOKS_AT_LEAST_EVERY_S = 0.2
-_GUARD_RESTS_AFTER_S = 1.0
+_WATCHDOG_LOOKS_EVERY_S = 0.02
+_WATCHDOG_LOOKS_AT_LEAST_EVERY_S = 0.2
+_WATCHDOG_RESTS_AFTER_S = 1.0
 _REASON_FOLLOWS_WITHIN_S = 1.0
 _CLOSE_PATIENCE_S = 2.0
 
 
-class Parcel:
+class GlooTransfer:
     """A send or receive under way.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Refused:
         raise self._error
 
 
-class Bulk:
+class GlooTransport:
     """Gloo between the ranks of one group. Collective to make.
 
     Args:
@@ -99,38 +99,38 @@ class Bulk:
                 f"{str(error).splitlines()[0]}"
             ) from None
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._mail: queue.SimpleQueue[tuple[Parcel, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._mail_thread: threading.Thread | None = None
+        self._watched: queue.SimpleQueue[tuple[GlooTransfer, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
         self._is_closed = False
 
-    def send(self, peer: int, memory: torch.Tensor, tag: int) -> Parcel:
+    def send(self, peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
         """Begin to send bytes: uint8, contiguous. They must not change until it has finished. Local."""
         return self._begin(self._group.send, peer, memory, tag)
 
-    def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Parcel:
+    def receive(self, peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
         """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local."""
         return self._begin(self._group.recv, peer, memory, tag)
 
-    def _begin(self, verb: Callable[..., Any], peer: int, memory: torch.Tensor, tag: int) -> Parcel:
+    def _begin(self, verb: Callable[..., Any], peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
         # A peer that died is noticed here as well as in a wait; the wait is where it is explained.
         try:
-            return Parcel(verb([memory], peer, tag), peer, memory)
+            return GlooTransfer(verb([memory], peer, tag), peer, memory)
         except RuntimeError as error:
-            return Parcel(_Refused(error), peer, memory)
+            return GlooTransfer(_Refused(error), peer, memory)
 
-    def watch(self, parcel: Parcel, on_done: Callable[[], None]) -> Parcel:
+    def watch(self, transfer: GlooTransfer, on_done: Callable[[], None]) -> GlooTransfer:
         """Have a thread wait for it, for who can only ask `is_done`, and then call `on_done`. Local."""
-        if self._mail_thread is None:
-            self._mail_thread = threading.Thread(target=self._wait_for_mail, name="lockstep-mail", daemon=True)
-            self._mail_thread.start()
-        self._mail.put((parcel, on_done))
-        return parcel
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._wait_for_watched, name="lockstep-gloo-wait", daemon=True)
+            self._watcher.start()
+        self._watched.put((transfer, on_done))
+        return transfer
 
-    def _wait_for_mail(self) -> None:
-        while (item := self._mail.get()) is not None:
-            parcel, on_done = item
+    def _wait_for_watched(self) -> None:
+        while (item := self._watched.get()) is not None:
+            transfer, on_done = item
             with contextlib.suppress(RuntimeError):  # The connection is gone, which others notice and explain.
-                parcel.wait()
+                transfer.wait()
             on_done()
 
     def abort(self, peers: Iterable[int] | None = None) -> None:
@@ -147,15 +147,15 @@ class Bulk:
         self._is_closed = True
         if not in_good_order:
             self.abort()
-        if self._mail_thread is not None:
-            self._mail.put(None)
-            self._mail_thread.join(_CLOSE_PATIENCE_S)
-            if self._mail_thread.is_alive():
+        if self._watcher is not None:
+            self._watched.put(None)
+            self._watcher.join(_CLOSE_PATIENCE_S)
+            if self._watcher.is_alive():
                 self.abort()
-                self._mail_thread.join(_CLOSE_PATIENCE_S)
+                self._watcher.join(_CLOSE_PATIENCE_S)
 
 
-class Guard:
+class Watchdog:
     """Looks after the peers while this rank waits for data from them.
 
     Args:
@@ -172,27 +172,27 @@ class Guard:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def wait(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
+    def wait(self, transfers: Sequence[GlooTransfer], timeout_s: float) -> None:
         """Return when all of these have finished.
 
         Raises:
             PeerTrouble: a peer died, failed or left, or was not done in time.
         """
-        pending = [parcel for parcel in parcels if not parcel.is_done]
+        pending = [transfer for transfer in transfers if not transfer.is_done]
         if not pending:
             return
         since = time.monotonic()
-        self._watched = (tuple({parcel.peer for parcel in pending}), since, timeout_s)
+        self._watched = (tuple({transfer.peer for transfer in pending}), since, timeout_s)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
             self._thread.start()
         if not self._is_needed.is_set():
             self._is_needed.set()
         peer = pending[0].peer
         try:
-            for parcel in pending:
-                peer = parcel.peer
-                parcel.wait()
+            for transfer in pending:
+                peer = transfer.peer
+                transfer.wait()
         except RuntimeError as error:
             self._watched = None
             self._explain(peer, since, timeout_s, error)
@@ -200,7 +200,7 @@ class Guard:
             self._watched = None
 
     def _explain(self, peer: int, since: float, timeout_s: float, error: RuntimeError) -> None:
-        """Raise why a connection is gone: what the guard has seen, or what can be seen now."""
+        """Raise why a connection is gone: what the watchdog has seen, or what can be seen now."""
         until = time.monotonic() + _REASON_FOLLOWS_WITHIN_S
         while True:
             if self._trouble is not None:
@@ -223,14 +223,14 @@ class Guard:
                     self._trouble = trouble
                     self._abort()
                     return  # The group is broken.
-            elif now - used_at > _GUARD_RESTS_AFTER_S:
+            elif now - used_at > _WATCHDOG_RESTS_AFTER_S:
                 self._is_needed.clear()
                 if self._watched is None and not self._is_closed:
                     self._is_needed.wait()
                 used_at = time.monotonic()
                 continue
             waited_s = 0.0 if watched is None else now - watched[1]
-            time.sleep(min(max(_GUARD_LOOKS_EVERY_S, waited_s / 10), _GUARD_LOOKS_AT_LEAST_EVERY_S))
+            time.sleep(min(max(_WATCHDOG_LOOKS_EVERY_S, waited_s / 10), _WATCHDOG_LOOKS_AT_LEAST_EVERY_S))
 
     def close(self) -> None:
         """End the thread."""
