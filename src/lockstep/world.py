@@ -42,8 +42,8 @@ from lockstep.mpi_library import is_installed as is_mpi4py_installed
 from lockstep.mpi_library import load as load_mpi
 from lockstep.network_interfaces import name_for_engines
 from lockstep.rendezvous import tcp
-from lockstep.rendezvous.meeting import meet_in_slurm
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
+from lockstep.rendezvous.slurm_store import meet_in_slurm
 from lockstep.shm.support import lack as shared_memory_lack
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation

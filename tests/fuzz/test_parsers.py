@@ -34,8 +34,8 @@ from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, _parse, read_reports
 from lockstep.secret import Refused, Seals, Secret, read_token_file
 from lockstep.shm.board import Board, Failure
+from lockstep.shm.bootstrap import Bootstrap, _read_failure
 from lockstep.shm.liveness import own_identity
-from lockstep.shm.meeting import Meeting, _read_failure
 from lockstep.shm.messages import Label
 from lockstep.shm.ring import RingReader, RingWriter, ring_bytes
 from lockstep.shm.segment import PAGE_BYTES, Segment
@@ -171,7 +171,7 @@ class OneValue:
         return key == "segment"
 
 
-def meeting_of(segment: Segment) -> Parser:
+def bootstrap_of(segment: Segment) -> Parser:
     text = json.dumps(
         {
             "handle": segment.handle,
@@ -184,9 +184,9 @@ def meeting_of(segment: Segment) -> Parser:
     error = json.dumps({"error": "SharedMemoryError", "message": "m", "boot_id": "b", "published_at_s": 1.0})
 
     def read(said: str) -> object:
-        meeting = Meeting(OneValue(said), 1, (0, 1), 1.0, terms={"layout": 1})  # type: ignore[arg-type]
-        found = meeting._read(said)
-        return None if "error" in found else meeting._different(found)
+        bootstrap = Bootstrap(OneValue(said), 1, (0, 1), 1.0, terms={"layout": 1})  # type: ignore[arg-type]
+        found = bootstrap._read(said)
+        return None if "error" in found else bootstrap._different(found)
 
     return Parser(text_of(read), [text.encode(), error.encode()], (RendezvousError,))
 
@@ -269,7 +269,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
             [handle_of.handle.encode()],
             (SharedMemoryError,),
         ),
-        "meeting": meeting_of(handle_of),
+        "bootstrap": bootstrap_of(handle_of),
         "failure": Parser(text_of(lambda text: str(_read_failure(text))), [b'["SetupError", "text"]']),
         "terms": Parser(
             as_json(lambda value: disagreement("rank 0", {"layout": 1}, "rank 1", value)),
@@ -301,7 +301,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 
 NAMES = [
-    "seals", "membership", "host report", "master", "knock", "handle", "meeting", "failure", "terms", "info", "label",
+    "seals", "membership", "host report", "master", "knock", "handle", "bootstrap", "failure", "terms", "info", "label",
     "board", "ring", "handshake", "links", "error report", "report file", "black box", "token file",
 ]  # fmt: skip
 

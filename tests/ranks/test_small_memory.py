@@ -15,7 +15,7 @@ import torch.distributed as dist
 import lockstep
 from failing import AT_ONCE_S, Caught, attempt, group_works
 from lockstep.errors import SharedMemoryError
-from lockstep.shm.meeting import Meeting
+from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.segment import Segment
 from lockstep.shm.team import Team
 from lockstep.testing import limit_s, run_ranks
@@ -27,13 +27,13 @@ def control_kib(world_size: int) -> int:
     class Asked(Exception):
         pass
 
-    def note_size(_: Meeting, size_bytes: int) -> NoReturn:
+    def note_size(_: Bootstrap, size_bytes: int) -> NoReturn:
         raise Asked(size_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Meeting, "open_segment", note_size)
+        patch.setattr(Bootstrap, "open_segment", note_size)
         with pytest.raises(Asked) as caught:
-            Team.connect(Meeting(cast(Any, None), 0, range(world_size), 1.0))
+            Team.connect(Bootstrap(cast(Any, None), 0, range(world_size), 1.0))
     return -(-int(caught.value.args[0]) // 1024)
 
 

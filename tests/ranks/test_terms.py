@@ -14,7 +14,7 @@ from failing import attempt
 from lockstep import env
 from lockstep.errors import RendezvousError, SegmentDamaged, SetupError
 from lockstep.shm import board, pool, team, terms
-from lockstep.shm.meeting import Meeting
+from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.sync import PeerState
 from lockstep.shm.team import Team
 from lockstep.testing import limit_s, run_ranks
@@ -132,4 +132,4 @@ class Told:
 @pytest.mark.parametrize("text", ["not json", "[]", '{"handle": 5}', json.dumps({"error": "x"}), "[" * 100_000])
 def test_garbage_in_the_store_is_named(text: str) -> None:
     with pytest.raises(RendezvousError, match="rank 1 found something else in the store than rank 0 writes there"):
-        Team.connect(Meeting(Told(text), 1, (0, 1), 20.0))
+        Team.connect(Bootstrap(Told(text), 1, (0, 1), 20.0))

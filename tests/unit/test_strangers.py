@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep import env
-from lockstep.comm.founding import MeetingStore
+from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.peer_listener import PeerListener
@@ -87,17 +87,17 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
     shared = dist.HashStore()
-    ours, theirs = MeetingStore(shared, "group"), MeetingStore(shared, "group")
+    ours, theirs = BootstrapStore(shared, "group"), BootstrapStore(shared, "group")
     ours.torch_store.set("segment", '{"handle": "forged"}')
     assert not theirs.has("segment")
     ours.set("segment", "true")
     assert theirs.get("segment") == "true"
-    monkeypatch.setattr("lockstep.comm.founding._PATIENCE_S", -1.0)
+    monkeypatch.setattr("lockstep.comm.group_setup._PATIENCE_S", -1.0)
     ours.torch_store.set("segment", b"\x80\xff garbage")
     with pytest.raises(RendezvousError, match="'segment' was not written by a rank of this job: it has no seal"):
         theirs.has("segment")
     monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)
-    MeetingStore(shared, "group").set("segment", "another job's")
+    BootstrapStore(shared, "group").set("segment", "another job's")
     with pytest.raises(RendezvousError, match=r"made with another token.*same LOCKSTEP_TOKEN"):
         theirs.has("segment")
     assert TOKEN not in capfd.readouterr().err

@@ -14,7 +14,7 @@ General layout, from the bottom up:
 * `hosts`: the `lockstep` group over several hosts; `mpi`: the group "mpi4py". Packages with maps of their own.
 * `backend`: the `lockstep` process group that torch sees, and what it shares with that of `mpi`.
 * `mixed`, `mixed_group`: a `lockstep` group with torch's groups for other devices behind it.
-* `founding`, `exit_hooks`, `old_shutdown`: how a group comes to be, and how a rank tells its peers that it leaves.
+* `group_setup`, `exit_hooks`, `old_shutdown`: how a group comes to be, and how a rank tells its peers that it leaves.
 * `monitored`, `ephemeral`: `monitored_barrier`, and torch's deadlines for one call.
 * `creation`: what torch calls to make a `lockstep` group, mixed or not.
 * `names`, `registration`: "lockstep" and "mpi4py", and how torch comes to know these names.

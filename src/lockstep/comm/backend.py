@@ -23,7 +23,7 @@ from lockstep import env
 from lockstep.comm import ephemeral, exit_hooks
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.flight import Flight
-from lockstep.comm.founding import Lookout, MeetingStore
+from lockstep.comm.group_setup import BootstrapStore, LivenessCheck
 from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.names import BACKEND_NAME
@@ -32,7 +32,7 @@ from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, SetupError
 from lockstep.shm.board import Board
-from lockstep.shm.meeting import Meeting, SeveralHosts
+from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
 from lockstep.shm.team import Team
 from lockstep.torch_private.stores import Store
 
@@ -389,12 +389,12 @@ def _board_of_default_group() -> Board | None:
     return team.board if isinstance(team, Team) else None
 
 
-def _connect(store: MeetingStore, rank: int, ranks: Sequence[int], timeout_s: float) -> Team | HostsTeam:
+def _connect(store: BootstrapStore, rank: int, ranks: Sequence[int], timeout_s: float) -> Team | HostsTeam:
     """The ranks of a new group, on one host or several. Collective."""
     # What is needed only between hosts is loaded only there.
     default_group = dist.group.WORLD
-    with Lookout(default_group, ranks) as check_peers:
-        meeting = Meeting(store, rank, ranks, timeout_s, check_peers, {"wire": current_wire().name})
+    with LivenessCheck(default_group, ranks) as check_peers:
+        bootstrap = Bootstrap(store, rank, ranks, timeout_s, check_peers, {"wire": current_wire().name})
         known = None
         engine: Any = getattr(default_group, "engine", None)
         if engine is not None and not isinstance(engine.team, Team):
@@ -403,14 +403,14 @@ def _connect(store: MeetingStore, rank: int, ranks: Sequence[int], timeout_s: fl
             known = known_members(default_group, ranks)
         if known is None or len({member.host for member in known}) == 1:
             try:
-                return Team.connect(meeting)
+                return Team.connect(bootstrap)
             except SeveralHosts:
                 pass
         from lockstep.comm.hosts.group import announce, connect
 
         team = connect(store, rank, ranks, timeout_s, check_peers, known)
         if known is None and rank == 0:
-            meeting.forget_several_hosts()
+            bootstrap.forget_several_hosts()
             if default_group is None and not isinstance(team, Team):
                 announce(team)
         return team
@@ -449,7 +449,7 @@ class LockstepProcessGroup(EngineProcessGroup):
     ) -> None:
         ranks = tuple(global_ranks) or tuple(range(world_size))
         timeout_s = timeout.total_seconds()
-        team = _connect(MeetingStore(store, group_name), rank, ranks, timeout_s)
+        team = _connect(BootstrapStore(store, group_name), rank, ranks, timeout_s)
         name = describe_group(group_name, ranks, is_default=len(global_ranks) == 0)
         flight = Flight(cast(Team, team), name, ranks)
         flight.waiting_in = team.mail_area.waiting

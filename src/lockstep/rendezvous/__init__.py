@@ -6,6 +6,6 @@ General layout:
 * `folder`: a torch store that processes of one host share through a folder, which is gone once they met.
 * `tcp`: a torch store between hosts.
 * `mpi`: a store for the ranks of an MPI job, through MPI or, on one host, without it.
-* `meeting`: which of these it is.
+* `slurm_store`: the store of a Slurm step, through one of these.
 * `urls`: the same for who calls `dist.init_process_group` itself.
 """

@@ -16,10 +16,10 @@ import torch
 from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
 from lockstep.shm.board import BLOCK_BYTES, RING, Board, Failure
+from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
-from lockstep.shm.meeting import Meeting
 from lockstep.shm.pool import CHUNK_BYTES
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
 from lockstep.shm.sync import Channel, PeerTrouble, Waiter
@@ -126,7 +126,7 @@ class Team:
         self.board.on_end = self.watch.on_death = self._sound_alarm
 
     @classmethod
-    def connect(cls, meeting: Meeting) -> Team:
+    def connect(cls, bootstrap: Bootstrap) -> Team:
         """Connect the ranks of this host. Collective.
 
         Raises:
@@ -135,17 +135,17 @@ class Team:
             SetupError: ranks were given different world sizes, or go by different terms; on every rank.
             SharedMemoryError: the memory cannot be had; on every rank.
         """
-        world_size = meeting.world_size
-        meeting.terms |= _terms(world_size)
+        world_size = bootstrap.world_size
+        bootstrap.terms |= _terms(world_size)
         slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
         size_bytes = Board.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
-        team = cls(meeting.open_segment(size_bytes), meeting.rank, world_size)
-        if meeting.rank == 0:
-            meeting.forget_segment()
+        team = cls(bootstrap.open_segment(size_bytes), bootstrap.rank, world_size)
+        if bootstrap.rank == 0:
+            bootstrap.forget_segment()
         try:
-            team.step(meeting.timeout_s)
+            team.step(bootstrap.timeout_s)
         except PeerTrouble as trouble:
-            error = meeting.explain(trouble, team.board)
+            error = bootstrap.explain(trouble, team.board)
             culprits = error.culprits if isinstance(error, RankLost) else ()
             team.board.fail(Failure(type(error).__name__, culprits, str(error)))
             team.watch.close()

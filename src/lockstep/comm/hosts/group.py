@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep import env
 from lockstep.comm.flight import Flight
-from lockstep.comm.founding import MeetingStore
+from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.hosts import algorithms
 from lockstep.comm.hosts.discovery import find_members
 from lockstep.comm.hosts.gloo_transport import GlooTransport
@@ -24,7 +24,7 @@ from lockstep.comm.wire import current_wire
 from lockstep.errors import InputError, LockstepError, RankLost, RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.secret import secret_of_ranks
-from lockstep.shm.meeting import Meeting
+from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.team import Team
 from lockstep.shm.terms import common_terms, disagreement
 from lockstep.torch_private.stores import PrefixStore
@@ -68,7 +68,7 @@ def known_members(default_group: object, ranks: Sequence[int]) -> list[Member] |
 
 
 def connect(
-    store: MeetingStore,
+    store: BootstrapStore,
     rank: int,
     ranks: Sequence[int],
     timeout_s: float,
@@ -104,7 +104,7 @@ def connect(
 
 def _connect(
     exchange: StoreExchange,
-    store: MeetingStore,
+    store: BootstrapStore,
     rank: int,
     ranks: Sequence[int],
     timeout_s: float,
@@ -114,7 +114,7 @@ def _connect(
     members = known or find_members(exchange, rank, len(ranks))
     layout = Layout.of(members)
     here = layout.local_ranks(rank)
-    meeting = Meeting(
+    bootstrap = Bootstrap(
         store.below(f"host {members[rank].host}"),
         layout.local_rank_of[rank],
         [ranks[peer] for peer in here],
@@ -123,12 +123,12 @@ def _connect(
         {"wire": current_wire().name},
     )
     if len(layout.hosts) == 1:
-        team = Team.connect(meeting)
+        team = Team.connect(bootstrap)
         exchange.erase()
         return team
     links, token = _open_links(exchange, rank, ranks, members[rank].address, check_peers)
     try:
-        local = Team.connect(meeting)
+        local = Team.connect(bootstrap)
         _await_ready(links, ranks, rank, exchange.remaining_s(), check_peers)
         below = PrefixStore(token, store.torch_store)
         gloo = GlooTransport(below, rank, len(ranks), members[rank].address, exchange.remaining_s())

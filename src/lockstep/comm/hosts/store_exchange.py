@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lockstep.errors import LockstepError, RendezvousError
-from lockstep.shm.meeting import Store
+from lockstep.shm.bootstrap import Store
 
 __all__ = ["StoreExchange"]
 

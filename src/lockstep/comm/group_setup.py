@@ -1,4 +1,4 @@
-"""What a group needs while it is being made: torch's store in the form that ranks meet in, and an eye on the others."""
+"""What a group needs while it is being made: torch's store in the form that bootstrap takes, and a liveness check."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lockstep.shm.sync import PeerState
 from lockstep.shm.team import Team
 from lockstep.torch_private.stores import PrefixStore, Store
 
-__all__ = ["Lookout", "MeetingStore"]
+__all__ = ["BootstrapStore", "LivenessCheck"]
 
 # Until a value of others is an error: whoever has written the true one writes it again before that.
 _PATIENCE_S = 10.0
 
 
-class MeetingStore:
+class BootstrapStore:
     """A torch store with keys of its own for each attempt of a job, and values under a seal (`lockstep.secret`).
 
     A restarted job may find its store as the attempt before it left it. What has no seal of this job counts as not
@@ -49,9 +49,9 @@ class MeetingStore:
         """The same keys, for torch itself."""
         return self._store
 
-    def below(self, prefix: str) -> MeetingStore:
+    def below(self, prefix: str) -> BootstrapStore:
         """A store for keys of its own."""
-        return MeetingStore(PrefixStore(prefix, self._store), *self._scope, prefix)
+        return BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix)
 
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
@@ -100,8 +100,8 @@ class MeetingStore:
             self._store.delete_key(key)
 
 
-class Lookout:
-    """Sees in the default group that a rank cannot come to a new one: it has died, left or raised.
+class LivenessCheck:
+    """Looks in the default group for ranks that cannot come to a new one, because they died, left or raised.
 
     Without it nobody would know before the deadline, because a rank that has not come yet has
     nothing to be watched by. Called while waiting; a context manager.
@@ -120,7 +120,7 @@ class Lookout:
             for rank in self._ranks:
                 self._watch.add(rank, self._team.board.identity(rank))
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> LivenessCheck:
         return self
 
     def __exit__(
@@ -153,7 +153,7 @@ class Lookout:
             return "left the default group"
         if state == PeerState.FAILED:
             failure = board.failure(rank)
-            # Who only gave up waiting for others lives on, and may found a group without them.
+            # Who only gave up waiting for others lives on, and may make a group without them.
             if failure.kind == "":
                 return f"failed: it {failure.message}"
         return "died: its process is gone" if is_dead else None

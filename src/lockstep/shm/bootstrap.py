@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other: through a store, into one control segment.
+"""The bootstrap of a group on one host: its ranks find each other through a store, and map one control segment.
 
 Rank 0 makes the segment and publishes its handle in the store; the others map it. From then on
 each writes into its block who it is, and all wait until everybody has.
@@ -35,7 +35,7 @@ from lockstep.shm.segment import Segment, boot_id
 from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
 from lockstep.shm.terms import Terms, disagreement
 
-__all__ = ["Meeting", "SeveralHosts", "Store"]
+__all__ = ["Bootstrap", "SeveralHosts", "Store"]
 
 _SEGMENT = "segment"
 _SEVERAL_HOSTS = "several hosts"
@@ -70,8 +70,8 @@ def _nothing_lost() -> None:
     """Nobody is known before the first group."""
 
 
-class Meeting:
-    """The ranks of one host that are about to form a group.
+class Bootstrap:
+    """One rank's bootstrap into a group on one host.
 
     Args:
         store: where they meet; nobody else uses its keys.

@@ -1,4 +1,4 @@
-"""The store of a job whose launcher gave its ranks numbers but no place to meet."""
+"""The store of the ranks of a Slurm step, to which srun gives numbers but no address."""
 
 from __future__ import annotations
 
