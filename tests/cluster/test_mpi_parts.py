@@ -13,38 +13,38 @@ import pytest
 
 from lockstep import mpi_library
 from lockstep.bench.comm.mpi import clean_environment
-from lockstep.comm.mpi.board import NOTICE_BYTES, MpiBoard, NoticeKind, notice_kind
+from lockstep.comm.mpi.control_blocks import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
 from lockstep.errors import BackendUnavailable, RendezvousError, SetupError
 from lockstep.rendezvous import mpi as meeting
 from lockstep.rendezvous.urls import _EnvHandler
-from lockstep.shm.board import Failure
+from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
 from lockstep.testing import limit_s
 from lockstep.topology import Topology
 from mpi_harness import needs_mpi
 
-# ---- the board -------------------------------------------------------------------------------------
+# ---- control blocks --------------------------------------------------------------------------------
 
 
-def boards() -> tuple[MpiBoard, MpiBoard]:
+def blocks_of() -> tuple[MessageControlBlocks, MessageControlBlocks]:
     """Of two ranks that know each other."""
     identities = [PeerIdentity(10 + rank, 1, "here", 1) for rank in range(2)]
-    return MpiBoard(0, identities, lambda _: None), MpiBoard(1, identities, lambda _: None)
+    return MessageControlBlocks(0, identities, lambda _: None), MessageControlBlocks(1, identities, lambda _: None)
 
 
-def enter(board: MpiBoard, number: int, fingerprint: int, call: int, site: int) -> bytes:
+def enter(blocks: MessageControlBlocks, number: int, fingerprint: int, call: int, site: int) -> bytes:
     """What the flight record does when a rank comes to a collective, and the notice that follows."""
-    word = board.record_words[board.rank] + (number & 1) * 8
+    word = blocks.record_words[blocks.rank] + (number & 1) * 8
     for offset, value in enumerate((fingerprint, number, call, site)):
-        board.words[word + offset] = value
-    return board.enter_notice()
+        blocks.words[word + offset] = value
+    return blocks.enter_notice()
 
 
 def test_peers_read_what_a_rank_said_it_came_for() -> None:
-    one, other = boards()
+    one, other = blocks_of()
     assert other.latest_record(0) is None
     notice = enter(one, 1, 77, one.add_call("barrier()"), one.add_site("train.py:3"))
     other.hear(0, memoryview(notice))
@@ -55,7 +55,7 @@ def test_peers_read_what_a_rank_said_it_came_for() -> None:
 
 
 def test_a_text_is_told_once() -> None:
-    one, other = boards()
+    one, other = blocks_of()
     call, site = one.add_call("barrier()"), one.add_site("train.py:3")
     first, second = enter(one, 1, 77, call, site), enter(one, 2, 77, call, site)
     assert len(second) < len(first)
@@ -65,7 +65,7 @@ def test_a_text_is_told_once() -> None:
 
 
 def test_texts_in_use_are_not_overwritten() -> None:
-    one, _ = boards()
+    one, _ = blocks_of()
     call = one.add_call("the first")
     enter(one, 1, 1, call, one.add_site("a line"))
     indices = {one.add_call(f"call {number}") for number in range(200)}
@@ -75,7 +75,7 @@ def test_texts_in_use_are_not_overwritten() -> None:
 
 @pytest.mark.parametrize("text", ["", "ß" * 500, "a" * 255 + "ß"])
 def test_texts_are_cut_at_whole_characters(text: str) -> None:
-    one, other = boards()
+    one, other = blocks_of()
     notice = enter(one, 1, 1, one.add_call(text), one.add_site(text))
     assert len(notice) <= NOTICE_BYTES
     other.hear(0, memoryview(notice))
@@ -84,7 +84,7 @@ def test_texts_are_cut_at_whole_characters(text: str) -> None:
 
 
 def test_a_rank_that_left_and_one_that_failed() -> None:
-    one, other = boards()
+    one, other = blocks_of()
     left = one.final_notice(5)
     assert notice_kind(memoryview(left)) is NoticeKind.LEFT
     other.hear(0, memoryview(left))
@@ -101,10 +101,10 @@ def test_a_rank_that_left_and_one_that_failed() -> None:
 
 def test_a_rank_that_went_after_its_part_is_still_waited_for() -> None:
     """What it owes to the collective that it has finished is on its way."""
-    one, other = boards()
+    one, other = blocks_of()
     other.hear(0, memoryview(one.final_notice(5)))
     for number, trouble in ((5, None), (6, TroubleKind.LEFT)):
-        team = cast(MpiTeam, SimpleNamespace(board=other, _number=number))
+        team = cast(MpiTeam, SimpleNamespace(blocks=other, _number=number))
         assert MpiTeam._will_not_finish(team, 0) is trouble
 
 

@@ -33,8 +33,8 @@ from lockstep.launch.hosts.reports import HostReport
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, _parse, read_reports
 from lockstep.secret import Refused, Seals, Secret, read_token_file
-from lockstep.shm.board import Board, Failure
 from lockstep.shm.bootstrap import Bootstrap, _read_failure
+from lockstep.shm.control_blocks import ControlBlocks, Failure
 from lockstep.shm.liveness import own_identity
 from lockstep.shm.messages import Label
 from lockstep.shm.ring import RingReader, RingWriter, ring_bytes
@@ -191,25 +191,25 @@ def bootstrap_of(segment: Segment) -> Parser:
     return Parser(text_of(read), [text.encode(), error.encode()], (RendezvousError,))
 
 
-def board_of(segment: Segment) -> Parser:
+def blocks_of(segment: Segment) -> Parser:
     """Everything that a rank reads of a peer's block, which is written over."""
-    board = Board(segment, 0, 1)
-    board.introduce(own_identity())
-    board.add_call("all_reduce(float32[10], SUM)")
-    board.add_site("train.py:3 in main")
-    board.fail(Failure("RankLost", (1,), "rank 1 is lost"))
-    board.announce(segment.handle)
-    board.say_blocked("waits")
+    blocks = ControlBlocks(segment, 0, 1)
+    blocks.introduce(own_identity())
+    blocks.add_call("all_reduce(float32[10], SUM)")
+    blocks.add_site("train.py:3 in main")
+    blocks.fail(Failure("RankLost", (1,), "rank 1 is lost"))
+    blocks.announce(segment.handle)
+    blocks.publish_wait("waits")
     start = 4096
     sample = bytes(segment.memory[start : start + 4096 + 256])
 
     def read(data: bytes) -> object:
         block = data[: len(sample)]
         segment.memory[start : start + len(block)] = block
-        board.state(0)
-        board.blocked(0), board.announcement(0), board.failure(0), board.identity(0)
-        board.latest_record(0)
-        return board.find_damage(0, 1)
+        blocks.state(0)
+        blocks.wait_of(0), blocks.announcement(0), blocks.failure(0), blocks.identity(0)
+        blocks.latest_record(0)
+        return blocks.find_damage(0, 1)
 
     return Parser(read, [sample], (SegmentDamaged,))
 
@@ -281,7 +281,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
             (RendezvousError,),
         ),
         "label": Parser(Label.decode, [Label("float32", (2, 3), "a.py:1").encode()], (ValueError,)),
-        "board": board_of(segment),
+        "control blocks": blocks_of(segment),
         "ring": ring_of(Segment.create(1 << 14)),
         "handshake": Parser(read_arrival, [hello], (Stranger,)),
         "links": Parser(read_links, [struct.pack("!I", 5) + b"abcde" + struct.pack("!I", 0)]),
@@ -302,7 +302,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 NAMES = [
     "seals", "membership", "host report", "master", "knock", "handle", "bootstrap", "failure", "terms", "info", "label",
-    "board", "ring", "handshake", "links", "error report", "report file", "black box", "token file",
+    "control blocks", "ring", "handshake", "links", "error report", "report file", "black box", "token file",
 ]  # fmt: skip
 
 

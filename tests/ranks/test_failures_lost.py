@@ -201,7 +201,7 @@ def interrupt_a_call() -> tuple[Caught, Caught]:
             raise AssertionError("it was not interrupted")
         return attempt(wait_for_all), attempt(wait_for_all)
     assert isinstance(dist.group.WORLD, dist.ProcessGroup)
-    wait_until(lambda: dist.group.WORLD.engine.team.board.state(1).name == "FAILED", "the interrupt")
+    wait_until(lambda: dist.group.WORLD.engine.team.blocks.state(1).name == "FAILED", "the interrupt")
     return attempt(wait_for_all), attempt(wait_for_all)
 
 

@@ -22,9 +22,9 @@ tensor = torch.ones(3)
 dist.all_reduce(tensor)
 if rank == 0:
     # Rank 1 says that it is blocked after it has looked at this process, and found that it may still come.
-    board = dist.group.WORLD.engine.team.board
+    blocks = dist.group.WORLD.engine.team.blocks
     deadline = time.monotonic() + 60
-    while board.blocked(1) is None and time.monotonic() < deadline:
+    while blocks.wait_of(1) is None and time.monotonic() < deadline:
         pass
 dist.all_reduce(tensor)
 print(tensor.tolist())

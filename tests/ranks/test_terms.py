@@ -13,7 +13,7 @@ import lockstep
 from failing import attempt
 from lockstep import env
 from lockstep.errors import RendezvousError, SegmentDamaged, SetupError
-from lockstep.shm import board, pool, team, terms
+from lockstep.shm import control_blocks, pool, team, terms
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.sync import PeerState
 from lockstep.shm.team import Team
@@ -53,7 +53,7 @@ def test_ranks_with_other_terms_are_refused_on_all(term: str) -> None:
         if term == "wire":
             assert "rank 1 was given the wire format int8, rank 0 fp32" in said
         else:
-            was, now = {"calls kept": board.RING, "chunks": pool.CHUNK_BYTES}.get(term), CHANGES[term][2]
+            was, now = {"calls kept": control_blocks.RING, "chunks": pool.CHUNK_BYTES}.get(term), CHANGES[term][2]
             assert f"{term} {now} on rank 1 and {was or ''}" in said
 
 
@@ -61,7 +61,7 @@ def damage(word: str) -> tuple[str, str]:
     """Rank 1's block is written by somebody else, between two collectives."""
     dist.all_reduce(torch.ones(4))
     flight = dist.group.WORLD.engine.flight
-    words, own = flight._words, flight._board
+    words, own = flight._words, flight._blocks
     if dist.get_rank() == 1 and word == "step":
         words[own.step_words[1]] += 1 << 20
         until = time.monotonic() + limit_s(20)
@@ -93,7 +93,7 @@ def test_damaged_control_segment_is_called_that(word: str) -> None:
 
 
 def read_state() -> str:
-    own = dist.group.WORLD.engine.flight._board
+    own = dist.group.WORLD.engine.flight._blocks
     before = own.words[own.state_words[0]]
     own.words[own.state_words[0]] = 4503676936786553
     try:

@@ -31,8 +31,8 @@ from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, SetupError
-from lockstep.shm.board import Board
 from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
+from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.team import Team
 from lockstep.torch_private.stores import Store
 
@@ -382,11 +382,11 @@ def make_group(kind: Callable[[Store, int, int, timedelta, str, Sequence[int]], 
     )
 
 
-def _board_of_default_group() -> Board | None:
+def _blocks_of_default_group() -> ControlBlocks | None:
     """What all ranks write down and read, if the default group is one of shared memory."""
     group = dist.group.WORLD
     team = group.engine.team if isinstance(group, LockstepProcessGroup) else None
-    return team.board if isinstance(team, Team) else None
+    return team.blocks if isinstance(team, Team) else None
 
 
 def _connect(store: BootstrapStore, rank: int, ranks: Sequence[int], timeout_s: float) -> Team | HostsTeam:
@@ -454,9 +454,9 @@ class LockstepProcessGroup(EngineProcessGroup):
         flight = Flight(cast(Team, team), name, ranks)
         flight.waiting_in = team.mail_area.waiting
         engine = _engine(team, flight, timeout_s)
-        board = team.board if len(global_ranks) == 0 and isinstance(team, Team) else _board_of_default_group()
-        if board is not None and isinstance(team, Team):
-            engine.watch_others(board)
+        blocks = team.blocks if len(global_ranks) == 0 and isinstance(team, Team) else _blocks_of_default_group()
+        if blocks is not None and isinstance(team, Team):
+            engine.watch_others(blocks)
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:

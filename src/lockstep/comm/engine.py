@@ -20,10 +20,10 @@ import torch
 from lockstep.blackbox import FINISHED
 from lockstep.comm import clock, staging
 from lockstep.comm.callsite import CallSite, make_locator
+from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_caller
 from lockstep.comm.flight import Flight, fingerprint
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
-from lockstep.comm.standstill import MAIN_THREAD, Standstill, note_other_caller
 from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_tensor
 from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
@@ -34,7 +34,7 @@ from lockstep.errors import (
     SharedMemoryError,
 )
 from lockstep.shm import algorithms
-from lockstep.shm.board import Board
+from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
 from lockstep.shm.sync import PeerTrouble
 from lockstep.shm.team import Region, Team
@@ -75,20 +75,20 @@ class Engine:
         self._region_starts: list[int] = []
         self._regions: list[tuple[int, Region]] = []
 
-    def watch_others(self, board: Board) -> None:
+    def watch_others(self, blocks: ControlBlocks) -> None:
         """Notice ranks that wait for this one in another group. Local.
 
         Args:
-            board: of the default group, indexed by global rank.
+            blocks: of the default group, indexed by global rank.
         """
         flight = self.flight
-        flight.standstill = self.team.waiter.overseer = Standstill(
-            board,
+        flight.deadlock_detector = self.team.waiter.overseer = DeadlockDetector(
+            blocks,
             flight.global_ranks,
             self.team.rank,
             flight.group_name,
             flight.describe_activity,
-            lambda rank: f"rank {rank} ({board.identity(rank).host}, pid {board.identity(rank).pid})",
+            lambda rank: f"rank {rank} ({blocks.identity(rank).host}, pid {blocks.identity(rank).pid})",
             self._runner,
         )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from lockstep import blackbox
 from lockstep.blackbox import CALL, NUMBER, SITE, START
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
-from lockstep.comm.standstill import Standstill
+from lockstep.comm.deadlock import DeadlockDetector
 from lockstep.comm.swaps import Swaps, Verdict
 from lockstep.errors import (
     CollectiveAborted,
@@ -30,7 +30,7 @@ from lockstep.errors import (
 )
 from lockstep.frames import split_site
 from lockstep.log import get_logger, warn_once
-from lockstep.shm.board import RING, TEXT_BYTES, Board, Failure, Record, damage_text
+from lockstep.shm.control_blocks import RING, TEXT_BYTES, ControlBlocks, Failure, Record, damage_text
 from lockstep.shm.sync import PeerTrouble, TroubleKind
 from lockstep.shm.team import Team
 
@@ -99,13 +99,13 @@ class Flight:
         box_words: of the black box; at FINISHED goes `number` when this rank has come out of a collective, and well.
         broken: the error that every further call repeats, or None.
         waiting_in: tells which send or receive a rank waits in; empty for none. Set where there is point to point.
-        standstill: sees ranks that wait for each other in different groups; None where nothing does.
+        deadlock_detector: sees ranks that wait for each other in different groups; None where nothing does.
     """
 
     def __init__(self, team: Team, group_name: str, global_ranks: Sequence[int]) -> None:
         self._team = team
-        self._board: Board = team.board
-        self._words = team.board.words
+        self._blocks: ControlBlocks = team.blocks
+        self._words = team.blocks.words
         self.group_name = group_name
         self._global_ranks = tuple(global_ranks)
         self._rank = team.rank
@@ -113,7 +113,7 @@ class Flight:
         self._call_keys: list[object | None] = [None] * RING
         self._sites: dict[CallSite, tuple[int, int]] = {}
         self._site_keys: list[CallSite | None] = [None] * RING
-        self._stamps = team.board.stamp_words
+        self._fingerprint_words = team.blocks.fingerprint_words
         self._turns = (self._make_turn(0), self._make_turn(1))
         self._turn = self._turns[0]
         self._box = blackbox.open_section(group_name)
@@ -122,13 +122,13 @@ class Flight:
         self.number = 0
         self.broken: CollectiveError | None = None
         self.waiting_in: Callable[[int], str] = lambda rank: ""
-        self.standstill: Standstill | None = None
+        self.deadlock_detector: DeadlockDetector | None = None
         self._verify = self.verify  # bound once, not per collective
 
     def _make_turn(self, parity: int) -> _Turn:
-        own = self._board.record_words[self._rank] + 8 * parity
-        peers = tuple(words[parity] for rank, words in enumerate(self._stamps) if rank != self._rank)
-        return _Turn(parity, self._words[own : own + 4], self._stamps[self._rank][parity], peers)
+        own = self._blocks.record_words[self._rank] + 8 * parity
+        peers = tuple(words[parity] for rank, words in enumerate(self._fingerprint_words) if rank != self._rank)
+        return _Turn(parity, self._words[own : own + 4], self._fingerprint_words[self._rank][parity], peers)
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:
         """Record that this rank enters its next collective. Local.
@@ -173,7 +173,7 @@ class Flight:
         self._box.close()
 
     def _add_call(self, key: object, text: str) -> tuple[int, int]:
-        index = self._board.add_call(text)
+        index = self._blocks.add_call(text)
         self._box.write_call(index, text)
         old = self._call_keys[index]
         if old is not None:
@@ -184,7 +184,7 @@ class Flight:
 
     def _add_site(self, site: CallSite) -> tuple[int, int]:
         text = site_text(site)
-        index = self._board.add_site(text)
+        index = self._blocks.add_site(text)
         self._box.write_site(index, text)
         old = self._site_keys[index]
         if old is not None:
@@ -209,7 +209,7 @@ class Flight:
 
     def _compare(self) -> None:
         """Not all came for the same from the same line."""
-        stamps = [self._words[words[self.number & 1]] for words in self._stamps]
+        stamps = [self._words[words[self.number & 1]] for words in self._fingerprint_words]
         calls, lines = {stamp & ~_LINE_MASK for stamp in stamps}, [stamp & _LINE_MASK for stamp in stamps]
         if len(calls) > 1:
             raise self._damaged() or self._mismatch()
@@ -217,7 +217,7 @@ class Flight:
         if verdict is Verdict.SWAPPED:
             raise self._damaged() or self._swap(lines)
         if verdict is Verdict.SUSPICIOUS:
-            own = self._board.record(self._rank, self.number)
+            own = self._blocks.record(self._rank, self.number)
             warn_once(
                 _logger,
                 f"{own.call} of {self.group_name} at {own.site}: another rank calls this and its last collective in "
@@ -226,11 +226,11 @@ class Flight:
 
     def _damaged(self) -> CollectiveError | None:
         """The error if a rank cannot have written what stands there of this collective; breaks the group."""
-        if not isinstance(self._board, Board):
+        if not isinstance(self._blocks, ControlBlocks):
             return None  # type: ignore[unreachable]  # ranks that say by messages what they came for
         for rank in range(self._team.world_size):
-            what = self._board.find_damage(rank, self.number)
-            record = None if what else self._board.record(rank, self.number)
+            what = self._blocks.find_damage(rank, self.number)
+            record = None if what else self._blocks.record(rank, self.number)
             is_whole = record is not None and len(record.call.encode()) < TEXT_BYTES - 4
             if record is not None and is_whole and (record.fingerprint ^ fingerprint(record.call)) & ~_LINE_MASK:
                 what = f"its fingerprint of collective #{self.number} is not that of {record.call[:80]!r}"
@@ -241,7 +241,7 @@ class Flight:
 
     def _swap(self, lines: Sequence[int]) -> CollectiveMismatch:
         """Some ranks made the last two calls in the other order."""
-        now = [self._board.record(rank, self.number) for rank in range(self._team.world_size)]
+        now = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()
         parties: dict[int, list[int]] = {}
         for rank, line in enumerate(lines):
@@ -258,7 +258,7 @@ class Flight:
         )
 
     def _mismatch(self) -> CollectiveMismatch:
-        records = [self._board.record(rank, self.number) for rank in range(self._team.world_size)]
+        records = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()
         groups: dict[int, list[int]] = {}
         for rank, record in enumerate(records):
@@ -287,13 +287,13 @@ class Flight:
         """
         if activity is None:
             activity = self.describe_activity()
-        if trouble.ranks(TroubleKind.CROSSED):
+        if trouble.ranks(TroubleKind.DEADLOCKED):
             return self._explain_crossed()
         if trouble.ranks(TroubleKind.CLOSED):
             return CollectiveAborted(f"{self.group_name} was shut down on {self.name(self._rank)} during {activity}")
         if trouble.ranks(TroubleKind.LATE):
             return self.break_with(self._explain_late(trouble, activity, hint))
-        failures = {rank: self._board.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)}
+        failures = {rank: self._blocks.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)}
         given_up = self._explain_given_up(trouble, failures, activity)
         if given_up is not None:
             error, reason = given_up
@@ -301,8 +301,8 @@ class Flight:
         return self.break_with(self._explain_loss(trouble, failures, activity))
 
     def _explain_crossed(self) -> CollectiveMismatch:
-        assert self.standstill is not None
-        text, culprits = self.standstill.explain()
+        assert self.deadlock_detector is not None
+        text, culprits = self.deadlock_detector.explain()
         error = CollectiveMismatch(text, culprits)
         self.break_with(error, text.replace(":\n  ", ": ").replace("\n  ", "; ").replace("\n", ". "))
         return error
@@ -357,8 +357,10 @@ class Flight:
         """What to write where this rank called a function of ours that is for all, and the missing ones did not."""
         if not self.number:
             return ""
-        latest = (self._board.latest_record(rank) for rank in missing)
-        text = _advice([self._board.record(self._rank, self.number).site, *(one.site if one else "" for one in latest)])
+        latest = (self._blocks.latest_record(rank) for rank in missing)
+        text = _advice(
+            [self._blocks.record(self._rank, self.number).site, *(one.site if one else "" for one in latest)]
+        )
         return f".{text}".rstrip(".") if text else ""
 
     def _story(self, rank: int, kind: TroubleKind, failure: Failure | None) -> str:
@@ -371,7 +373,7 @@ class Flight:
         return f"{self.name(rank)} left the group while others still needed it; it {self._last_seen(rank)}"
 
     def _last_seen(self, rank: int) -> str:
-        record = self._board.latest_record(rank)
+        record = self._blocks.latest_record(rank)
         if record is None:
             seen = "had not entered a collective yet"
         else:
@@ -391,7 +393,7 @@ class Flight:
         if self.broken is None:
             self.broken = error
         message = str(error).splitlines()[0] if reason is None else reason
-        self._board.fail(Failure(type(error).__name__, error.culprits, message))
+        self._blocks.fail(Failure(type(error).__name__, error.culprits, message))
         return error
 
     def interrupt(self, error: BaseException) -> None:
@@ -405,7 +407,7 @@ class Flight:
             f"{self._own_call()}",
             self._globals([self._rank]),
         )
-        self._board.fail(Failure(CollectiveAborted.__name__, self.broken.culprits, message))
+        self._blocks.fail(Failure(CollectiveAborted.__name__, self.broken.culprits, message))
 
     def fail(self, message: str, culprits: tuple[int, ...] | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`.
@@ -414,7 +416,7 @@ class Flight:
             message: what it raised and where.
             culprits: global ranks behind it; default this rank itself.
         """
-        self._board.fail(Failure("", self._globals([self._rank]) if culprits is None else culprits, message))
+        self._blocks.fail(Failure("", self._globals([self._rank]) if culprits is None else culprits, message))
 
     def repeat(self) -> CollectiveError:
         """The error that broke this group, to be raised again."""
@@ -423,7 +425,7 @@ class Flight:
         return type(first)(f"{self.group_name} broke earlier on this rank: {first}", first.culprits)
 
     def _own_call(self) -> str:
-        record = self._board.record(self._rank, self.number)
+        record = self._blocks.record(self._rank, self.number)
         return _call_at(record.call, record.site)
 
     def _globals(self, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -440,7 +442,7 @@ class Flight:
 
     def name(self, rank: int) -> str:
         """`rank 2 (host, pid 4711)`, with the global rank."""
-        identity = self._board.identity(rank)
+        identity = self._blocks.identity(rank)
         return f"rank {self._global_ranks[rank]} ({identity.host}, pid {identity.pid})"
 
     def names(self, ranks: Sequence[int]) -> str:

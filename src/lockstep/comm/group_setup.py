@@ -10,11 +10,11 @@ from typing import Any
 
 from lockstep import env
 from lockstep.comm.message_team import MessageTeam
-from lockstep.comm.mpi.board import MpiBoard
+from lockstep.comm.mpi.control_blocks import MessageControlBlocks
 from lockstep.errors import RankLost, RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.secret import Refused, Seals, secret_of_ranks
-from lockstep.shm.board import Board
+from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.liveness import Watch
 from lockstep.shm.sync import PeerState
 from lockstep.shm.team import Team
@@ -118,7 +118,7 @@ class LivenessCheck:
         self._watch = Watch({})
         if isinstance(self._team, Team):
             for rank in self._ranks:
-                self._watch.add(rank, self._team.board.identity(rank))
+                self._watch.add(rank, self._team.blocks.identity(rank))
 
     def __enter__(self) -> LivenessCheck:
         return self
@@ -139,20 +139,20 @@ class LivenessCheck:
         else:
             dead = self._watch.dead()
         for rank in self._ranks:
-            story = self._story(team.board, rank, rank in dead)
+            story = self._story(team.blocks, rank, rank in dead)
             if story is not None:
-                identity = team.board.identity(rank)
+                identity = team.blocks.identity(rank)
                 raise RankLost(
                     f"rank {rank} ({identity.host}, pid {identity.pid}) {story} while a group of it was being made",
                     (rank,),
                 )
 
-    def _story(self, board: Board | MpiBoard, rank: int, is_dead: bool) -> str | None:
-        state = board.state(rank)
+    def _story(self, blocks: ControlBlocks | MessageControlBlocks, rank: int, is_dead: bool) -> str | None:
+        state = blocks.state(rank)
         if state == PeerState.LEFT:
             return "left the default group"
         if state == PeerState.FAILED:
-            failure = board.failure(rank)
+            failure = blocks.failure(rank)
             # Who only gave up waiting for others lives on, and may make a group without them.
             if failure.kind == "":
                 return f"failed: it {failure.message}"

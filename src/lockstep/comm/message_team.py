@@ -1,9 +1,9 @@
 """The ranks of one group that tell each other in messages what they are doing. What a team over MPI and one over
 several hosts have in common: notices, arrival, waits with a deadline, and how a rank leaves.
 
-[Note: one channel] All short messages of a group (`board.py`'s notices, and what point to point has to say) go through
-one channel for each pair of ranks, and are heard in the order in which they were said; the last of a rank is its
-final notice. Whoever waits for anything listens, so news of a rank that failed is heard in any wait.
+[Note: one channel] All short messages of a group (the notices of `mpi/control_blocks.py`, and those of point to point)
+go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a
+rank is its final notice. A rank that waits for anything receives them, so any wait learns of a rank that failed.
 
 [Note: arrival] A rank comes to a collective by sending its record to all peers, and goes on when it has
 heard all of theirs. Only then do tensors move, straight between the memories of users, in messages whose sizes all
@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lockstep.comm.mpi.board import NOTICE_BYTES, MpiBoard, NoticeKind, notice_kind
-from lockstep.shm.board import Failure
+from lockstep.comm.mpi.control_blocks import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
+from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
 
@@ -62,7 +62,7 @@ class MessageTeam(abc.ABC):
     Attributes:
         rank: this rank in the group.
         world_size: ranks in the group.
-        board: what all ranks have said.
+        blocks: what all ranks have said.
         watch: liveness of the peers.
         lock: held around whatever takes in or sends messages.
         mail: messages for point to point that were heard, as (rank, bytes), in order.
@@ -80,7 +80,7 @@ class MessageTeam(abc.ABC):
         self.rank = rank
         self.world_size = len(identities)
         self._others = tuple(peer for peer in range(self.world_size) if peer != self.rank)
-        self.board = MpiBoard(self.rank, identities, on_failure=self._tell_failure)
+        self.blocks = MessageControlBlocks(self.rank, identities, on_failure=self._tell_failure)
         self.watch = watch
         self.lock = threading.RLock()
         self.mail: deque[tuple[int, bytes]] = deque()
@@ -117,12 +117,12 @@ class MessageTeam(abc.ABC):
         if kind is None:
             self.mail.append((peer, bytes(message)))
             return
-        self.board.hear(peer, message)
+        self.blocks.hear(peer, message)
         if kind is NoticeKind.ENTER:
-            self._arrived[peer] = self.board.number(peer)
+            self._arrived[peer] = self.blocks.number(peer)
         else:
             # Everybody's last message is a final notice.
-            self._is_listening = not self.board.all_final(self._others)
+            self._is_listening = not self.blocks.all_final(self._others)
 
     # ---- collectives -----------------------------------------------------------------------------------
 
@@ -136,8 +136,8 @@ class MessageTeam(abc.ABC):
         check = self.after_step
         if check is None:
             return
-        self._number = number = self.board.number(self.rank)
-        notice = self.board.enter_notice()
+        self._number = number = self.blocks.number(self.rank)
+        notice = self.blocks.enter_notice()
         for peer in self._others:
             self.send_message(peer, notice)
 
@@ -181,9 +181,9 @@ class MessageTeam(abc.ABC):
 
     def _will_not_finish(self, rank: int) -> TroubleKind | None:
         """What is wrong with a rank that said it goes without finishing this collective, or None."""
-        if self.board.finished.get(rank, self._number) >= self._number:
+        if self.blocks.finished.get(rank, self._number) >= self._number:
             return None
-        return TroubleKind.FAILED if self.board.state(rank) == PeerState.FAILED else TroubleKind.LEFT
+        return TroubleKind.FAILED if self.blocks.state(rank) == PeerState.FAILED else TroubleKind.LEFT
 
     # ---- end -------------------------------------------------------------------------------------------
 
@@ -199,11 +199,11 @@ class MessageTeam(abc.ABC):
         with self.lock:
             if not self._has_left:
                 self._has_left = True
-                notice = self.board.final_notice(self.finished)
+                notice = self.blocks.final_notice(self.finished)
                 for peer in self._others:
                     self.send_message(peer, notice)
 
     @property
     def has_failed(self) -> bool:
         """Whether any rank has, so that others may never be done with this group."""
-        return any(self.board.state(rank) == PeerState.FAILED for rank in range(self.world_size))
+        return any(self.blocks.state(rank) == PeerState.FAILED for rank in range(self.world_size))

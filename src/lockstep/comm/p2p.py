@@ -357,7 +357,7 @@ class PointToPoint:
         dead = self._team.watch.dead()
         gone: dict[int, TroubleKind] = {}
         for peer in peers:
-            state = self._team.board.state(peer)
+            state = self._team.blocks.state(peer)
             # What a rank said before it died says more than its death.
             if state is PeerState.FAILED:
                 gone[peer] = TroubleKind.FAILED

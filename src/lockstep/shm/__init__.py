@@ -7,7 +7,7 @@ Knows nothing of torch.distributed. General layout, from the bottom up:
 * `futex`: sleeping until a word of it changes.
 * `sentry`: one thread that sleeps until a process ends; `liveness`: whether a process is still there, and who is told.
 * `cores`: how a wait gives up the core; `doorbell`: waking a rank that sleeps until a peer has done something.
-* `board`: the control segment, one control block for each rank.
+* `control_blocks`: the control segment, one control block for each rank.
 * `sync`: counters in that segment, by which ranks wait for each other.
 * `terms`: what the ranks of a group must have alike.
 * `bootstrap`: brings a group up: its ranks find each other through a store.

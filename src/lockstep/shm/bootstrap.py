@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from lockstep.errors import LockstepError, RankLost, RendezvousError, SetupError, SharedMemoryError
-from lockstep.shm.board import Board
+from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.liveness import (
     PeerIdentity,
     Watch,
@@ -116,12 +116,12 @@ class Bootstrap:
         culprits = tuple(self.global_ranks[rank] for rank in ranks)
         return RankLost(f"{names} {what} while the group was being made", culprits)
 
-    def explain(self, trouble: PeerTrouble, board: Board) -> RankLost | RendezvousError:
+    def explain(self, trouble: PeerTrouble, blocks: ControlBlocks) -> RankLost | RendezvousError:
         """The error for ranks that came and then did not go on."""
         gone = trouble.ranks(TroubleKind.DEAD) + trouble.ranks(TroubleKind.LEFT)
         if gone:
             return self._lost(gone, "came and was gone again")
-        failures = [board.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)]
+        failures = [blocks.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)]
         for failure in failures:
             if failure.kind == RankLost.__name__:
                 return RankLost(failure.message, failure.culprits)
@@ -161,15 +161,15 @@ class Bootstrap:
 
     def _introduce(self, segment: Segment, published: str) -> Segment:
         try:
-            board = Board(segment, self.rank, self.world_size)
-            if board.state(self.rank) != PeerState.ABSENT:
-                other = board.identity(self.rank)
+            blocks = ControlBlocks(segment, self.rank, self.world_size)
+            if blocks.state(self.rank) != PeerState.ABSENT:
+                other = blocks.identity(self.rank)
                 raise RendezvousError(
                     f"two processes came as {self.name(self.rank)}: this one and pid {other.pid} on {other.host}. Give "
                     "each process a rank of its own"
                 )
-            board.introduce(own_identity())
-            self._await_all(board, published)
+            blocks.introduce(own_identity())
+            self._await_all(blocks, published)
         finally:
             segment.release()
         return segment
@@ -288,19 +288,19 @@ class Bootstrap:
                 ) from None
             self._nap([0])
 
-    def _await_all(self, board: Board, published: str) -> None:
+    def _await_all(self, blocks: ControlBlocks, published: str) -> None:
         """Wait until every rank has introduced itself."""
         failure_key = _failure_key(published)
         ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
         watch = Watch({})
-        known: set[int] = {board.rank}
+        known: set[int] = {blocks.rank}
         try:
             while True:
-                for rank in range(board.world_size):
-                    if rank not in known and board.state(rank) != PeerState.ABSENT:
-                        watch.add(rank, board.identity(rank))
+                for rank in range(blocks.world_size):
+                    if rank not in known and blocks.state(rank) != PeerState.ABSENT:
+                        watch.add(rank, blocks.identity(rank))
                         known.add(rank)
-                if len(known) == board.world_size:
+                if len(known) == blocks.world_size:
                     return
                 dead = sorted(watch.dead())
                 if dead:
@@ -313,7 +313,7 @@ class Bootstrap:
                         raise _read_failure(self._store.get(failure_key))
                     if self._store.has(_SEVERAL_HOSTS):
                         raise SeveralHosts
-                self._nap([rank for rank in range(board.world_size) if rank not in known])
+                self._nap([rank for rank in range(blocks.world_size) if rank not in known])
         finally:
             watch.close()
 

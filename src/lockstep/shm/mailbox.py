@@ -32,7 +32,7 @@ import torch
 from lockstep import env
 from lockstep.errors import SegmentDamaged, SharedMemoryError
 from lockstep.shm.base_mailbox import BaseMailbox
-from lockstep.shm.board import damage_text
+from lockstep.shm.control_blocks import damage_text
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Matcher, Receive, Send

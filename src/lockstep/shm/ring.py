@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.errors import SegmentDamaged
-from lockstep.shm.board import damage_text
+from lockstep.shm.control_blocks import damage_text
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import fence
 

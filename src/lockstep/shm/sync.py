@@ -102,7 +102,7 @@ class TroubleKind(IntEnum):
     LEFT = 2  # it left the group
     LATE = 3  # the deadline passed
     CLOSED = 4  # this rank's own group was shut down meanwhile
-    CROSSED = 5  # it waits for this rank, in another group
+    DEADLOCKED = 5  # it waits for this rank, in another group
 
 
 class PeerTrouble(Exception):  # never leaves the package: flight.explain makes a LockstepError of it

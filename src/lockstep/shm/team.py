@@ -15,8 +15,8 @@ import torch
 
 from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
-from lockstep.shm.board import BLOCK_BYTES, RING, Board, Failure
 from lockstep.shm.bootstrap import Bootstrap
+from lockstep.shm.control_blocks import BLOCK_BYTES, RING, ControlBlocks, Failure
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
@@ -95,7 +95,7 @@ class Team:
         world_size: number of ranks in the team.
 
     Attributes:
-        board: the control blocks.
+        blocks: the control blocks.
         watch: liveness of the peers.
         waiter: how to wait for words of shared memory.
         mail_area: where messages between two ranks travel.
@@ -106,15 +106,15 @@ class Team:
     def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.board = Board(segment, rank, world_size)
-        peers = {peer: self.board.identity(peer) for peer in range(world_size) if peer != rank}
+        self.blocks = ControlBlocks(segment, rank, world_size)
+        peers = {peer: self.blocks.identity(peer) for peer in range(world_size) if peer != rank}
         self.watch = Watch(peers)
-        board = self.board
-        self.waiter = Waiter(board.words, board.state_words, rank, self.watch, board.gate_word)
-        self._channel = Channel(board.words, board.step_words, rank, self.waiter, board.bell_word)
+        blocks = self.blocks
+        self.waiter = Waiter(blocks.words, blocks.state_words, rank, self.watch, blocks.gate_word)
+        self._channel = Channel(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
         self.after_step: Callable[[], None] | None = None
         self._transfers = 0
-        start = Board.size_bytes(world_size)
+        start = ControlBlocks.size_bytes(world_size)
         self._small = [
             segment.tensor(start + peer * 2 * SMALL_SLOT_BYTES, 2 * SMALL_SLOT_BYTES) for peer in range(world_size)
         ]
@@ -123,7 +123,7 @@ class Team:
         self._large: Region | None = None
         self._large_slot_bytes = LARGE_SLOT_BYTES
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
-        self.board.on_end = self.watch.on_death = self._sound_alarm
+        self.blocks.on_end = self.watch.on_death = self._sound_alarm
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> Team:
@@ -138,16 +138,16 @@ class Team:
         world_size = bootstrap.world_size
         bootstrap.terms |= _terms(world_size)
         slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
-        size_bytes = Board.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
+        size_bytes = ControlBlocks.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
         team = cls(bootstrap.open_segment(size_bytes), bootstrap.rank, world_size)
         if bootstrap.rank == 0:
             bootstrap.forget_segment()
         try:
             team.step(bootstrap.timeout_s)
         except PeerTrouble as trouble:
-            error = bootstrap.explain(trouble, team.board)
+            error = bootstrap.explain(trouble, team.blocks)
             culprits = error.culprits if isinstance(error, RankLost) else ()
-            team.board.fail(Failure(type(error).__name__, culprits, str(error)))
+            team.blocks.fail(Failure(type(error).__name__, culprits, str(error)))
             team.watch.close()
             raise error from None
         return team
@@ -226,11 +226,11 @@ class Team:
                     segment = Segment.create(Region.size_bytes(part_bytes, self.world_size))
                     if segment.size_bytes >= 2 * HUGE_PAGE_BYTES:
                         segment.use_huge_pages()
-                    self.board.announce(segment.handle)
+                    self.blocks.announce(segment.handle)
                 except SharedMemoryError as error:
-                    self.board.announce(f"{_ERROR}{error}")
+                    self.blocks.announce(f"{_ERROR}{error}")
             self.step(timeout_s)
-            handle = self.board.announcement(0)
+            handle = self.blocks.announcement(0)
             if handle.startswith(_ERROR):
                 # The text may not change before all have read it: the next announcement is a step away.
                 self.step(timeout_s)
@@ -238,11 +238,11 @@ class Team:
             if self.rank != 0:
                 try:
                     segment = Segment.attach(handle, size_bytes=Region.size_bytes(part_bytes, self.world_size))
-                    self.board.announce("mapped")
+                    self.blocks.announce("mapped")
                 except SharedMemoryError as error:
-                    self.board.announce(f"{_ERROR}{error}")
+                    self.blocks.announce(f"{_ERROR}{error}")
             self.step(timeout_s)
-            answers = [self.board.announcement(peer) for peer in range(1, self.world_size)]
+            answers = [self.blocks.announcement(peer) for peer in range(1, self.world_size)]
             self.step(timeout_s)
         finally:
             if segment is not None:
@@ -293,7 +293,7 @@ class Team:
 
     def close(self) -> None:
         """Leave in good order. Local; peers that still wait for this rank raise RankLost."""
-        self.board.leave()
+        self.blocks.leave()
         self.waiter.close()
         self.watch.close()
         self._views.clear()

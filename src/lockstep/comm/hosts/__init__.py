@@ -13,6 +13,6 @@ General layout:
 * `mailbox`: point to point.
 * `group`: how a group comes to be, and its engine.
 
-The op table, the flight record and what moves messages along are those of a group on one host; notices, boards and
-arrival are those of a group over MPI (`comm/message_team.py`). `wire.py` says what numbers travel as.
+The op table, the flight record and what moves messages along are those of a group on one host; notices, control blocks
+and arrival are those of a group over MPI (`comm/message_team.py`). `wire.py` says what numbers travel as.
 """

@@ -49,8 +49,8 @@ class _LocalWaiter(Waiter):
     hears_in_looks = True
 
     def __init__(self, team: HostsTeam) -> None:
-        local, board = team.local, team.local.board
-        super().__init__(board.words, board.state_words, local.rank, local.watch, board.gate_word)
+        local, blocks = team.local, team.local.blocks
+        super().__init__(blocks.words, blocks.state_words, local.rank, local.watch, blocks.gate_word)
         self._team = team
 
     def look(

@@ -3,7 +3,7 @@
 General layout:
 
 * `name`: the plain name "mpi", where torch has no MPI.
-* `board`: what every rank is doing, as it has told the others in messages.
+* `control_blocks`: what every rank is doing, as it has told the others in messages.
 * `waiter`: waiting without blocking in MPI.
 * `team`: the ranks of one group, connected: notices, exchanges of tensors, and how a rank leaves.
 * `algorithms`: the collectives, as exchanges between the ranks of a team.

@@ -10,8 +10,8 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
 
     block:
     0        step count; fingerprint of the even collective, of the odd    64
-    64       state, pid, start time, beat, number of the blocked wait,     64
-             pid namespace
+    64       state, pid, start time, when the wait was confirmed, number   64
+             of the wait, pid namespace
     128      record of the even collective: unused, number, call, site     64
     192      record of the odd collective                                  64
     256      text: host name                                               256
@@ -42,7 +42,7 @@ from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import PeerState, fence
 
-__all__ = ["Board", "Failure", "Record", "damage_text"]
+__all__ = ["ControlBlocks", "Failure", "Record", "damage_text"]
 
 BLOCKS_START = 4096
 RING = 64
@@ -55,7 +55,7 @@ _CALL_WORD = 2
 _SITE_WORD = 3
 _STATE_WORD = 8
 _HOST = (256, 256)
-_BEAT_WORD, _BLOCKED_WORD, _NAMESPACE_WORD = _STATE_WORD + 3, _STATE_WORD + 4, _STATE_WORD + 5
+_CONFIRMED_WORD, _BLOCKED_WORD, _NAMESPACE_WORD = _STATE_WORD + 3, _STATE_WORD + 4, _STATE_WORD + 5
 _ANNOUNCEMENT = (512, 1024)
 _BLOCKED = (1536, 512)
 _FAILURE = (2048, 2048)
@@ -101,7 +101,7 @@ def _nobody_waits() -> None:
     """While the group is being made."""
 
 
-class Board:
+class ControlBlocks:
     """Typed access to the blocks of the control segment.
 
     Args:
@@ -123,7 +123,7 @@ class Board:
         self.gate_word, self.bell_word = _GATE_WORD, _GATE_WORD + 1
         self.state_words = [start // 8 + _STATE_WORD for start in self._starts]
         self.record_words = [start // 8 + 16 for start in self._starts]
-        self.stamp_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]
+        self.fingerprint_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]
         self._ring_counts = {_CALLS_START: 0, _SITES_START: 0}
         self._num_blocked = 0
         self.on_end: Callable[[], None] = _nobody_waits
@@ -221,33 +221,33 @@ class Board:
         """What that rank announced last."""
         return self._read_text(rank, *_ANNOUNCEMENT)
 
-    def say_blocked(self, text: str) -> None:
-        """Say what this rank waits in, and for whom; a new wait, also where the text is the same as before."""
-        self.end_blocked()
+    def publish_wait(self, text: str) -> None:
+        """Publish what this rank waits in, and for whom; a new wait, also where the text is the same as before."""
+        self.withdraw_wait()
         self._write_text(*_BLOCKED, text)
         self._num_blocked += 1
         fence()
         self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = self._num_blocked
 
-    def beat(self, time_ns: int) -> None:
-        """What `say_blocked` said was still so at that time of the monotonic clock."""
-        self.words[self._starts[self.rank] // 8 + _BEAT_WORD] = time_ns
+    def confirm_wait(self, time_ns: int) -> None:
+        """Confirm that the published wait still went on at that time of the monotonic clock."""
+        self.words[self._starts[self.rank] // 8 + _CONFIRMED_WORD] = time_ns
 
-    def end_blocked(self) -> None:
+    def withdraw_wait(self) -> None:
         """This rank does not wait any more."""
         self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = 0
         fence()
 
-    def blocked(self, rank: int) -> tuple[int, int, str] | None:
-        """Number of that rank's wait, its beat, and what it said; None if it said nothing."""
+    def wait_of(self, rank: int) -> tuple[int, int, str] | None:
+        """Number of that rank's wait, when it was last confirmed (ns), and its text; None if it published none."""
         start = self._starts[rank] // 8
-        number, beat_ns = self.words[start + _BLOCKED_WORD], self.words[start + _BEAT_WORD]
+        number, confirmed_ns = self.words[start + _BLOCKED_WORD], self.words[start + _CONFIRMED_WORD]
         fence()
         text = self._read_text(rank, *_BLOCKED)
         fence()
         if number == 0 or number != self.words[start + _BLOCKED_WORD]:
             return None
-        return number, beat_ns, text
+        return number, confirmed_ns, text
 
     def add_call(self, text: str) -> int:
         """Put a description of a call into this rank's ring; returns its index in the ring."""
@@ -273,7 +273,7 @@ class Board:
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         _, written_number, call, site = self.words[word : word + 4]
         return Record(
-            self.words[self.stamp_words[rank][number & 1]],
+            self.words[self.fingerprint_words[rank][number & 1]],
             written_number,
             self._read_text(rank, _CALLS_START + call % RING * TEXT_BYTES, TEXT_BYTES),
             self._read_text(rank, _SITES_START + site % RING * TEXT_BYTES, TEXT_BYTES),

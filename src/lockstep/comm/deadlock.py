@@ -1,18 +1,19 @@
-"""Ranks that wait for each other in different groups: an error within a second instead of at the deadline.
+"""The deadlock detector: ranks that wait for each other in different groups get an error within a second.
 
 Fingerprints find ranks that come for different things in one group. If one rank calls group A and then B, and another B
-and then A, each waits in a group of its own, and nobody ever comes for the wrong thing. What shows is a circle: rank 0
+and then A, each waits in a group of its own, and nobody ever comes for the wrong thing. What shows is a cycle: rank 0
 waits in A for rank 1, which waits in B for rank 0.
 
-A rank that has waited for a moment says so on the board of the default group, which all ranks map: in which collective,
-and for whom. While it goes on waiting it looks whether following those awaited leads back to itself.
+A rank that has waited for a moment publishes its wait in its control block of the default group, which all ranks map:
+in which collective it waits, and for whom. While it goes on waiting, it follows the ranks that it waits for, and those
+that they wait for, and looks whether this leads back to itself.
 
 [Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
 cannot come to any other collective meanwhile: its main thread is the one that waits, no other thread of it has ever
-called a collective, no other group has asynchronous calls left to run, and its wait is no short try. And a circle
-counts only when it has been seen twice, `_CONFIRM_S` apart, with every rank of it in the very same wait, and having
-looked again in between whether those it waits for have come (its *beat*). Then none of them could have come in
-between: whoever came first would have had to stop waiting first.
+called a collective, no other group has asynchronous calls left to run, and its wait is no short try. And a cycle counts
+only if it is seen twice, `_CONFIRM_S` apart, with every rank of it in the very same wait, and if every rank has
+confirmed its wait in between, which means that it has looked again whether those it waits for have come. Then none of
+them can have come in between: the first to come would have had to stop waiting before.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.comm.work import Runner
-from lockstep.shm.board import Board
+from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.sync import PeerTrouble, TroubleKind
 
-__all__ = ["MAIN_THREAD", "Standstill", "note_other_caller"]
+__all__ = ["MAIN_THREAD", "DeadlockDetector", "note_other_caller"]
 
 # From the beginning of a wait until a rank says that it waits; ordinary waits are shorter.
-_SAY_AFTER_S = 0.05
+_PUBLISH_AFTER_S = 0.05
 _SEARCH_EVERY_S = 0.02
 # Who waits for a shorter time only tries, and will come to the next collective.
 _SHORTEST_TIMEOUT_S = 2.0
@@ -55,17 +56,17 @@ class _Wait:
     """What one rank says of its wait."""
 
     serial: int
-    beat_ns: int
+    confirmed_ns: int
     awaited: tuple[int, ...]
     group: str
     where: str
 
 
-class Standstill:
+class DeadlockDetector:
     """Watches the waits of one group on one rank; called by its waiter in every look of a wait.
 
     Args:
-        board: of the default group, which all ranks read; indexed by global rank.
+        blocks: of the default group, which all ranks read; indexed by global rank.
         global_ranks: global rank of each rank of this group.
         rank: this rank in this group.
         group_name: how errors call this group.
@@ -76,7 +77,7 @@ class Standstill:
 
     def __init__(
         self,
-        board: Board,
+        blocks: ControlBlocks,
         global_ranks: Sequence[int],
         rank: int,
         group_name: str,
@@ -84,14 +85,14 @@ class Standstill:
         name: Callable[[int], str],
         runner: Runner,
     ) -> None:
-        self._board = board
+        self._blocks = blocks
         self._global_ranks = tuple(global_ranks)
         self._rank = self._global_ranks[rank]
         self._group_name = group_name
         self._where = where
         self._name = name
         self._runner = runner
-        self._said = ""
+        self._published = ""
         self._search_at_s = 0.0
         self._suspects: dict[int, int] = {}  # rank -> serial of its wait
         self._suspected_at_ns = 0
@@ -105,39 +106,39 @@ class Standstill:
             timeout_s: until it gives up by itself.
 
         Returns:
-            Seconds after which it wants to look again: soon, if there is a circle to be confirmed.
+            Seconds after which it wants to look again: soon, if there is a cycle to be confirmed.
 
         Raises:
-            PeerTrouble: of kind CROSSED; they never will, because they wait for this one.
+            PeerTrouble: of kind DEADLOCKED; they never will, because they wait for this one.
         """
         if timeout_s < _SHORTEST_TIMEOUT_S:
             return math.inf
-        if waited_s < _SAY_AFTER_S:
-            return _SAY_AFTER_S - waited_s
+        if waited_s < _PUBLISH_AFTER_S:
+            return _PUBLISH_AFTER_S - waited_s
         if not self._is_blocked():
             self.end()
             return math.inf
         awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
         text = f"{','.join(map(str, awaited))}|{self._group_name}|{self._where()}"
-        if text != self._said:
-            self._board.say_blocked(text)
-            self._said = text
+        if text != self._published:
+            self._blocks.publish_wait(text)
+            self._published = text
             self._suspects = {}
         now_s = time.monotonic()
-        self._board.beat(time.monotonic_ns())
+        self._blocks.confirm_wait(time.monotonic_ns())
         if now_s >= self._search_at_s:
             self._search_at_s = now_s + _SEARCH_EVERY_S
             if self._is_certain():
-                self._board.beat(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
-                self._said = ""  # not to be taken back by `end`
-                raise PeerTrouble(dict.fromkeys(missing, TroubleKind.CROSSED), waited_s)
+                self._blocks.confirm_wait(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
+                self._published = ""  # not to be taken back by `end`
+                raise PeerTrouble(dict.fromkeys(missing, TroubleKind.DEADLOCKED), waited_s)
         return _CONFIRM_LOOKS_EVERY_S if self._suspects else math.inf
 
     def end(self) -> None:
         """The wait is over."""
-        if self._said:
-            self._said = ""
-            self._board.end_blocked()
+        if self._published:
+            self._published = ""
+            self._blocks.withdraw_wait()
         self._suspects = {}
 
     def _is_blocked(self) -> bool:
@@ -147,27 +148,29 @@ class Standstill:
         return threading.get_ident() == MAIN_THREAD or self._runner.is_awaited_by_main
 
     def _wait_of(self, rank: int) -> _Wait | None:
-        said = self._board.blocked(rank)
-        if said is None:
+        published = self._blocks.wait_of(rank)
+        if published is None:
             return None
-        serial, beat_ns, text = said
+        serial, confirmed_ns, text = published
         awaited, _, rest = text.partition("|")
         group, _, where = rest.partition("|")
-        return _Wait(serial, beat_ns, tuple(int(peer) for peer in awaited.split(",") if peer), group, where)
+        return _Wait(serial, confirmed_ns, tuple(int(peer) for peer in awaited.split(",") if peer), group, where)
 
     def _is_certain(self) -> bool:
-        """Whether a circle has stood long enough. See [Note: no false alarm]."""
+        """Whether a cycle has stood long enough. See [Note: no false alarm]."""
         if self._suspects:
             waits = {rank: self._wait_of(rank) for rank in self._suspects}
             if all(wait is not None and wait.serial == self._suspects[rank] for rank, wait in waits.items()):
                 enough_ns = self._suspected_at_ns + int(_CONFIRM_S * 1e9)
-                have_looked = all(wait is not None and wait.beat_ns > self._suspected_at_ns for wait in waits.values())
+                have_looked = all(
+                    wait is not None and wait.confirmed_ns > self._suspected_at_ns for wait in waits.values()
+                )
                 return have_looked and time.monotonic_ns() >= enough_ns
-        self._suspects = self._find_circle()
+        self._suspects = self._find_cycle()
         self._suspected_at_ns = time.monotonic_ns()
         return False
 
-    def _find_circle(self) -> dict[int, int]:
+    def _find_cycle(self) -> dict[int, int]:
         """Ranks of which each waits for the next, and the last for this one: rank -> serial of its wait; else empty."""
         came_from: dict[int, int] = {}
         serials: dict[int, int] = {}
@@ -179,10 +182,10 @@ class Standstill:
                 continue
             serials[rank] = wait.serial
             if self._rank in wait.awaited:
-                circle = [rank]
-                while circle[-1] != self._rank:
-                    circle.append(came_from[circle[-1]])
-                return {member: serials[member] for member in circle}
+                cycle = [rank]
+                while cycle[-1] != self._rank:
+                    cycle.append(came_from[cycle[-1]])
+                return {member: serials[member] for member in cycle}
             for peer in wait.awaited:
                 if peer not in came_from:
                     came_from[peer] = rank
@@ -215,7 +218,7 @@ class Standstill:
         return text, tuple(culprits)
 
     def _waits(self) -> Iterator[tuple[int, _Wait]]:
-        for rank in range(self._board.world_size):
+        for rank in range(self._blocks.world_size):
             wait = self._wait_of(rank)
             if wait is not None:
                 yield rank, wait

@@ -13,7 +13,7 @@ from failing import Caught, attempt, expect, group_works, ranks_named
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
 
-# Longer than it takes to be sure of a standstill.
+# Longer than it takes to be sure of a deadlock.
 LONG_S = 0.7
 
 
@@ -80,7 +80,7 @@ def test_rank_with_two_threads_can_still_come() -> None:
 
 
 def queue_and_wait() -> tuple[bool, bool]:
-    """Asynchronous calls in one order, waits in another: no standstill, because each call is on its way."""
+    """Asynchronous calls in one order, waits in another: no deadlock, because each call is on its way."""
     first, second = dist.new_group(), dist.new_group()
     dist.barrier()
     groups = [first, second] if dist.get_rank() == 0 else [second, first]

@@ -1,7 +1,7 @@
 """What every rank of a group is doing, as it told the others in messages.
 
-The counterpart of the control segment of one host (`lockstep.shm.board`), and read by the same flight record. Each
-rank keeps a board of its own and writes down there what it says itself and what it hears.
+The counterpart of the control segment of one host (`lockstep.shm.control_blocks`), read by the same flight recorder.
+Each rank keeps a copy of all control blocks, and writes into it what it sends and what it receives.
 
 A *notice* is one message to every peer::
 
@@ -22,11 +22,11 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
-from lockstep.shm.board import RING, Failure, Record
+from lockstep.shm.control_blocks import RING, Failure, Record
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState
 
-__all__ = ["NOTICE_BYTES", "MpiBoard", "NoticeKind", "notice_kind"]
+__all__ = ["NOTICE_BYTES", "MessageControlBlocks", "NoticeKind", "notice_kind"]
 
 _HEADER = struct.Struct("<5q2i")
 _TEXT_BYTES = 256
@@ -49,7 +49,7 @@ class NoticeKind(IntEnum):
 _KINDS = {int(kind): kind for kind in NoticeKind}
 
 
-class MpiBoard:
+class MessageControlBlocks:
     """What this rank knows of all ranks of the group.
 
     Args:
@@ -60,7 +60,7 @@ class MpiBoard:
     Attributes:
         words: 64-bit words that hold two records per rank, for even and odd collectives.
         record_words: index of each rank's first record.
-        stamp_words: indices of the fingerprints in each rank's two records.
+        fingerprint_words: indices of the fingerprints in each rank's two records.
         finished: for each rank that left or failed, the last collective that it has finished.
     """
 
@@ -71,7 +71,7 @@ class MpiBoard:
         world_size = len(self._identities)
         self.words = memoryview(array("q", bytes(8 * _WORDS_PER_RANK * world_size)))
         self.record_words = [_WORDS_PER_RANK * peer for peer in range(world_size)]
-        self.stamp_words = [(word, word + _RECORD_WORDS) for word in self.record_words]
+        self.fingerprint_words = [(word, word + _RECORD_WORDS) for word in self.record_words]
         self.finished: dict[int, int] = {}
         self._states = [PeerState.READY] * world_size
         self._failures: dict[int, Failure] = {}
