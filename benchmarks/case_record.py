@@ -27,7 +27,7 @@ from lockstep.bench.ranks import Job, run_ranks
 from lockstep.bench.results import Environment, Result, Series
 from lockstep.blackbox import make_boxes
 from lockstep.comm.callsite import CallSite
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 
@@ -74,7 +74,7 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
     return Result("record", quick, environment, settings, series)
 
 
-class _NoFlight(Flight):
+class _NoFlight(FlightRecorder):
     """A flight record that records nothing and compares nothing."""
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:

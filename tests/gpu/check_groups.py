@@ -207,10 +207,10 @@ def mixed(run: Context) -> dict[str, Any]:
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     same(tensor.tolist(), [float(size)] * 3, "all_reduce of a tensor of the CPU")
-    number = group.engine.flight.number
+    number = group.engine.recorder.number
     if size == 1:
         found = verbs(run)
-        same(group.engine.flight.number, number, "calls of ours while nccl moves tensors")
+        same(group.engine.recorder.number, number, "calls of ours while nccl moves tensors")
         pair: Any = dist.new_group([0])
         dist.all_reduce(torch.ones(2, device=run.device), group=pair)
         engine = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2, device=run.device), device_ids=[0])

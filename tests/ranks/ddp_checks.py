@@ -76,7 +76,7 @@ def assert_same_on_all_ranks(*tensors: Tensor) -> None:
 def num_collectives() -> int:
     """How many collectives this rank has entered on the default group, which must be a lockstep group."""
     group = dist.group.WORLD
-    return group.engine.flight.number  # type: ignore[union-attr]
+    return group.engine.recorder.number  # type: ignore[union-attr]
 
 
 def error_of(function: Any, *args: Any, **kwargs: Any) -> LockstepError:

@@ -27,7 +27,7 @@ def use_gloo_behind() -> tuple[list[str], list[float], int]:
     assert isinstance(world.get_backend(CPU), dist.ProcessGroupGloo)
     assert dist.get_process_group_ranks(behind) == [0, 1]
     rank = float(dist.get_rank())
-    number = world.engine.flight.number
+    number = world.engine.recorder.number
     found = []
     tensor = torch.tensor([1.0 + rank])
     dist.all_reduce(tensor)
@@ -53,7 +53,7 @@ def use_gloo_behind() -> tuple[list[str], list[float], int]:
     assert model.module.weight.grad is not None
     found.append(model.module.weight.grad[0, 0].item())
     dist.barrier()
-    return [str(device) for device in world._device_types], found, world.engine.flight.number - number
+    return [str(device) for device in world._device_types], found, world.engine.recorder.number - number
 
 
 def test_tensors_of_another_kind_go_to_the_group_behind() -> None:

@@ -60,21 +60,21 @@ def test_ranks_with_other_terms_are_refused_on_all(term: str) -> None:
 def damage(word: str) -> tuple[str, str]:
     """Rank 1's block is written by somebody else, between two collectives."""
     dist.all_reduce(torch.ones(4))
-    flight = dist.group.WORLD.engine.flight
-    words, own = flight._words, flight._blocks
+    recorder = dist.group.WORLD.engine.recorder
+    words, own = recorder._words, recorder._blocks
     if dist.get_rank() == 1 and word == "step":
         words[own.step_words[1]] += 1 << 20
         until = time.monotonic() + limit_s(20)
         while own.state(0) != PeerState.FAILED and time.monotonic() < until:
             time.sleep(0.001)
     if dist.get_rank() == 1 and word == "fingerprint":
-        enter = flight.enter
+        enter = recorder.enter
 
         def enter_and_flip(*arguments: object) -> None:
             enter(*arguments)
-            words[flight._turn.stamp_word] ^= 1 << 40
+            words[recorder._slot.fingerprint_word] ^= 1 << 40
 
-        flight.enter = enter_and_flip
+        recorder.enter = enter_and_flip
     for _ in range(2):
         caught = attempt(lambda: dist.all_reduce(torch.ones(4)))
         if caught.error is not None:
@@ -93,7 +93,7 @@ def test_damaged_control_segment_is_called_that(word: str) -> None:
 
 
 def read_state() -> str:
-    own = dist.group.WORLD.engine.flight._blocks
+    own = dist.group.WORLD.engine.recorder._blocks
     before = own.words[own.state_words[0]]
     own.words[own.state_words[0]] = 4503676936786553
     try:

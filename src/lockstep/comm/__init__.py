@@ -5,8 +5,8 @@ General layout, from the bottom up:
 * `tensors`, `staging`, `inference`, `sparse`: which tensors a group takes, and how it gets at their memory.
 * `wire`: what float sums travel as between hosts.
 * `callsite`, `wording`, `clock`: the user's line, names in messages, seconds spent communicating.
-* `flight`: the flight record, which tells every rank what the others are doing.
-* `deadlock`, `swaps`: what the record alone does not show: ranks that wait in a cycle, calls in another order.
+* `flight_recorder`: the flight record, which tells every rank what the others are doing.
+* `deadlock`, `reorder`: what the record alone does not show: ranks that wait in a cycle, calls in another order.
 * `work`, `transfers`: handles of collectives and of messages, and the thread that runs asynchronous calls.
 * `engine`: the collectives of one group on one rank: checks, record, and who runs them.
 * `p2p`: send, recv and their kin, the same way.

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from lockstep import env
 from lockstep.comm import ephemeral, exit_hooks
 from lockstep.comm.engine import Engine, Work
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.group_setup import BootstrapStore, LivenessCheck
 from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
@@ -416,12 +416,12 @@ def _connect(store: BootstrapStore, rank: int, ranks: Sequence[int], timeout_s: 
         return team
 
 
-def _engine(team: Team | HostsTeam, flight: Flight, timeout_s: float) -> Engine:
+def _engine(team: Team | HostsTeam, recorder: FlightRecorder, timeout_s: float) -> Engine:
     if isinstance(team, Team):
-        return Engine(team, flight, timeout_s)
+        return Engine(team, recorder, timeout_s)
     from lockstep.comm.hosts.group import HostsEngine
 
-    return HostsEngine(team, flight, timeout_s)
+    return HostsEngine(team, recorder, timeout_s)
 
 
 class LockstepProcessGroup(EngineProcessGroup):
@@ -451,9 +451,9 @@ class LockstepProcessGroup(EngineProcessGroup):
         timeout_s = timeout.total_seconds()
         team = _connect(BootstrapStore(store, group_name), rank, ranks, timeout_s)
         name = describe_group(group_name, ranks, is_default=len(global_ranks) == 0)
-        flight = Flight(cast(Team, team), name, ranks)
-        flight.waiting_in = team.mail_area.waiting
-        engine = _engine(team, flight, timeout_s)
+        recorder = FlightRecorder(cast(Team, team), name, ranks)
+        recorder.waiting_in = team.mail_area.waiting
+        engine = _engine(team, recorder, timeout_s)
         blocks = team.blocks if len(global_ranks) == 0 and isinstance(team, Team) else _blocks_of_default_group()
         if blocks is not None and isinstance(team, Team):
             engine.watch_others(blocks)

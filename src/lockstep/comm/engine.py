@@ -21,7 +21,7 @@ from lockstep.blackbox import FINISHED
 from lockstep.comm import clock, staging
 from lockstep.comm.callsite import CallSite, make_locator
 from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_caller
-from lockstep.comm.flight import Flight, fingerprint
+from lockstep.comm.flight_recorder import FlightRecorder, fingerprint
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
 from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_tensor
@@ -51,7 +51,7 @@ class Engine:
 
     Args:
         team: the ranks of the group.
-        flight: its flight record.
+        recorder: its flight recorder.
         timeout_s: default seconds until a rank that does not come is an error.
         algorithms: how the team moves data: a module with the functions of `lockstep.shm.algorithms`.
 
@@ -59,9 +59,11 @@ class Engine:
         locate: finds the user's line that made a call; benchmarks put something in its place.
     """
 
-    def __init__(self, team: Team, flight: Flight, timeout_s: float, algorithms: ModuleType = algorithms) -> None:
+    def __init__(
+        self, team: Team, recorder: FlightRecorder, timeout_s: float, algorithms: ModuleType = algorithms
+    ) -> None:
         self.team = team
-        self.flight = flight
+        self.recorder = recorder
         self.timeout_s = timeout_s
         self.locate = make_locator()
         self._algorithms = algorithms
@@ -81,13 +83,13 @@ class Engine:
         Args:
             blocks: of the default group, indexed by global rank.
         """
-        flight = self.flight
-        flight.deadlock_detector = self.team.waiter.overseer = DeadlockDetector(
+        recorder = self.recorder
+        recorder.deadlock_detector = self.team.waiter.overseer = DeadlockDetector(
             blocks,
-            flight.global_ranks,
+            recorder.global_ranks,
             self.team.rank,
-            flight.group_name,
-            flight.describe_activity,
+            recorder.group_name,
+            recorder.describe_activity,
             lambda rank: f"rank {rank} ({blocks.identity(rank).host}, pid {blocks.identity(rank).pid})",
             self._runner,
         )
@@ -116,7 +118,7 @@ class Engine:
             touched: the tensors that it reads or writes, if not those of `result`.
         """
         if self._closed:
-            raise NotInitialized(f"{describe()} on {self.flight.group_name}: {self._closed}")
+            raise NotInitialized(f"{describe()} on {self.recorder.group_name}: {self._closed}")
         site = self.locate()
         if get_ident() != MAIN_THREAD:
             note_other_caller()
@@ -147,16 +149,16 @@ class Engine:
         with self._turn:
             start = perf_counter()
             try:
-                flight = self.flight
-                flight.enter(key, describe, site, start)
+                recorder = self.recorder
+                recorder.enter(key, describe, site, start)
                 body(limit_s)
-                flight.box_words[FINISHED] = flight.number
+                recorder.box_words[FINISHED] = recorder.number
             except PeerTrouble as trouble:
-                raise self.flight.explain(trouble) from None
+                raise self.recorder.explain(trouble) from None
             except (CollectiveError, SharedMemoryError):
                 raise  # All ranks raise these at the same step, or the group was broken before.
             except BaseException as error:
-                self.flight.interrupt(error)
+                self.recorder.interrupt(error)
                 raise
             finally:
                 clock.add(perf_counter() - start)
@@ -425,7 +427,7 @@ class Engine:
             table = [torch.empty(len(own), dtype=torch.int64) for _ in inputs]
             self._algorithms.all_gather(self.team, table, torch.tensor(own, dtype=torch.int64), limit_s)
             sent, expected = torch.stack(table).chunk(2, dim=1)
-            check_exchange(self.flight, sent, expected.T)
+            check_exchange(self.recorder, sent, expected.T)
             items = [FlatTensor(output, is_read=False) for output in outputs]
             flats = [FlatTensor(source).flat for source in inputs]
             self._algorithms.all_to_all(self.team, [item.flat for item in items], flats, int(sent.max()), limit_s)
@@ -454,14 +456,14 @@ class Engine:
 
     def _point_to_point(self, verb: str) -> PointToPoint:
         if self._closed:
-            raise NotInitialized(f"{verb} on {self.flight.group_name}: {self._closed}")
+            raise NotInitialized(f"{verb} on {self.recorder.group_name}: {self._closed}")
         if self._p2p is None:
             with self._p2p_lock:
                 self._p2p = self._p2p or self._make_point_to_point()
         return self._p2p
 
     def _make_point_to_point(self) -> PointToPoint:
-        return PointToPoint(self.team, self.flight)
+        return PointToPoint(self.team, self.recorder)
 
     # ---- symmetric memory ----------------------------------------------------------------------
 
@@ -542,7 +544,7 @@ class Engine:
         if op is not None:
             parts.append(op)
         if root is not None:
-            parts.append(f"root={self.flight.global_rank(root)}")
+            parts.append(f"root={self.recorder.global_rank(root)}")
         if any(offset is not None for offset in offsets):
             # Part of the fingerprint, because such tensors are reduced where they lie.
             places = ", ".join(map(str, offsets[:4])) + (f" {fingerprint(str(offsets)):x}" if len(offsets) > 4 else "")
@@ -564,7 +566,7 @@ class Engine:
     def fail(self, message: str, error: BaseException | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
         if not self._closed:
-            self.flight.fail(message, error.culprits if isinstance(error, CollectiveError) else None)
+            self.recorder.fail(message, error.culprits if isinstance(error, CollectiveError) else None)
 
     def close(self) -> None:
         """Leave the group. Local; queued calls are cancelled, a running wait ends with CollectiveAborted."""
@@ -580,7 +582,7 @@ class Engine:
         had_turn = self._turn.acquire(timeout=_CLOSE_PATIENCE_S)
         try:
             self.team.close()
-            self.flight.close()
+            self.recorder.close()
         finally:
             if had_turn:
                 self._turn.release()
@@ -590,7 +592,7 @@ class Engine:
     def disown(self) -> None:
         """In a forked child: the group belongs to the parent alone. Local; touches nothing shared."""
         self._closed = (
-            f"this process is a fork of {self.flight.name(self.team.rank)} and no rank itself; make the call in that "
+            f"this process is a fork of {self.recorder.name(self.team.rank)} and no rank itself; make the call in that "
             "process, or start a process of its own for it"
         )
         if self._p2p is not None:

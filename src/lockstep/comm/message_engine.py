@@ -8,7 +8,7 @@ from typing import cast
 
 from lockstep.comm.callsite import CallSite
 from lockstep.comm.engine import Engine
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.message_team import MessageTeam
 from lockstep.comm.p2p import PointToPoint
 from lockstep.errors import CollectiveAborted, LockstepError
@@ -23,7 +23,7 @@ class MessageEngine(Engine):
 
     Args:
         team: the ranks of the group.
-        flight: its flight record.
+        recorder: its flight recorder.
         timeout_s: default seconds until a rank that does not come is an error.
         algorithms: as for `Engine`.
         make_mailbox: makes what moves messages of point to point, when the first is sent.
@@ -34,7 +34,7 @@ class MessageEngine(Engine):
     def __init__(
         self,
         team: MessageTeam,
-        flight: Flight,
+        recorder: FlightRecorder,
         timeout_s: float,
         algorithms: ModuleType,
         make_mailbox: Callable[[], BaseMailbox],
@@ -42,7 +42,7 @@ class MessageEngine(Engine):
         library: str = "",
     ) -> None:
         # A MessageTeam has what engine and flight record use of a team, save for symmetric memory.
-        super().__init__(cast(Team, team), flight, timeout_s, algorithms)
+        super().__init__(cast(Team, team), recorder, timeout_s, algorithms)
         self._message_team = team
         self._make_mailbox = make_mailbox
         self._failure = failure
@@ -61,11 +61,11 @@ class MessageEngine(Engine):
         except LockstepError:
             raise
         except self._failure as error:
-            message = f"{describe()} of {self.flight.group_name}: {self._library}{error}"
+            message = f"{describe()} of {self.recorder.group_name}: {self._library}{error}"
             raise CollectiveAborted(message) from error
         finally:
             # What a rank that gave up has told its peers about this is said before.
-            self._message_team.finished = self.flight.number
+            self._message_team.finished = self.recorder.number
 
     def _make_point_to_point(self) -> PointToPoint:
-        return PointToPoint(self.team, self.flight, self._make_mailbox())
+        return PointToPoint(self.team, self.recorder, self._make_mailbox())

@@ -23,7 +23,7 @@ __all__ = ["monitored_barrier", "register"]
 def monitored_barrier(engine: Engine, timeout: timedelta | None, wait_all_ranks: bool) -> None:
     """Wait for all ranks of a group; see `EngineProcessGroup.monitored_barrier`. Collective."""
     limit_s = engine.timeout_s if timeout is None else timeout.total_seconds()
-    was_broken = engine.flight.broken is not None
+    was_broken = engine.recorder.broken is not None
     try:
         engine.barrier(False, limit_s)
     except (CollectiveTimeout, RankLost) as error:
@@ -38,11 +38,11 @@ def _gloo_words(engine: Engine, error: CollectiveError, limit_s: float, wait_all
     Ranks are global ones, as in all our errors.
     """
     rank = engine.team.rank
-    own = engine.flight.global_rank(rank)
+    own = engine.recorder.global_rank(rank)
     if rank != 0:
         return (
             f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
-            f"rank {engine.flight.global_rank(0)}"
+            f"rank {engine.recorder.global_rank(0)}"
         )
     named = list(error.culprits) if wait_all_ranks else list(error.culprits[:1])
     words = f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass monitoredBarrier"

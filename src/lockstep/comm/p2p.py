@@ -24,7 +24,7 @@ import torch
 
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
 from lockstep.comm.transfers import DoneTransfer, Transfer, source_of
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
@@ -57,13 +57,13 @@ class PointToPoint:
 
     Args:
         team: the ranks of the group.
-        flight: its flight record.
+        recorder: its flight recorder.
         mailbox: what moves messages; default through the memory of the team.
     """
 
-    def __init__(self, team: Team, flight: Flight, mailbox: BaseMailbox | None = None) -> None:
+    def __init__(self, team: Team, recorder: FlightRecorder, mailbox: BaseMailbox | None = None) -> None:
         self._team = team
-        self._flight = flight
+        self._recorder = recorder
         self._mailbox: BaseMailbox = mailbox or Mailbox(team.mail_area, team.rank, team.world_size)
         self._lock = threading.Lock()  # guards the mailbox and _transfers
         self._transfers: dict[Send | Receive, Transfer] = {}
@@ -131,15 +131,16 @@ class PointToPoint:
         return transfer
 
     def _check_address(self, name: str, peer: int, tag: int) -> None:
-        if self._flight.broken is not None:
-            raise self._flight.repeat()
+        if self._recorder.broken is not None:
+            raise self._recorder.repeat()
         if not isinstance(tag, int):
             raise InputTypeError(f"{name}: the tag is {tag!r}; give an integer")
         if not 0 <= tag < 1 << 63:
             raise InputError(f"{name}: the tag is {tag}; give an integer from 0 on")
         if peer != ANY_SOURCE and not 0 <= peer < self._team.world_size:
             raise InputError(
-                f"{name}: there is no rank {peer} in {self._flight.group_name}, which has {self._team.world_size} ranks"
+                f"{name}: there is no rank {peer} in {self._recorder.group_name}, which has "
+                f"{self._team.world_size} ranks"
             )
 
     def _label(self, tensor: torch.Tensor, site: CallSite) -> Label:
@@ -156,7 +157,7 @@ class PointToPoint:
         """A small message would be written to the ring of a rank that is gone as if that read it."""
         gone = self._gone([send.peer])
         if gone:
-            raise self._flight.explain(PeerTrouble(gone, 0.0), self.name_of(send))
+            raise self._recorder.explain(PeerTrouble(gone, 0.0), self.name_of(send))
 
     def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> Transfer | None:
         """A handle for an operation that is not over yet, or has gone wrong. Under the lock."""
@@ -213,9 +214,9 @@ class PointToPoint:
                     moved_at, may_yield = now, own_cores.may_yield(now)
                 if now >= look_at:
                     if not is_said:
-                        text = _call_at(transfer.operation, self._flight)
+                        text = _call_at(transfer.operation, self._recorder)
                         area.say_waiting(rank, text)
-                        self._flight.say_waiting(text)
+                        self._recorder.say_waiting(text)
                         is_said = True
                     news = self._team.news
                     look_at = next_look(began, now, left_s, is_told) if self._look() else now + _TRY_AGAIN_S
@@ -233,7 +234,7 @@ class PointToPoint:
         finally:
             if is_said:
                 area.say_waiting(rank, "")
-                self._flight.say_waiting("")
+                self._recorder.say_waiting("")
 
     def _sleep(self, is_over: Callable[[], bool], news: int, limit_s: float, waited_s: float) -> bool:
         """Sleep until a peer rings or `limit_s` is over, unless something moves now: then True, at once."""
@@ -299,12 +300,12 @@ class PointToPoint:
             self._mailbox.progress()
         except BaseException as error:
             # Some record may be half read: no way to go on.
-            name = self._flight.name(self._team.rank)
+            name = self._recorder.name(self._team.rank)
             broken = CollectiveAborted(
-                f"{name} {describe_exception(error)}, while it moved messages of {self._flight.group_name}",
-                (self._flight.global_rank(self._team.rank),),
+                f"{name} {describe_exception(error)}, while it moved messages of {self._recorder.group_name}",
+                (self._recorder.global_rank(self._team.rank),),
             )
-            self._flight.break_with(broken)
+            self._recorder.break_with(broken)
             if not isinstance(error, Exception):
                 raise
 
@@ -342,14 +343,14 @@ class PointToPoint:
             now = time.monotonic()
             for operation, transfer in list(self._transfers.items()):
                 trouble = self._trouble(transfer, gone, now)
-                if trouble is not None or self._flight.broken is not None:
+                if trouble is not None or self._recorder.broken is not None:
                     self._mailbox.abandon(operation)
                     failed.append((self._transfers.pop(operation), trouble))
         finally:
             self._lock.release()
         self._finish(finished)
         for transfer, trouble in failed:
-            self._end(transfer, self._flight.repeat() if trouble is None else self._explain(transfer, trouble))
+            self._end(transfer, self._recorder.repeat() if trouble is None else self._explain(transfer, trouble))
         return True
 
     def _gone(self, peers: Iterable[int]) -> dict[int, TroubleKind]:
@@ -391,22 +392,22 @@ class PointToPoint:
             others = [f"send({one.label}, tag={one.tag}) at {one.label.site}" for one in kept[:_NUM_HINTS]]
             if others:
                 hint = f"Sent to this rank, and not received yet: {'; '.join(others)}. "
-        return self._flight.explain(trouble, self.name_of(transfer.operation), hint)
+        return self._recorder.explain(trouble, self.name_of(transfer.operation), hint)
 
     def _mismatch(self, operation: Send | Receive, conflict: Label) -> CollectiveMismatch:
-        flight, rank, peer = self._flight, self._team.rank, operation.awaited
-        mine = f"{flight.name(rank)} called {self.name_of(operation)}"
+        recorder, rank, peer = self._recorder, self._team.rank, operation.awaited
+        mine = f"{recorder.name(rank)} called {self.name_of(operation)}"
         other = "recv" if isinstance(operation, Send) else "send"
-        yours = f"{other}({conflict}, tag={operation.tag}) of {flight.name(peer)} at {conflict.site}"
+        yours = f"{other}({conflict}, tag={operation.tag}) of {recorder.name(peer)} at {conflict.site}"
         return CollectiveMismatch(
             f"{mine}, and what matches it by rank and tag is {yours}. Give both sides the same dtype and shape (one of "
             "them may be flat), or another tag if they were not meant for each other",
-            tuple(sorted({flight.global_rank(rank), flight.global_rank(peer)})),
+            tuple(sorted({recorder.global_rank(rank), recorder.global_rank(peer)})),
         )
 
     def name_of(self, operation: Send | Receive) -> str:
         """`recv(float32[3], src=0, tag=0) of the default group at train.py:3 in main`."""
-        return f"{_call(operation, self._flight)} of {self._flight.group_name} at {operation.label.site}"
+        return f"{_call(operation, self._recorder)} of {self._recorder.group_name} at {operation.label.site}"
 
     # ---- end -----------------------------------------------------------------------------------------
 
@@ -432,12 +433,12 @@ class PointToPoint:
         self._closed = True
 
 
-def _call(operation: Send | Receive, flight: Flight) -> str:
+def _call(operation: Send | Receive, recorder: FlightRecorder) -> str:
     if isinstance(operation, Send):
-        return f"send({operation.label}, dst={flight.global_rank(operation.peer)}, tag={operation.tag})"
-    source = "any" if operation.source == ANY_SOURCE else str(flight.global_rank(operation.source))
+        return f"send({operation.label}, dst={recorder.global_rank(operation.peer)}, tag={operation.tag})"
+    source = "any" if operation.source == ANY_SOURCE else str(recorder.global_rank(operation.source))
     return f"recv({operation.label}, src={source}, tag={operation.tag})"
 
 
-def _call_at(operation: Send | Receive, flight: Flight) -> str:
-    return f"{_call(operation, flight)} at {operation.label.site}"
+def _call_at(operation: Send | Receive, recorder: FlightRecorder) -> str:
+    return f"{_call(operation, recorder)} at {operation.label.site}"

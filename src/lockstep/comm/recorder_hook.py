@@ -3,7 +3,7 @@
 Since 2.15 torch hooks its recorder to every group whose backends keep no record themselves. The hook asks the group
 for a name that only groups with a C++ backend inside have, and ours have none: `init_process_group` raised
 "ProcessGroup name not set". Nor could the hook record anything, because it is called by torch's dispatcher, which our
-verbs do not pass. They have a record of their own (`flight.py`).
+verbs do not pass. They have a record of their own (`flight_recorder.py`).
 
 Rejected: to add our names to `_FR_SELF_RECORDING_BACKENDS`. torch asks for the backends of all devices, and so attaches
 its hook for "cpu:lockstep,cuda:nccl" all the same.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lockstep.comm import staging
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.torch_private.tensors import may_overlap
@@ -104,7 +104,7 @@ def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[obje
         raise InputError(f"{operation}: got {len(outputs)} outputs for {len(inputs)} inputs; one for each")
 
 
-def check_exchange(flight: Flight, sent: torch.Tensor, expected: torch.Tensor) -> None:
+def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch.Tensor) -> None:
     """Numbers of elements between each pair of ranks, (sender, receiver), the same on all ranks: so all raise or none.
 
     Raises:
@@ -112,10 +112,10 @@ def check_exchange(flight: Flight, sent: torch.Tensor, expected: torch.Tensor) -
     """
     for sender, receiver in (sent != expected).nonzero().tolist():
         raise CollectiveMismatch(
-            f"all_to_all: {flight.name(sender)} sends {int(sent[sender, receiver])} elements to "
-            f"{flight.name(receiver)}, which has room for {int(expected[sender, receiver])}. The input split "
+            f"all_to_all: {recorder.name(sender)} sends {int(sent[sender, receiver])} elements to "
+            f"{recorder.name(receiver)}, which has room for {int(expected[sender, receiver])}. The input split "
             "of a sender must equal the output split of the receiver",
-            (flight.global_rank(sender), flight.global_rank(receiver)),
+            (recorder.global_rank(sender), recorder.global_rank(receiver)),
         )
 
 

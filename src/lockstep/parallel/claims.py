@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.flight import fingerprint
+from lockstep.comm.flight_recorder import fingerprint
 from lockstep.errors import CollectiveMismatch
 
 __all__ = ["ADVICE", "NO_CLAIMS", "ClaimCheck", "Claims", "check_stamps", "describe_stamp", "join_claims", "stamp_of"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lockstep.comm import clock
 from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.comm.engine import Engine
-from lockstep.comm.flight import fingerprint
+from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
@@ -217,7 +217,7 @@ class SymmetricTransport:
         except CollectiveMismatch as error:
             if claims.text and not claims.is_certain:
                 error.args = (f"{error.args[0]} {ADVICE}", *error.args[1:])
-            self._num_failed, self._failed_collective = 0, self._engine.flight.number
+            self._num_failed, self._failed_collective = 0, self._engine.recorder.number
             raise
         self._pass += 1
         self._published.clear()

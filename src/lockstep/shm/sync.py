@@ -105,7 +105,7 @@ class TroubleKind(IntEnum):
     DEADLOCKED = 5  # it waits for this rank, in another group
 
 
-class PeerTrouble(Exception):  # never leaves the package: flight.explain makes a LockstepError of it
+class PeerTrouble(Exception):  # never leaves the package: recorder.explain makes a LockstepError of it
     """A wait cannot end well.
 
     Attributes:

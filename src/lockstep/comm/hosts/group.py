@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lockstep import env
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.hosts import algorithms
 from lockstep.comm.hosts.discovery import find_members
@@ -40,12 +40,12 @@ class HostsEngine(MessageEngine):
 
     Args:
         team: the ranks of the group.
-        flight: its flight record.
+        recorder: its flight recorder.
         timeout_s: default seconds until a rank that does not come is an error.
     """
 
-    def __init__(self, team: HostsTeam, flight: Flight, timeout_s: float) -> None:
-        super().__init__(team, flight, timeout_s, algorithms, functools.partial(HostsMailbox, team), RuntimeError)
+    def __init__(self, team: HostsTeam, recorder: FlightRecorder, timeout_s: float) -> None:
+        super().__init__(team, recorder, timeout_s, algorithms, functools.partial(HostsMailbox, team), RuntimeError)
         self.hosts_team = team
         self._place = team.local.rank
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from lockstep import env
 from lockstep.comm.backend import EngineProcessGroup, make_group
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.mpi import algorithms, departures
 from lockstep.comm.mpi.mailbox import MpiMailbox
@@ -101,7 +101,7 @@ class MpiEngine(MessageEngine):
     def __init__(self, team: MpiTeam, group_name: str, ranks: Sequence[int], timeout_s: float) -> None:
         super().__init__(
             team,
-            Flight(cast(Team, team), group_name, ranks),
+            FlightRecorder(cast(Team, team), group_name, ranks),
             timeout_s,
             algorithms,
             functools.partial(MpiMailbox, team),

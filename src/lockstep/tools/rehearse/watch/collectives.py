@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lockstep.comm.callsite import is_users
-from lockstep.comm.flight import Flight
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.tools.rehearse.devices.marks import storage_of
 from lockstep.tools.rehearse.devices.mode import observers
 from lockstep.tools.rehearse.line import Site
@@ -316,7 +316,7 @@ def install() -> None:
         wrap_everywhere(distributed_c10d, name, make)
     for name in ("numpy", "tolist", "__array__", "__reduce_ex__"):
         wrap(torch.Tensor, name, _reads)
-    wrap(Flight, "enter", _enter)
+    wrap(FlightRecorder, "enter", _enter)
     observers.append(_observe)
     passes.on_batch(_bursts.end)
     training.on_step(_bursts.end)

@@ -19,7 +19,7 @@ from lockstep import blackbox
 from lockstep.blackbox import CALL, NUMBER, SITE, START
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.comm.deadlock import DeadlockDetector
-from lockstep.comm.swaps import Swaps, Verdict
+from lockstep.comm.reorder import Order, ReorderDetector
 from lockstep.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -36,7 +36,7 @@ from lockstep.shm.team import Team
 
 _logger = get_logger(__name__)
 
-__all__ = ["Flight", "fingerprint"]
+__all__ = ["FlightRecorder", "fingerprint"]
 
 
 # What a rank may have given up with that is no failure of its own: those who waited for it raise the same.
@@ -58,34 +58,34 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-# The stamp that ranks compare: the fingerprint of the call, and below it a short one of the line it came from.
+# What ranks compare is one word: the fingerprint of the call, and below it a short one of the line it came from.
 _LINE_BITS = 20
 _LINE_MASK = (1 << _LINE_BITS) - 1
 
 
-class _Turn:
+class _RecordSlot:
     """What this rank wrote last for even, or for odd collectives.
 
     Args:
         parity: 0 for even ones.
         words: its record.
-        stamp_word: where its stamp goes.
-        peers: where the others' stamps are.
+        fingerprint_word: where its fingerprint goes.
+        peers: where the others' fingerprints are.
     """
 
-    __slots__ = ("key", "parity", "peers", "site", "stamp", "stamp_word", "words")
+    __slots__ = ("fingerprint", "fingerprint_word", "key", "parity", "peers", "site", "words")
 
-    def __init__(self, parity: int, words: memoryview, stamp_word: int, peers: tuple[int, ...]) -> None:
+    def __init__(self, parity: int, words: memoryview, fingerprint_word: int, peers: tuple[int, ...]) -> None:
         self.parity = parity
         self.words = words
-        self.stamp_word = stamp_word
+        self.fingerprint_word = fingerprint_word
         self.peers = peers
-        self.stamp = 0
+        self.fingerprint = 0
         self.key: object = None
         self.site: CallSite | None = None
 
 
-class Flight:
+class FlightRecorder:
     """The flight record of one group on one rank.
 
     Args:
@@ -114,21 +114,21 @@ class Flight:
         self._sites: dict[CallSite, tuple[int, int]] = {}
         self._site_keys: list[CallSite | None] = [None] * RING
         self._fingerprint_words = team.blocks.fingerprint_words
-        self._turns = (self._make_turn(0), self._make_turn(1))
-        self._turn = self._turns[0]
+        self._slots = (self._make_slot(0), self._make_slot(1))
+        self._slot = self._slots[0]
         self._box = blackbox.open_section(group_name)
         self.box_words, self._box_times = self._box.words, self._box.times
-        self._swaps = Swaps()
+        self._reorder_detector = ReorderDetector()
         self.number = 0
         self.broken: CollectiveError | None = None
         self.waiting_in: Callable[[int], str] = lambda rank: ""
         self.deadlock_detector: DeadlockDetector | None = None
         self._verify = self.verify  # bound once, not per collective
 
-    def _make_turn(self, parity: int) -> _Turn:
+    def _make_slot(self, parity: int) -> _RecordSlot:
         own = self._blocks.record_words[self._rank] + 8 * parity
         peers = tuple(words[parity] for rank, words in enumerate(self._fingerprint_words) if rank != self._rank)
-        return _Turn(parity, self._words[own : own + 4], self._fingerprint_words[self._rank][parity], peers)
+        return _RecordSlot(parity, self._words[own : own + 4], self._fingerprint_words[self._rank][parity], peers)
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:
         """Record that this rank enters its next collective. Local.
@@ -146,23 +146,23 @@ class Flight:
         if self.broken is not None:
             raise self.repeat()
         number = self.number + 1
-        self._turn = turn = self._turns[number & 1]
+        self._slot = slot = self._slots[number & 1]
         # What stands there already, as in a loop, is not written again.
-        if key != turn.key or (site is not turn.site and site != turn.site):
-            self._write(turn, key, describe, site)
-        self.number = turn.words[1] = number
+        if key != slot.key or (site is not slot.site and site != slot.site):
+            self._write(slot, key, describe, site)
+        self.number = slot.words[1] = number
         self._box_times[START] = start_s
         self.box_words[NUMBER] = number
         self._team.after_step = self._verify
 
-    def _write(self, turn: _Turn, key: object, describe: Callable[[], str], site: CallSite) -> None:
+    def _write(self, slot: _RecordSlot, key: object, describe: Callable[[], str], site: CallSite) -> None:
         """Write what the next collective is, and from which line."""
         call = self._calls.get(key) or self._add_call(key, describe())
         line = self._sites.get(site) or self._add_site(site)
-        turn.words[2], turn.words[3] = call[1], line[1]
-        self._words[turn.stamp_word] = turn.stamp = call[0] | line[0]
-        self.box_words[CALL + 2 * turn.parity], self.box_words[SITE + 2 * turn.parity] = call[1], line[1]
-        turn.key, turn.site = key, site
+        slot.words[2], slot.words[3] = call[1], line[1]
+        self._words[slot.fingerprint_word] = slot.fingerprint = call[0] | line[0]
+        self.box_words[CALL + 2 * slot.parity], self.box_words[SITE + 2 * slot.parity] = call[1], line[1]
+        slot.key, slot.site = key, site
 
     def say_waiting(self, text: str) -> None:
         """Let the launcher know which send or receive this rank waits in; empty when it does not any more. Local."""
@@ -191,7 +191,7 @@ class Flight:
             del self._sites[old]
         self._site_keys[index] = site
         self._sites[site] = entry = (fingerprint(text) & _LINE_MASK, index)
-        self._swaps.note_line(entry[0], self.number + 1)
+        self._reorder_detector.note_line(entry[0], self.number + 1)
         return entry
 
     def verify(self) -> None:
@@ -200,23 +200,23 @@ class Flight:
         Raises:
             CollectiveMismatch: not all came for the same. The group stays usable: every rank raises.
         """
-        words, turn = self._words, self._turn
-        stamp = turn.stamp
-        for word in turn.peers:
-            if words[word] != stamp:
+        words, slot = self._words, self._slot
+        own = slot.fingerprint
+        for word in slot.peers:
+            if words[word] != own:
                 self._compare()
                 return
 
     def _compare(self) -> None:
         """Not all came for the same from the same line."""
-        stamps = [self._words[words[self.number & 1]] for words in self._fingerprint_words]
-        calls, lines = {stamp & ~_LINE_MASK for stamp in stamps}, [stamp & _LINE_MASK for stamp in stamps]
+        found = [self._words[words[self.number & 1]] for words in self._fingerprint_words]
+        calls, lines = {one & ~_LINE_MASK for one in found}, [one & _LINE_MASK for one in found]
         if len(calls) > 1:
             raise self._damaged() or self._mismatch()
-        verdict = self._swaps.judge(self.number, calls.pop(), lines)
-        if verdict is Verdict.SWAPPED:
-            raise self._damaged() or self._swap(lines)
-        if verdict is Verdict.SUSPICIOUS:
+        order = self._reorder_detector.judge(self.number, calls.pop(), lines)
+        if order is Order.REORDERED:
+            raise self._damaged() or self._reordered(lines)
+        if order is Order.SUSPICIOUS:
             own = self._blocks.record(self._rank, self.number)
             warn_once(
                 _logger,
@@ -239,7 +239,7 @@ class Flight:
                 return self.break_with(SegmentDamaged(f"{self.name(self._rank)} in {self.describe_activity()}: {text}"))
         return None
 
-    def _swap(self, lines: Sequence[int]) -> CollectiveMismatch:
+    def _reordered(self, lines: Sequence[int]) -> CollectiveMismatch:
         """Some ranks made the last two calls in the other order."""
         now = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()

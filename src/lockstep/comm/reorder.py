@@ -1,4 +1,4 @@
-"""Two calls of one shape that some ranks make in the other order.
+"""Detects reordered calls: two calls of one shape that some ranks make in the other order.
 
 `all_reduce(loss)` and then `all_reduce(count)`, and on another rank the other way round: every call agrees with its
 counterpart in all that can be compared, and every result is the sum of two unrelated tensors. What tells is the lines:
@@ -6,8 +6,8 @@ rank 0 came from A and then from B, rank 1 from B and then from A.
 
 [Note: lines may differ] Ranks may come to one collective from different lines, each in its branch, so that alone
 means nothing. Nor does it where a loop gives each rank a turn in a branch of its own; there the lines change places
-too. So a swap is an error only between two lines that both had been common to all ranks until then. Otherwise it is a
-warning, once.
+too. So a reordering is an error only if both lines had been common to all ranks until then. Otherwise it is a warning,
+once.
 
 All ranks see the same lines of every collective in which lines differ, and come to the same judgement.
 """
@@ -17,20 +17,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["Swaps", "Verdict"]
+__all__ = ["Order", "ReorderDetector"]
 
 _MAX_LINES = 4096
 
 
-class Verdict(enum.Enum):
+class Order(enum.Enum):
     """What to make of a collective to which the ranks came from different lines."""
 
     ORDINARY = enum.auto()
     SUSPICIOUS = enum.auto()  # swapped, and maybe on purpose
-    SWAPPED = enum.auto()
+    REORDERED = enum.auto()
 
 
-class Swaps:
+class ReorderDetector:
     """Remembers from which lines the ranks of one group came."""
 
     def __init__(self) -> None:
@@ -46,24 +46,24 @@ class Swaps:
         if len(self._first) < _MAX_LINES:
             self._first.setdefault(line, number)
 
-    def judge(self, number: int, fingerprint: int, lines: Sequence[int]) -> Verdict:
-        """The ranks came for the same, but from different lines.
+    def judge(self, number: int, fingerprint: int, lines: Sequence[int]) -> Order:
+        """Judge a collective for which all ranks came with the same fingerprint, but from different lines.
 
         Args:
             number: of the collective.
             fingerprint: of what they came for.
             lines: one for each rank.
         """
-        verdict = Verdict.ORDINARY
+        order = Order.ORDINARY
         if (number, fingerprint) == (self._last_number + 1, self._last_fingerprint):
             swapped = self._swapped(lines)
             if swapped:
-                verdict = Verdict.SWAPPED if self._were_common(swapped) else Verdict.SUSPICIOUS
+                order = Order.REORDERED if self._were_common(swapped) else Order.SUSPICIOUS
         self._last_number, self._last_fingerprint, self._last_lines = number, fingerprint, tuple(lines)
         self._common_before = set(lines) - self._disagreed
         if len(self._disagreed) < _MAX_LINES:
             self._disagreed.update(lines)
-        return verdict
+        return order
 
     def _swapped(self, lines: Sequence[int]) -> set[int]:
         """The lines that two ranks went through in opposite order, in the last collective and this one."""
