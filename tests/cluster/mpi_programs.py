@@ -267,7 +267,7 @@ def troubles() -> dict[str, Described]:
 # ---- all in one start, because importing torch takes longer than what is tested ----------------------
 
 
-def without_trouble() -> dict[str, Any]:
+def without_failures() -> dict[str, Any]:
     """All that ends well."""
     return {"ways in": ways_in(), "bits": same_bits(), "numbers": numbers(), "threads": threads_and_groups()}
 

@@ -34,8 +34,8 @@ def test_random_programs() -> None:
 
 @pytest.fixture(scope="module")
 def well() -> list[dict[str, Any]]:
-    """What `programs.without_trouble` found on each of three ranks."""
-    ranks = launch(programs.without_trouble, 3, timeout=120.0)
+    """What `programs.without_failures` found on each of three ranks."""
+    ranks = launch(programs.without_failures, 3, timeout=120.0)
     assert all(isinstance(of_rank, dict) for of_rank in ranks), ranks
     return ranks
 

@@ -21,7 +21,7 @@ from lockstep.rendezvous import mpi as meeting
 from lockstep.rendezvous.urls import _EnvHandler
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity
-from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
+from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.testing import limit_s
 from lockstep.topology import Topology
 from mpi_harness import needs_mpi
@@ -103,9 +103,9 @@ def test_a_rank_that_went_after_its_part_is_still_waited_for() -> None:
     """What it owes to the collective that it has finished is on its way."""
     one, other = blocks_of()
     other.hear(0, memoryview(one.final_notice(5)))
-    for number, trouble in ((5, None), (6, TroubleKind.LEFT)):
+    for number, failure in ((5, None), (6, FailureKind.LEFT)):
         team = cast(MpiTeam, SimpleNamespace(blocks=other, _number=number))
-        assert MpiTeam._will_not_finish(team, 0) is trouble
+        assert MpiTeam._will_not_finish(team, 0) is failure
 
 
 def test_other_messages_are_no_notices() -> None:
@@ -125,11 +125,11 @@ def test_waiter_asks_until_nobody_is_awaited(questions: int) -> None:
 def test_waiter_looks_and_may_be_told_to_stop() -> None:
     def look(ranks: list[int], waited_s: float) -> None:
         if waited_s > 0.01:
-            raise PeerTrouble(dict.fromkeys(ranks, TroubleKind.LATE), waited_s)
+            raise PeerFailure(dict.fromkeys(ranks, FailureKind.LATE), waited_s)
 
-    with pytest.raises(PeerTrouble) as caught:
+    with pytest.raises(PeerFailure) as caught:
         MpiWaiter(1).wait(lambda: [3], look)
-    assert caught.value.ranks(TroubleKind.LATE) == [3]
+    assert caught.value.ranks(FailureKind.LATE) == [3]
 
 
 # ---- MPI is missing, or of no use ------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lockstep.shm import sync
 from lockstep.shm.cores import Cores
 from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import PeerIdentity, Watch, _read_stat, is_running, own_identity, pid_namespace
-from lockstep.shm.sync import Channel, PeerState, PeerTrouble, TroubleKind, Waiter
+from lockstep.shm.sync import Channel, FailureKind, PeerFailure, PeerState, Waiter
 from lockstep.testing import limit_s
 
 RANKS = 4
@@ -38,8 +38,8 @@ class Words:
     def wait(self, timeout_s: float = 30.0, target: int = 1) -> None:
         self.waiter.wait(self.memory, PENDING, target, timeout_s)
 
-    def trouble(self, timeout_s: float = 30.0) -> PeerTrouble:
-        with pytest.raises(PeerTrouble) as caught:
+    def failure(self, timeout_s: float = 30.0) -> PeerFailure:
+        with pytest.raises(PeerFailure) as caught:
             self.wait(timeout_s)
         return caught.value
 
@@ -100,11 +100,11 @@ def test_ranks_come_one_after_another(words: Words, delays_s: tuple[float, ...])
 def test_deadline_names_those_that_are_missing(words: Words) -> None:
     words.come(2)
     start = time.monotonic()
-    trouble = words.trouble(timeout_s=0.05)
-    assert trouble.kinds == {1: TroubleKind.LATE, 3: TroubleKind.LATE}
-    assert 0.05 <= trouble.waited_s <= time.monotonic() - start < limit_s(0.5)
-    assert trouble.ranks(TroubleKind.LATE) == [1, 3]
-    assert trouble.ranks(TroubleKind.DEAD) == []
+    failure = words.failure(timeout_s=0.05)
+    assert failure.kinds == {1: FailureKind.LATE, 3: FailureKind.LATE}
+    assert 0.05 <= failure.waited_s <= time.monotonic() - start < limit_s(0.5)
+    assert failure.ranks(FailureKind.LATE) == [1, 3]
+    assert failure.ranks(FailureKind.DEAD) == []
 
 
 def test_one_deadline_for_all(words: Words) -> None:
@@ -113,18 +113,18 @@ def test_one_deadline_for_all(words: Words) -> None:
     timers = [threading.Timer(0.4 * timeout_s * rank, words.come, [rank]) for rank in (1, 2)]
     for timer in timers:
         timer.start()
-    trouble = words.trouble(timeout_s)
-    assert trouble.kinds == {3: TroubleKind.LATE}
-    assert trouble.waited_s < 1.8 * timeout_s
+    failure = words.failure(timeout_s)
+    assert failure.kinds == {3: FailureKind.LATE}
+    assert failure.waited_s < 1.8 * timeout_s
 
 
 @pytest.mark.parametrize(
-    ("state", "kind"), [(PeerState.FAILED, TroubleKind.FAILED), (PeerState.LEFT, TroubleKind.LEFT)]
+    ("state", "kind"), [(PeerState.FAILED, FailureKind.FAILED), (PeerState.LEFT, FailureKind.LEFT)]
 )
-def test_rank_that_will_not_come(words: Words, state: PeerState, kind: TroubleKind) -> None:
+def test_rank_that_will_not_come(words: Words, state: PeerState, kind: FailureKind) -> None:
     words.come(1, 3)
     threading.Timer(0.01, words.become, [state, 2]).start()
-    assert words.trouble().kinds == {2: kind}
+    assert words.failure().kinds == {2: kind}
 
 
 def test_all_kinds_at_once(words: Words, child: int) -> None:
@@ -133,24 +133,24 @@ def test_all_kinds_at_once(words: Words, child: int) -> None:
     os.waitpid(child, 0)
     words.become(PeerState.FAILED, 1)
     words.become(PeerState.LEFT, 2)
-    expected = {1: TroubleKind.FAILED, 2: TroubleKind.LEFT, 3: TroubleKind.DEAD}
-    assert words.trouble().kinds == expected
+    expected = {1: FailureKind.FAILED, 2: FailureKind.LEFT, 3: FailureKind.DEAD}
+    assert words.failure().kinds == expected
 
 
 @pytest.mark.parametrize(
     ("state", "kind"),
     [
-        (PeerState.READY, TroubleKind.DEAD),
-        (PeerState.LEFT, TroubleKind.LEFT),
-        (PeerState.FAILED, TroubleKind.FAILED),
+        (PeerState.READY, FailureKind.DEAD),
+        (PeerState.LEFT, FailureKind.LEFT),
+        (PeerState.FAILED, FailureKind.FAILED),
     ],
 )
-def test_last_words_say_more_than_death(words: Words, child: int, state: PeerState, kind: TroubleKind) -> None:
+def test_last_words_say_more_than_death(words: Words, child: int, state: PeerState, kind: FailureKind) -> None:
     words.come(1, 3)
     words.watch.add(2, identity_of(child))
     words.become(state, 2)
     os.kill(child, signal.SIGKILL)
-    assert words.trouble().kinds == {2: kind}
+    assert words.failure().kinds == {2: kind}
 
 
 def test_who_came_and_left_has_kept_its_promise(words: Words) -> None:
@@ -163,7 +163,7 @@ def test_who_came_and_left_has_kept_its_promise(words: Words) -> None:
 
 def test_own_group_is_closed_meanwhile(words: Words) -> None:
     threading.Timer(0.01, setattr, (words.waiter, "closed", True)).start()
-    assert words.trouble().kinds == {0: TroubleKind.CLOSED}
+    assert words.failure().kinds == {0: FailureKind.CLOSED}
 
 
 # ---- steps taken back ------------------------------------------------------------------------------
@@ -173,21 +173,21 @@ def test_rank_that_gives_up_is_not_late_but_about_to_say_why(words: Words) -> No
     words.come(1, 2)
     words.become(PeerState.GIVING_UP, 3)
     threading.Timer(0.1, words.become, [PeerState.FAILED, 3]).start()
-    trouble = words.trouble(timeout_s=0.02)
-    assert trouble.kinds == {3: TroubleKind.FAILED}
-    assert trouble.waited_s > 0.05
+    failure = words.failure(timeout_s=0.02)
+    assert failure.kinds == {3: FailureKind.FAILED}
+    assert failure.waited_s > 0.05
 
 
 def test_late_rank_is_told_apart_from_those_that_gave_up_on_it(words: Words) -> None:
     words.become(PeerState.GIVING_UP, 1, 2)
-    assert words.trouble(timeout_s=0.02).kinds == {3: TroubleKind.LATE}
+    assert words.failure(timeout_s=0.02).kinds == {3: FailureKind.LATE}
 
 
 def test_reason_that_never_follows(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "_REASON_FOLLOWS_WITHIN_S", 0.02)
     words.come(1, 2)
     words.become(PeerState.GIVING_UP, 3)
-    assert words.trouble(timeout_s=0.02).kinds == {3: TroubleKind.LATE}
+    assert words.failure(timeout_s=0.02).kinds == {3: FailureKind.LATE}
 
 
 def test_who_gives_up_while_others_are_awaited_is_noticed(words: Words) -> None:
@@ -200,7 +200,7 @@ def test_who_gives_up_while_others_are_awaited_is_noticed(words: Words) -> None:
         words.become(PeerState.FAILED, 1)
 
     threading.Timer(0.02, go_back).start()
-    assert words.trouble().kinds == {1: TroubleKind.FAILED}
+    assert words.failure().kinds == {1: FailureKind.FAILED}
 
 
 def test_who_gives_up_the_next_step_has_taken_this_one(words: Words) -> None:
@@ -261,7 +261,7 @@ def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pyte
         return look(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(words.waiter, "look", count)
-    words.trouble(timeout_s=0.3)
+    words.failure(timeout_s=0.3)
     assert len(looks) < 80, "a look every 2 ms makes 150"
     assert sync.next_look(0.0, 0.0, 60.0) == sync._LOOK_EVERY_S
     assert sync.next_look(0.0, 30.0, 60.0) == 30.0 + sync._LONGEST_LOOK_S
@@ -359,11 +359,11 @@ def test_futex_does_not_sleep_where_the_word_has_changed() -> None:
 # ---- alarms ----------------------------------------------------------------------------------------
 
 
-def trouble_of_a_sleeper(alarm: Callable[[Waiter, memoryview], None]) -> PeerTrouble:
+def failure_of_a_sleeper(alarm: Callable[[Waiter, memoryview], None]) -> PeerFailure:
     """What ends a wait that nobody comes to, and that would not look by itself for long."""
     (sleeper, other), memory = make_channels(2)
     threading.Timer(0.05, lambda: alarm(other.waiter, memory)).start()
-    with pytest.raises(PeerTrouble) as caught:
+    with pytest.raises(PeerFailure) as caught:
         sleeper.step(60.0)
     assert caught.value.waited_s < 15.0, "it woke up by itself"
     return caught.value
@@ -377,17 +377,17 @@ def fail_and_tell(waiter: Waiter, memory: memoryview) -> None:
 @pytest.mark.usefixtures("neighbours")
 def test_alarm_wakes_who_sleeps() -> None:
     """See [Note: alarm]."""
-    assert trouble_of_a_sleeper(fail_and_tell).kinds == {1: TroubleKind.FAILED}
+    assert failure_of_a_sleeper(fail_and_tell).kinds == {1: FailureKind.FAILED}
 
 
 @pytest.mark.usefixtures("neighbours")
-def test_alarm_without_trouble_wakes_nobody_for_good() -> None:
+def test_alarm_without_failures_wakes_nobody_for_good() -> None:
     def tell_and_fail(waiter: Waiter, memory: memoryview) -> None:
         for _ in range(10):
             waiter.sound_alarm()
         fail_and_tell(waiter, memory)
 
-    assert trouble_of_a_sleeper(tell_and_fail).kinds == {1: TroubleKind.FAILED}
+    assert failure_of_a_sleeper(tell_and_fail).kinds == {1: FailureKind.FAILED}
 
 
 @pytest.mark.usefixtures("neighbours")
@@ -397,10 +397,10 @@ def test_death_wakes_who_sleeps(child: int) -> None:
     watch.on_death = sleeper.waiter.sound_alarm
     watch.add(1, identity_of(child))
     threading.Timer(0.05, os.kill, [child, signal.SIGKILL]).start()
-    with pytest.raises(PeerTrouble) as caught:
+    with pytest.raises(PeerFailure) as caught:
         sleeper.step(60.0)
     watch.close()
-    assert caught.value.kinds == {1: TroubleKind.DEAD}
+    assert caught.value.kinds == {1: FailureKind.DEAD}
     assert caught.value.waited_s < 15.0, "it woke up by itself"
 
 
@@ -408,9 +408,9 @@ def test_death_wakes_who_sleeps(child: int) -> None:
 def test_close_wakes_who_sleeps() -> None:
     (sleeper, _), _ = make_channels(2)
     threading.Timer(0.05, sleeper.waiter.close).start()
-    with pytest.raises(PeerTrouble) as caught:
+    with pytest.raises(PeerFailure) as caught:
         sleeper.step(60.0)
-    assert caught.value.kinds == {0: TroubleKind.CLOSED}
+    assert caught.value.kinds == {0: FailureKind.CLOSED}
     assert caught.value.waited_s < 15.0, "it woke up by itself"
 
 
@@ -442,7 +442,7 @@ def test_number_of_looks_in_a_second(
     (sleeper, _), _ = make_channels(2)
     monkeypatch.setattr(Watch, "must_ask", must_ask)
     overseer = sleeper.waiter.overseer = CountingOverseer(again_s)
-    with pytest.raises(PeerTrouble):
+    with pytest.raises(PeerFailure):
         sleeper.step(1.0)
     assert overseer.looks <= at_most
     assert overseer.looks >= (1 if limit_s(1.0) > 1.5 else at_least)
@@ -466,14 +466,14 @@ def test_channel_takes_its_step_back_when_it_gives_up() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    with pytest.raises(PeerTrouble):
+    with pytest.raises(PeerFailure):
         first.step(0.02)
     assert memory[0] == 1, "the step before that stays taken"
     assert memory[2] == PeerState.GIVING_UP
     memory[2] = PeerState.FAILED
-    with pytest.raises(PeerTrouble) as caught:
+    with pytest.raises(PeerFailure) as caught:
         late.step(30.0)
-    assert caught.value.kinds == {0: TroubleKind.FAILED}
+    assert caught.value.kinds == {0: FailureKind.FAILED}
 
 
 def test_one_rank_alone_never_waits() -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from lockstep.comm.work import Runner
 from lockstep.shm.control_blocks import ControlBlocks
-from lockstep.shm.sync import PeerTrouble, TroubleKind
+from lockstep.shm.sync import FailureKind, PeerFailure
 
 __all__ = ["MAIN_THREAD", "DeadlockDetector", "note_other_caller"]
 
@@ -109,7 +109,7 @@ class DeadlockDetector:
             Seconds after which it wants to look again: soon, if there is a cycle to be confirmed.
 
         Raises:
-            PeerTrouble: of kind DEADLOCKED; they never will, because they wait for this one.
+            PeerFailure: of kind DEADLOCKED; they never will, because they wait for this one.
         """
         if timeout_s < _SHORTEST_TIMEOUT_S:
             return math.inf
@@ -131,7 +131,7 @@ class DeadlockDetector:
             if self._is_certain():
                 self._blocks.confirm_wait(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
                 self._published = ""  # not to be taken back by `end`
-                raise PeerTrouble(dict.fromkeys(missing, TroubleKind.DEADLOCKED), waited_s)
+                raise PeerFailure(dict.fromkeys(missing, FailureKind.DEADLOCKED), waited_s)
         return _CONFIRM_LOOKS_EVERY_S if self._suspects else math.inf
 
     def end(self) -> None:

@@ -36,7 +36,7 @@ from lockstep.errors import (
 from lockstep.shm import algorithms
 from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
-from lockstep.shm.sync import PeerTrouble
+from lockstep.shm.sync import PeerFailure
 from lockstep.shm.team import Region, Team
 
 __all__ = ["Engine"]
@@ -153,8 +153,8 @@ class Engine:
                 recorder.enter(key, describe, site, start)
                 body(limit_s)
                 recorder.box_words[FINISHED] = recorder.number
-            except PeerTrouble as trouble:
-                raise self.recorder.explain(trouble) from None
+            except PeerFailure as failure:
+                raise self.recorder.explain(failure) from None
             except (CollectiveError, SharedMemoryError):
                 raise  # All ranks raise these at the same step, or the group was broken before.
             except BaseException as error:

@@ -31,7 +31,7 @@ from lockstep.errors import (
 from lockstep.frames import split_site
 from lockstep.log import get_logger, warn_once
 from lockstep.shm.control_blocks import RING, TEXT_BYTES, ControlBlocks, Failure, Record, damage_text
-from lockstep.shm.sync import PeerTrouble, TroubleKind
+from lockstep.shm.sync import FailureKind, PeerFailure
 from lockstep.shm.team import Team
 
 _logger = get_logger(__name__)
@@ -277,28 +277,28 @@ class FlightRecorder:
 
     # ---- waits that cannot end -------------------------------------------------------------------
 
-    def explain(self, trouble: PeerTrouble, activity: str | None = None, hint: str = "") -> CollectiveError:
+    def explain(self, failure: PeerFailure, activity: str | None = None, hint: str = "") -> CollectiveError:
         """The error for a wait that cannot end; breaks the group.
 
         Args:
-            trouble: why.
+            failure: why.
             activity: what this rank was waiting in; default the current collective.
             hint: what else to say should a rank be late.
         """
         if activity is None:
             activity = self.describe_activity()
-        if trouble.ranks(TroubleKind.DEADLOCKED):
+        if failure.ranks(FailureKind.DEADLOCKED):
             return self._explain_crossed()
-        if trouble.ranks(TroubleKind.CLOSED):
+        if failure.ranks(FailureKind.CLOSED):
             return CollectiveAborted(f"{self.group_name} was shut down on {self.name(self._rank)} during {activity}")
-        if trouble.ranks(TroubleKind.LATE):
-            return self.break_with(self._explain_late(trouble, activity, hint))
-        failures = {rank: self._blocks.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)}
-        given_up = self._explain_given_up(trouble, failures, activity)
+        if failure.ranks(FailureKind.LATE):
+            return self.break_with(self._explain_late(failure, activity, hint))
+        failures = {rank: self._blocks.failure(rank) for rank in failure.ranks(FailureKind.FAILED)}
+        given_up = self._explain_given_up(failure, failures, activity)
         if given_up is not None:
             error, reason = given_up
             return self.break_with(error, reason)
-        return self.break_with(self._explain_loss(trouble, failures, activity))
+        return self.break_with(self._explain_loss(failure, failures, activity))
 
     def _explain_crossed(self) -> CollectiveMismatch:
         assert self.deadlock_detector is not None
@@ -311,24 +311,24 @@ class FlightRecorder:
         """`collective #5 of the default group, barrier() at train.py:81 in main`: what this rank is in."""
         return f"collective #{self.number} of {self.group_name}, {self._own_call()}"
 
-    def _explain_late(self, trouble: PeerTrouble, activity: str, hint: str) -> CollectiveTimeout:
-        late = trouble.ranks(TroubleKind.LATE)
+    def _explain_late(self, failure: PeerFailure, activity: str, hint: str) -> CollectiveTimeout:
+        late = failure.ranks(FailureKind.LATE)
         places = [f"{self.name(rank)}, which {self._last_seen(rank)}" for rank in late]
         return CollectiveTimeout(
-            f"{self.name(self._rank)} waited {trouble.waited_s:.1f} s in {activity}. Missing: {'; '.join(places)}. "
+            f"{self.name(self._rank)} waited {failure.waited_s:.1f} s in {activity}. Missing: {'; '.join(places)}. "
             f"{hint}It may be stopped, stuck or far behind: look at its stack (py-spy dump --pid …), or give a longer "
             f"timeout if it had work to do{self._advice_against(late)}",
             self._globals(late),
         )
 
     def _explain_given_up(
-        self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str
+        self, failure: PeerFailure, failures: Mapping[int, Failure], activity: str
     ) -> tuple[CollectiveError, str] | None:
         """The error where all that is wrong is that others gave up, and why they did, or None."""
         kinds = {failure.kind for failure in failures.values()}
         error = _GIVEN_UP.get(next(iter(kinds), ""))
         gave_up = list(failures)
-        if error is None or len(kinds) > 1 or len(gave_up) < len(trouble.kinds):
+        if error is None or len(kinds) > 1 or len(gave_up) < len(failure.kinds):
             return None
         first = failures[gave_up[0]]
         blamed = sorted({culprit for rank in gave_up for culprit in failures[rank].culprits})
@@ -336,20 +336,20 @@ class FlightRecorder:
         text = f"{self.name(self._rank)} {verb} {activity}, but {self.names(gave_up)} had given up. {first.message}"
         return error(text, tuple(blamed)), first.message
 
-    def _explain_loss(self, trouble: PeerTrouble, failures: Mapping[int, Failure], activity: str) -> RankLost:
-        """Name whoever caused it: the ranks missing here may only follow another's trouble."""
+    def _explain_loss(self, failure: PeerFailure, failures: Mapping[int, Failure], activity: str) -> RankLost:
+        """Name whoever caused it: the ranks missing here may only follow another's failure."""
         raised = [
             rank
             for rank, failure in failures.items()
             if not failure.culprits or self._global_ranks[rank] in failure.culprits
         ]
-        dead, left = trouble.ranks(TroubleKind.DEAD), trouble.ranks(TroubleKind.LEFT)
+        dead, left = failure.ranks(FailureKind.DEAD), failure.ranks(FailureKind.LEFT)
         told = raised or dead or list(failures)[:1] or left
         if told == list(failures)[:1] and told != raised:
             culprits = tuple(sorted({culprit for failure in failures.values() for culprit in failure.culprits}))
         else:
             culprits = self._globals(told)
-        stories = [self._story(rank, trouble.kinds[rank], failures.get(rank)) for rank in told]
+        stories = [self._story(rank, failure.kinds[rank], failures.get(rank)) for rank in told]
         advice = self._advice_against(told)
         return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}{advice}", culprits)
 
@@ -363,12 +363,12 @@ class FlightRecorder:
         )
         return f".{text}".rstrip(".") if text else ""
 
-    def _story(self, rank: int, kind: TroubleKind, failure: Failure | None) -> str:
+    def _story(self, rank: int, kind: FailureKind, failure: Failure | None) -> str:
         if failure is not None and failure.kind in ("", CollectiveAborted.__name__):
             return f"{self.name(rank)} failed: it {failure.message} ({self._last_seen(rank)})"
         if failure is not None:  # What it gave up with is a sentence about others.
             return f"{self.name(rank)} gave up, because {failure.message} ({self._last_seen(rank)})"
-        if kind is TroubleKind.DEAD:
+        if kind is FailureKind.DEAD:
             return f"{self.name(rank)} died: its process is gone; it {self._last_seen(rank)}"
         return f"{self.name(rank)} left the group while others still needed it; it {self._last_seen(rank)}"
 

@@ -23,7 +23,7 @@ import torch
 from lockstep.comm.mpi.control_blocks import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
-from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
+from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 
 __all__ = ["MESSAGE_BYTES", "MessageTeam"]
 
@@ -69,8 +69,8 @@ class MessageTeam(abc.ABC):
         mail_area: what this rank waits for in point to point.
         after_step: called once when all have come to a collective, then forgotten; the flight record sets it.
         finished: number of the last collective that this rank has finished.
-        is_told: whether trouble wakes whoever sleeps in a wait of this group, so that it need not look often.
-        news: would change with trouble then.
+        is_told: whether a failure wakes whoever sleeps in a wait of this group, so that it need not look often.
+        news: would change with a failure then.
     """
 
     is_told = False
@@ -130,7 +130,7 @@ class MessageTeam(abc.ABC):
         """Wait until all ranks have come to this collective, if they have not yet. See [Note: arrival].
 
         Raises:
-            PeerTrouble: a rank cannot come, or did not come in time.
+            PeerFailure: a rank cannot come, or did not come in time.
             CollectiveMismatch: not all came for the same.
         """
         check = self.after_step
@@ -147,9 +147,9 @@ class MessageTeam(abc.ABC):
 
         self._wait(awaited, timeout_s)
         # Whoever came first may have given up since.
-        gave_up = [peer for peer in self._others if self._will_not_finish(peer) is TroubleKind.FAILED]
+        gave_up = [peer for peer in self._others if self._will_not_finish(peer) is FailureKind.FAILED]
         if gave_up:
-            raise PeerTrouble(dict.fromkeys(gave_up, TroubleKind.FAILED), 0.0)
+            raise PeerFailure(dict.fromkeys(gave_up, FailureKind.FAILED), 0.0)
         self.after_step = None
         check()
 
@@ -168,22 +168,22 @@ class MessageTeam(abc.ABC):
     # ---- waiting ---------------------------------------------------------------------------------------
 
     def _look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
-        """Raise PeerTrouble if one of these ranks will not do its part in this collective."""
+        """Raise PeerFailure if one of these ranks will not do its part in this collective."""
         if self._is_closed:
-            raise PeerTrouble({self.rank: TroubleKind.CLOSED}, waited_s)
+            raise PeerFailure({self.rank: FailureKind.CLOSED}, waited_s)
         kinds = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
         if not kinds:
-            kinds = dict.fromkeys(self.watch.dead().intersection(ranks), TroubleKind.DEAD)
+            kinds = dict.fromkeys(self.watch.dead().intersection(ranks), FailureKind.DEAD)
         if not kinds and waited_s >= timeout_s:
-            kinds = dict.fromkeys(ranks, TroubleKind.LATE)
+            kinds = dict.fromkeys(ranks, FailureKind.LATE)
         if kinds:
-            raise PeerTrouble(kinds, waited_s)
+            raise PeerFailure(kinds, waited_s)
 
-    def _will_not_finish(self, rank: int) -> TroubleKind | None:
+    def _will_not_finish(self, rank: int) -> FailureKind | None:
         """What is wrong with a rank that said it goes without finishing this collective, or None."""
         if self.blocks.finished.get(rank, self._number) >= self._number:
             return None
-        return TroubleKind.FAILED if self.blocks.state(rank) == PeerState.FAILED else TroubleKind.LEFT
+        return FailureKind.FAILED if self.blocks.state(rank) == PeerState.FAILED else FailureKind.LEFT
 
     # ---- end -------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.cores import own_cores
 from lockstep.shm.mailbox import Mailbox
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
-from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind, next_look
+from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, next_look
 from lockstep.shm.team import Team
 
 __all__ = ["PointToPoint"]
@@ -157,7 +157,7 @@ class PointToPoint:
         """A small message would be written to the ring of a rank that is gone as if that read it."""
         gone = self._gone([send.peer])
         if gone:
-            raise self._recorder.explain(PeerTrouble(gone, 0.0), self.name_of(send))
+            raise self._recorder.explain(PeerFailure(gone, 0.0), self.name_of(send))
 
     def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> Transfer | None:
         """A handle for an operation that is not over yet, or has gone wrong. Under the lock."""
@@ -326,13 +326,13 @@ class PointToPoint:
         if len(self._drivers) > (threading.get_ident() in self._drivers):
             self._mailbox.wake_here()
 
-    # ---- trouble -------------------------------------------------------------------------------------
+    # ---- failures ------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """End the transfers that cannot finish any more. False, and nothing done, if another thread is at it."""
         if not self._lock.acquire(blocking=False):
             return False
-        failed: list[tuple[Transfer, PeerTrouble | None]] = []
+        failed: list[tuple[Transfer, PeerFailure | None]] = []
         try:
             if self._closed:
                 return True
@@ -342,33 +342,33 @@ class PointToPoint:
             finished = self._take_finished()
             now = time.monotonic()
             for operation, transfer in list(self._transfers.items()):
-                trouble = self._trouble(transfer, gone, now)
-                if trouble is not None or self._recorder.broken is not None:
+                failure = self._failure_of(transfer, gone, now)
+                if failure is not None or self._recorder.broken is not None:
                     self._mailbox.abandon(operation)
-                    failed.append((self._transfers.pop(operation), trouble))
+                    failed.append((self._transfers.pop(operation), failure))
         finally:
             self._lock.release()
         self._finish(finished)
-        for transfer, trouble in failed:
-            self._end(transfer, self._recorder.repeat() if trouble is None else self._explain(transfer, trouble))
+        for transfer, failure in failed:
+            self._end(transfer, self._recorder.repeat() if failure is None else self._explain(transfer, failure))
         return True
 
-    def _gone(self, peers: Iterable[int]) -> dict[int, TroubleKind]:
+    def _gone(self, peers: Iterable[int]) -> dict[int, FailureKind]:
         """Those of `peers` that will not send or receive any more."""
         dead = self._team.watch.dead()
-        gone: dict[int, TroubleKind] = {}
+        gone: dict[int, FailureKind] = {}
         for peer in peers:
             state = self._team.blocks.state(peer)
             # What a rank said before it died says more than its death.
             if state is PeerState.FAILED:
-                gone[peer] = TroubleKind.FAILED
+                gone[peer] = FailureKind.FAILED
             elif state is PeerState.LEFT:
-                gone[peer] = TroubleKind.LEFT
+                gone[peer] = FailureKind.LEFT
             elif peer in dead:
-                gone[peer] = TroubleKind.DEAD
+                gone[peer] = FailureKind.DEAD
         return gone
 
-    def _trouble(self, transfer: Transfer, gone: Mapping[int, TroubleKind], now: float) -> PeerTrouble | None:
+    def _failure_of(self, transfer: Transfer, gone: Mapping[int, FailureKind], now: float) -> PeerFailure | None:
         awaited, since = transfer.operation.awaited, transfer.awaited_since_s
         waited_s = 0.0 if since is None else now - since
         if awaited != ANY_SOURCE:
@@ -377,22 +377,22 @@ class PointToPoint:
         else:
             candidates = [peer for peer in range(self._team.world_size) if peer != self._team.rank]
             # One that has left has no more to say; one that broke may have been the one to send.
-            kinds = {peer: kind for peer, kind in gone.items() if kind is not TroubleKind.LEFT}
+            kinds = {peer: kind for peer, kind in gone.items() if kind is not FailureKind.LEFT}
             if len(gone) == len(candidates):
                 kinds = dict(gone)
         if not kinds and since is not None and waited_s >= transfer.timeout_s:
-            kinds = dict.fromkeys(candidates, TroubleKind.LATE)
-        return PeerTrouble(kinds, waited_s) if kinds else None
+            kinds = dict.fromkeys(candidates, FailureKind.LATE)
+        return PeerFailure(kinds, waited_s) if kinds else None
 
-    def _explain(self, transfer: Transfer, trouble: PeerTrouble) -> CollectiveError:
+    def _explain(self, transfer: Transfer, failure: PeerFailure) -> CollectiveError:
         hint = ""
-        late = trouble.ranks(TroubleKind.LATE)
+        late = failure.ranks(FailureKind.LATE)
         if late and isinstance(transfer.operation, Receive):
             kept = [arrival for peer in late for arrival in self._mailbox.kept_from(peer)]
             others = [f"send({one.label}, tag={one.tag}) at {one.label.site}" for one in kept[:_NUM_HINTS]]
             if others:
                 hint = f"Sent to this rank, and not received yet: {'; '.join(others)}. "
-        return self._recorder.explain(trouble, self.name_of(transfer.operation), hint)
+        return self._recorder.explain(failure, self.name_of(transfer.operation), hint)
 
     def _mismatch(self, operation: Send | Receive, conflict: Label) -> CollectiveMismatch:
         recorder, rank, peer = self._recorder, self._team.rank, operation.awaited

@@ -3,7 +3,7 @@
 All take flat, contiguous CPU tensors and run in the calling thread; every rank calls the same
 function with the same sizes (the flight record has that verified at the first step). Each
 moves its data in chunks of a slot, so any size works with bounded shared memory. All may raise
-`PeerTrouble`. See [Note: two slots] in team.py for why no transfer ends in a barrier.
+`PeerFailure`. See [Note: two slots] in team.py for why no transfer ends in a barrier.
 
 [Note: who writes a line] Moving a cache line between cores costs little if the core that writes it is the one
 that read it last, and up to ten times more if it is the one that wrote it last while another has read it since

@@ -32,7 +32,7 @@ from lockstep.shm.liveness import (
     started_at_s,
 )
 from lockstep.shm.segment import Segment, boot_id
-from lockstep.shm.sync import PeerState, PeerTrouble, TroubleKind
+from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.terms import Terms, disagreement
 
 __all__ = ["Bootstrap", "SeveralHosts", "Store"]
@@ -116,18 +116,18 @@ class Bootstrap:
         culprits = tuple(self.global_ranks[rank] for rank in ranks)
         return RankLost(f"{names} {what} while the group was being made", culprits)
 
-    def explain(self, trouble: PeerTrouble, blocks: ControlBlocks) -> RankLost | RendezvousError:
+    def explain(self, failure: PeerFailure, blocks: ControlBlocks) -> RankLost | RendezvousError:
         """The error for ranks that came and then did not go on."""
-        gone = trouble.ranks(TroubleKind.DEAD) + trouble.ranks(TroubleKind.LEFT)
+        gone = failure.ranks(FailureKind.DEAD) + failure.ranks(FailureKind.LEFT)
         if gone:
             return self._lost(gone, "came and was gone again")
-        failures = [blocks.failure(rank) for rank in trouble.ranks(TroubleKind.FAILED)]
+        failures = [blocks.failure(rank) for rank in failure.ranks(FailureKind.FAILED)]
         for failure in failures:
             if failure.kind == RankLost.__name__:
                 return RankLost(failure.message, failure.culprits)
         if failures:
             return RendezvousError(failures[0].message)
-        names = ", ".join(map(self.name, trouble.ranks(TroubleKind.LATE)))
+        names = ", ".join(map(self.name, failure.ranks(FailureKind.LATE)))
         return RendezvousError(f"{names} came and then did not go on within {self.timeout_s:g} s")
 
     def open_segment(self, size_bytes: int) -> Segment:

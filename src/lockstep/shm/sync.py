@@ -29,7 +29,7 @@ told wakes the sleepers at once ([Note: alarm]). Looks are for what cannot: the 
 in different groups (they say when they want the next look), a rank that is stopped. Where deaths are not told
 (`Watch.must_ask`), or a waiter listens in its looks, they stay five a second, and more in the first.
 
-[Note: alarm] Whoever knows of trouble writes it down (its state, or in its own process the death of a peer), then
+[Note: alarm] Whoever knows of a failure writes it down (its state, or in its own process the death of a peer), then
 counts the alarm, then changes the gate and wakes all that sleep there. A sleeper reads the gate, then the alarm, then
 sleeps unless the gate has changed; and it looks whenever the alarm has. So no alarm is missed; of two ranks that count
 at the same moment each has written down its reason before. All ranks wake up for any alarm: of a death the first
@@ -60,10 +60,10 @@ from lockstep.shm.liveness import Watch
 
 __all__ = [
     "Channel",
+    "FailureKind",
     "Overseer",
+    "PeerFailure",
     "PeerState",
-    "PeerTrouble",
-    "TroubleKind",
     "Waiter",
     "fence",
     "next_look",
@@ -77,7 +77,7 @@ _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebod
 _SHORTEST_NAP_S = 0.000001
 _LOOK_EVERY_S = 0.002
 # Between two looks passes at most so much of the time waited so far, and at most so long; the latter where a wait
-# is told of trouble.
+# is told of a failure.
 _LOOKS_OF_WAITED, _LOOKS_OF_WAITED_IF_TOLD = 0.3, 4.0
 _LONGEST_LOOK_S, _LONGEST_LOOK_IF_TOLD_S = 0.2, 0.5
 _RANDOM_BITS = 62
@@ -94,7 +94,7 @@ class PeerState(IntEnum):
     FAILED = 4  # has raised; its block says what
 
 
-class TroubleKind(IntEnum):
+class FailureKind(IntEnum):
     """Why a peer cannot be waited for any longer."""
 
     DEAD = 0  # its process is gone
@@ -105,7 +105,7 @@ class TroubleKind(IntEnum):
     DEADLOCKED = 5  # it waits for this rank, in another group
 
 
-class PeerTrouble(Exception):  # never leaves the package: recorder.explain makes a LockstepError of it
+class PeerFailure(Exception):  # never leaves the package: recorder.explain makes a LockstepError of it
     """A wait cannot end well.
 
     Attributes:
@@ -113,13 +113,13 @@ class PeerTrouble(Exception):  # never leaves the package: recorder.explain make
         waited_s: how long this rank had waited.
     """
 
-    def __init__(self, kinds: Mapping[int, TroubleKind], waited_s: float) -> None:
+    def __init__(self, kinds: Mapping[int, FailureKind], waited_s: float) -> None:
         super().__init__(kinds, waited_s)
         self.kinds = dict(kinds)
         self.waited_s = waited_s
 
-    def ranks(self, kind: TroubleKind) -> list[int]:
-        """Those with that trouble, in order."""
+    def ranks(self, kind: FailureKind) -> list[int]:
+        """Those that fail in that way, in order."""
         return sorted(rank for rank, one in self.kinds.items() if one is kind)
 
 
@@ -146,7 +146,7 @@ def next_look(start: float, now: float, timeout_s: float, is_told: bool = False)
         start: monotonic time.
         now: monotonic time.
         timeout_s: after `start` there is a look in any case.
-        is_told: trouble wakes this wait.
+        is_told: a failure wakes this wait.
     """
     soon = now + _LOOK_EVERY_S
     if is_told:
@@ -165,7 +165,7 @@ class Overseer(Protocol):
     """Looks at a wait from further away than the waiter does: at what the ranks do in other groups."""
 
     def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> float:
-        """The ranks `missing` have not come yet, of `timeout_s` seconds. Raises PeerTrouble if they never will.
+        """The ranks `missing` have not come yet, of `timeout_s` seconds. Raises PeerFailure if they never will.
 
         Returns:
             Seconds after which it wants to look again.
@@ -187,7 +187,7 @@ class Waiter:
             None: they do not sleep.
 
     Attributes:
-        overseer: asked in every look that finds no trouble, if there is one.
+        overseer: asked in every look that finds no failure, if there is one.
         closed: the group was shut down on this rank; every wait ends.
     """
 
@@ -225,10 +225,10 @@ class Waiter:
             words: where the words lie (any shared 64-bit words, not only the control segment).
             pending: (rank, index of its word) for each peer to wait for.
             target: the value to reach.
-            timeout_s: seconds until PeerTrouble of kind LATE.
+            timeout_s: seconds until PeerFailure of kind LATE.
 
         Raises:
-            PeerTrouble: a pending rank died, failed or left, or the deadline passed.
+            PeerFailure: a pending rank died, failed or left, or the deadline passed.
         """
         for _, index in pending:
             if words[index] >= target:
@@ -299,7 +299,7 @@ class Waiter:
 
     @property
     def is_told(self) -> bool:
-        """Whether trouble wakes a wait, so that it need not look often."""
+        """Whether a failure wakes a wait, so that it need not look often."""
         return self._futex is not None and not self.hears_in_looks and not self._watch.must_ask
 
     @property
@@ -330,33 +330,33 @@ class Waiter:
         waited_s: float,
         timeout_s: float,
     ) -> float:
-        """Raise PeerTrouble if a rank that is still awaited cannot come any more.
+        """Raise PeerFailure if a rank that is still awaited cannot come any more.
 
         Returns:
             Seconds after which there should be another look, whatever else there is.
         """
         if self.closed:
-            raise PeerTrouble({self._rank: TroubleKind.CLOSED}, waited_s)
+            raise PeerFailure({self._rank: FailureKind.CLOSED}, waited_s)
         dead = set(self._watch.dead())
         states = {rank: self._words[self._state_words[rank]] for rank, _ in pending}
         # Read the words last: a peer that arrived and left after that has kept its promise.
         missing = [rank for rank, index in pending if words[index] < target]
-        kinds: dict[int, TroubleKind] = {}
+        kinds: dict[int, FailureKind] = {}
         for rank in missing:
             # What a rank said before it died says more than its death.
             if states[rank] == PeerState.FAILED:
-                kinds[rank] = TroubleKind.FAILED
+                kinds[rank] = FailureKind.FAILED
             elif states[rank] == PeerState.LEFT:
-                kinds[rank] = TroubleKind.LEFT
+                kinds[rank] = FailureKind.LEFT
             elif rank in dead:
-                kinds[rank] = TroubleKind.DEAD
+                kinds[rank] = FailureKind.DEAD
         if not kinds and waited_s >= timeout_s:
             late = missing
             if waited_s < timeout_s + _REASON_FOLLOWS_WITHIN_S:
                 late = [rank for rank in missing if states[rank] != PeerState.GIVING_UP]
-            kinds = dict.fromkeys(late, TroubleKind.LATE)
+            kinds = dict.fromkeys(late, FailureKind.LATE)
         if kinds:
-            raise PeerTrouble(kinds, waited_s)
+            raise PeerFailure(kinds, waited_s)
         if missing and self.overseer is not None:
             return self.overseer.look(missing, waited_s, timeout_s)
         return math.inf
@@ -395,7 +395,7 @@ class Channel:
         """Arrive, and wait until every rank has. Collective.
 
         Raises:
-            PeerTrouble: a rank cannot come, or did not come in time. See [Note: steps taken back].
+            PeerFailure: a rank cannot come, or did not come in time. See [Note: steps taken back].
         """
         self.count = count = self.count + 1
         fence()

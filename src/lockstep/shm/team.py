@@ -22,7 +22,7 @@ from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.pool import CHUNK_BYTES
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
-from lockstep.shm.sync import Channel, PeerTrouble, Waiter
+from lockstep.shm.sync import Channel, PeerFailure, Waiter
 from lockstep.shm.terms import common_terms
 
 __all__ = ["Region", "Team"]
@@ -144,8 +144,8 @@ class Team:
             bootstrap.forget_segment()
         try:
             team.step(bootstrap.timeout_s)
-        except PeerTrouble as trouble:
-            error = bootstrap.explain(trouble, team.blocks)
+        except PeerFailure as failure:
+            error = bootstrap.explain(failure, team.blocks)
             culprits = error.culprits if isinstance(error, RankLost) else ()
             team.blocks.fail(Failure(type(error).__name__, culprits, str(error)))
             team.watch.close()
@@ -159,12 +159,12 @@ class Team:
 
     @property
     def is_told(self) -> bool:
-        """Whether trouble wakes whoever sleeps in a wait of this group."""
+        """Whether a failure wakes whoever sleeps in a wait of this group."""
         return self.waiter.is_told
 
     @property
     def news(self) -> int:
-        """Changes when there is trouble to be looked at."""
+        """Changes when there is a failure to be looked at."""
         return self.waiter.news
 
     def wait_by(self, waiter: Waiter) -> None:
@@ -176,7 +176,7 @@ class Team:
         """Wait until every rank has taken this step. Collective.
 
         Raises:
-            PeerTrouble: a rank cannot come, or did not come in time.
+            PeerFailure: a rank cannot come, or did not come in time.
         """
         self._channel.step(timeout_s)
         check = self.after_step
@@ -217,7 +217,7 @@ class Team:
 
         Raises:
             SharedMemoryError: on every rank, if any of them could not make or map it.
-            PeerTrouble: a rank did not come.
+            PeerFailure: a rank did not come.
         """
         segment: Segment | None = None
         try:

@@ -2,7 +2,7 @@
 
 The same functions, with the same arguments, as in `lockstep.shm.algorithms`: flat contiguous CPU tensors, called by
 every rank with the same sizes, in one thread at a time. Each begins with `team.arrive`, which in a call of several
-tensors does something only once. All may raise `PeerTrouble`.
+tensors does something only once. All may raise `PeerFailure`.
 
 [Note: proxies] A rank exchanges data with another host through one rank there, its proxy: the one with the same local
 rank, modulo the number of ranks of that host. So every byte crosses between two hosts once, and all ranks take part.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import RendezvousError
-from lockstep.shm.sync import PeerTrouble
+from lockstep.shm.sync import PeerFailure
 from lockstep.torch_private.groups import gloo_group
 from lockstep.torch_private.stores import PrefixStore, Store
 
@@ -159,7 +159,7 @@ class Watchdog:
     """Looks after the peers while this rank waits for data from them.
 
     Args:
-        look: called with ranks, seconds waited and the limit; raises PeerTrouble if one of them will not come.
+        look: called with ranks, seconds waited and the limit; raises PeerFailure if one of them will not come.
         abort: ends the wait.
     """
 
@@ -167,7 +167,7 @@ class Watchdog:
         self._look = look
         self._abort = abort
         self._watched: tuple[tuple[int, ...], float, float] | None = None  # ranks, since when, limit
-        self._trouble: PeerTrouble | None = None
+        self._failure: PeerFailure | None = None
         self._is_needed = threading.Event()
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -176,7 +176,7 @@ class Watchdog:
         """Return when all of these have finished.
 
         Raises:
-            PeerTrouble: a peer died, failed or left, or was not done in time.
+            PeerFailure: a peer died, failed or left, or was not done in time.
         """
         pending = [transfer for transfer in transfers if not transfer.is_done]
         if not pending:
@@ -203,8 +203,8 @@ class Watchdog:
         """Raise why a connection is gone: what the watchdog has seen, or what can be seen now."""
         until = time.monotonic() + _REASON_FOLLOWS_WITHIN_S
         while True:
-            if self._trouble is not None:
-                raise self._trouble from None
+            if self._failure is not None:
+                raise self._failure from None
             self._look([peer], time.monotonic() - since, timeout_s)
             if time.monotonic() > until:
                 raise RuntimeError(f"the connection to rank {peer} of the group broke: {error}") from None
@@ -219,8 +219,8 @@ class Watchdog:
                 ranks, since, limit_s = watched
                 try:
                     self._look(ranks, now - since, limit_s)
-                except PeerTrouble as trouble:
-                    self._trouble = trouble
+                except PeerFailure as failure:
+                    self._failure = failure
                     self._abort()
                     return  # The group is broken.
             elif now - used_at > _WATCHDOG_RESTS_AFTER_S:

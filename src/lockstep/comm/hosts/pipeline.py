@@ -256,7 +256,7 @@ def reduce_pipelined(
         timeout_s: of each wait.
 
     Raises:
-        PeerTrouble: a peer failed or left, or was not done in time.
+        PeerFailure: a peer failed or left, or was not done in time.
     """
     num_chunks, channels = len(chunk_numels), team.layout.channels_of(team.rank)
     bounds = [share_bounds(numel, team.layout.num_channels) for numel in chunk_numels]

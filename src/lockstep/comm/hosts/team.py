@@ -6,7 +6,7 @@ The ranks of one host have a team of shared memory among them (`local`), through
 goes between hosts by Gloo (`gloo_transport.py`).
 
 [Note: who waits for whom] A rank that waits in a step of its local team, or for data of another host, waits for ranks
-that may themselves wait for others. Whoever notices trouble breaks the group and tells all. So it is enough that a
+that may themselves wait for others. Whoever notices a failure breaks the group and tells all. So it is enough that a
 wait looks after the ranks that it waits for, and hears what they say.
 """
 
@@ -26,7 +26,7 @@ from lockstep.comm.message_team import MESSAGE_BYTES, MessageTeam
 from lockstep.comm.wire import Wire
 from lockstep.errors import SharedMemoryError
 from lockstep.shm.liveness import PeerIdentity, Watch
-from lockstep.shm.sync import PeerTrouble, TroubleKind, Waiter, next_look
+from lockstep.shm.sync import FailureKind, PeerFailure, Waiter, next_look
 from lockstep.shm.team import SMALL_SLOT_BYTES, Region, Team
 
 __all__ = ["HostsTeam"]
@@ -61,7 +61,7 @@ class _LocalWaiter(Waiter):
         waited_s: float,
         timeout_s: float,
     ) -> float:
-        """Raise PeerTrouble, in ranks of the whole group, if a rank that is still awaited cannot come any more."""
+        """Raise PeerFailure, in ranks of the whole group, if a rank that is still awaited cannot come any more."""
         self._team.look_locally(lambda: [rank for rank, index in pending if words[index] < target], waited_s, timeout_s)
         return math.inf
 
@@ -168,22 +168,22 @@ class HostsTeam(MessageTeam):
         self._look(ranks, waited_s, timeout_s)
 
     def look_locally(self, missing: Callable[[], list[int]], waited_s: float, timeout_s: float) -> None:
-        """Raise PeerTrouble if a rank of this host that is awaited cannot come any more. Local.
+        """Raise PeerFailure if a rank of this host that is awaited cannot come any more. Local.
 
         Args:
             missing: who is awaited, by place on this host. Asked after the news: who came and left has kept its word.
             waited_s: seconds waited so far.
-            timeout_s: seconds until PeerTrouble of kind LATE.
+            timeout_s: seconds until PeerFailure of kind LATE.
         """
         self.listen()
         dead = self.watch.dead()
         ranks = [self._here[place] for place in missing()]
         if ranks:
-            kinds = dict.fromkeys(dead.intersection(ranks), TroubleKind.DEAD)
+            kinds = dict.fromkeys(dead.intersection(ranks), FailureKind.DEAD)
             # What a rank said before it died says more than its death.
             said = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
             if kinds or said:
-                raise PeerTrouble(said or kinds, waited_s)
+                raise PeerFailure(said or kinds, waited_s)
             self._look(ranks, waited_s, timeout_s)
 
     # ---- data ------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class HostsTeam(MessageTeam):
         Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
 
         Raises:
-            PeerTrouble: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed or left, or was not done in time.
         """
         transfers: list[GlooTransfer] = []
         eager: list[tuple[int, torch.Tensor]] = []
@@ -246,7 +246,7 @@ class HostsTeam(MessageTeam):
 
         Raises:
             SharedMemoryError: on every rank, if a host could not make it.
-            PeerTrouble: a rank did not come.
+            PeerFailure: a rank did not come.
         """
         self.arrive(timeout_s)
         region, problem = None, None
@@ -272,7 +272,7 @@ class HostsTeam(MessageTeam):
         """Return when these have finished.
 
         Raises:
-            PeerTrouble: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed or left, or was not done in time.
         """
         try:
             self._watchdog.wait(transfers, timeout_s)

@@ -2,7 +2,7 @@
 
 The same functions, with the same arguments, as in `lockstep.shm.algorithms`: flat contiguous CPU tensors, called
 by every rank with the same sizes, in one thread at a time. Each begins with `team.arrive`, which in a call of
-several tensors does something only once. All may raise `PeerTrouble`.
+several tensors does something only once. All may raise `PeerFailure`.
 
 [Note: shares] A large all_reduce is two exchanges: every rank gets its share of everybody's tensor, reduces it, and
 hands the result to all. Each byte crosses between two ranks 2 (W - 1) / W times, the least there is, and

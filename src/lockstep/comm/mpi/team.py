@@ -86,7 +86,7 @@ class MpiTeam(MessageTeam):
         Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
 
         Raises:
-            PeerTrouble: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed or left, or was not done in time.
         """
         requests: list[tuple[MPI.Request, Sequence[int]]] = []
         with self.lock:
@@ -99,7 +99,7 @@ class MpiTeam(MessageTeam):
         """Copy the root's flat contiguous tensor to all ranks. After `arrive`.
 
         Raises:
-            PeerTrouble: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed or left, or was not done in time.
         """
         for piece in self.pieces(tensor):
             with self.lock:

@@ -373,7 +373,7 @@ class Channel:
         contents = [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
         return contents, any(is_set for _, is_set in facts)
 
-    # ---- trouble -----------------------------------------------------------------------------------
+    # ---- failures ----------------------------------------------------------------------------------
 
     def _check_stalls(self) -> None:
         """Warn of requests that some ranks have not made for long; give up on them at the deadline."""
