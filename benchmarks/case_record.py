@@ -5,7 +5,7 @@ Contestants, all on lockstep groups in the same processes and in the same rounds
 - `no_record`: the record taken out: no fingerprint, no comparison, no user's line looked for. (One store of a word,
   when the call is over, remains.)
 - `record`: as it is without a launcher of ours.
-- `record_launched`: as it is under `lockstep run`, where each rank also keeps its black box.
+- `record_launched`: as it is under `lockstep run`, where each rank also keeps its status file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lockstep import env
 from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.ranks import Job, run_ranks
 from lockstep.bench.results import Environment, Result, Series
-from lockstep.blackbox import make_boxes
 from lockstep.comm.callsite import CallSite
 from lockstep.comm.flight_recorder import FlightRecorder
+from lockstep.rank_status import make_status_files
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 
@@ -90,7 +90,7 @@ def _measure_on_rank(job: Job) -> object:
     bare, plain = _make_group(), _make_group()
     bare.engine.flight.__class__ = _NoFlight
     bare.engine.locate = lambda: _NOWHERE
-    boxes = make_boxes(Path(folder), [dist.get_rank()])  # as the launcher does
+    boxes = make_status_files(Path(folder), [dist.get_rank()])  # as the launcher does
     env.LOCKSTEP_RENDEZVOUS.set(folder)
     env.RANK.set(dist.get_rank())
     groups = {"no_record": bare, "record": plain, "record_launched": _make_group()}

@@ -47,7 +47,7 @@ CONTESTANT_NAMES = {
     "horovod": "Horovod's optimizer",
     "no_record": "no record",
     "record": "flight record",
-    "record_launched": "flight record and black box",
+    "record_launched": "flight record and status file",
     "torch_ddp_gloo_bf16": "torch DDP on gloo, its bf16 hook",
     "lockstep_fp32": "lockstep, exact",
     "lockstep_bf16": "lockstep, bf16",

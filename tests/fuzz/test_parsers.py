@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.blackbox import find_unjoined, read_positions
 from lockstep.comm.hosts.discovery import _RankInfo
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Stranger
 from lockstep.comm.hosts.links import Links
@@ -32,6 +31,7 @@ from lockstep.launch.hosts.rendezvous import _read_master
 from lockstep.launch.hosts.reports import HostReport
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, _parse, read_reports
+from lockstep.rank_status import find_unjoined, read_positions
 from lockstep.secret import Refused, Seals, Secret, read_token_file
 from lockstep.shm.bootstrap import Bootstrap, _read_failure
 from lockstep.shm.control_blocks import ControlBlocks, Failure
@@ -290,7 +290,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
             read_folder(folder, "error-rank0.json", lambda: read_reports(folder, {0: 1})),
             [json.dumps(asdict(report())).encode()],
         ),
-        "black box": Parser(
+        "status file": Parser(
             read_folder(folder, "position-rank0", lambda: (read_positions(folder, [0]), find_unjoined(folder, [0]))),
             [box],
         ),
@@ -302,7 +302,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 NAMES = [
     "seals", "membership", "host report", "master", "knock", "handle", "bootstrap", "failure", "terms", "info", "label",
-    "control blocks", "ring", "handshake", "links", "error report", "report file", "black box", "token file",
+    "control blocks", "ring", "handshake", "links", "error report", "report file", "status file", "token file",
 ]  # fmt: skip
 
 

@@ -10,25 +10,25 @@ import pytest
 from torch.distributed import ProcessGroup
 
 from launching import NOTE_PID, Launches, wait_until
-from lockstep import blackbox
+from lockstep import rank_status
 from lockstep.launch.positions import find_missing, look
 from lockstep.launch.stacks import dump_stacks
 from lockstep.testing import limit_s
 from test_launch_failures import summary_of
 
-# For scripts: what a collective writes into the black box, without the seconds that importing torch takes.
+# For scripts: what a collective writes into the status file, without the seconds that importing torch takes.
 RECORD = """
-from lockstep import blackbox
+from lockstep import rank_status
 sections = {}
 def enter(call, line, number, group='the default group', done=True):
-    box = sections.get(group) or sections.setdefault(group, blackbox.open_section(group))
-    box.write_call(0, call)
-    box.write_site(0, f'{os.getcwd()}/train.py:{line} in main')
-    assert box.words[blackbox.CALL] == box.words[blackbox.SITE + 2] == 0
-    box.times[blackbox.START] = time.monotonic()
-    box.words[blackbox.NUMBER] = number
+    section = sections.get(group) or sections.setdefault(group, rank_status.open_section(group))
+    section.write_call(0, call)
+    section.write_site(0, f'{os.getcwd()}/train.py:{line} in main')
+    assert section.words[rank_status.CALL] == section.words[rank_status.SITE + 2] == 0
+    section.times[rank_status.START] = time.monotonic()
+    section.words[rank_status.NUMBER] = number
     if done:
-        box.words[blackbox.FINISHED] = number
+        section.words[rank_status.FINISHED] = number
 def meet(name):
     open(f'{name}{RANK}', 'w').close()
     while not all(os.path.exists(f'{name}{rank}') for rank in range(int(os.environ['WORLD_SIZE']))):
@@ -181,29 +181,29 @@ def test_process_without_python_has_no_stack() -> None:
 
 
 @pytest.fixture
-def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def status_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A private folder, as the launcher gives it to rank 0."""
     monkeypatch.setenv("LOCKSTEP_RENDEZVOUS", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     return tmp_path
 
 
-def enter(section: blackbox.Section, number: int, text: str, start_s: float) -> None:
-    section.write_call(number % blackbox.RING, text)
-    section.words[blackbox.CALL + 2 * (number % 2)] = number % blackbox.RING
-    section.times[blackbox.START] = start_s
-    section.words[blackbox.NUMBER] = number
+def enter(section: rank_status.Section, number: int, text: str, start_s: float) -> None:
+    section.write_call(number % rank_status.RING, text)
+    section.words[rank_status.CALL + 2 * (number % 2)] = number % rank_status.RING
+    section.times[rank_status.START] = start_s
+    section.words[rank_status.NUMBER] = number
 
 
-def test_black_box_keeps_each_groups_last_call(box: Path) -> None:
-    default, other = blackbox.open_section("the default group"), blackbox.open_section("group 1")
-    unused = blackbox.open_section("group 2")
+def test_status_file_keeps_each_groups_last_call(status_folder: Path) -> None:
+    default, other = rank_status.open_section("the default group"), rank_status.open_section("group 1")
+    unused = rank_status.open_section("group 2")
     for number in range(1, 200):
         enter(default, number, f"all_reduce(float32[{number}])", float(number))
-        default.words[blackbox.FINISHED] = number
+        default.words[rank_status.FINISHED] = number
     enter(other, 1, "barrier()", 50.0)
     other.say_waiting("recv(float32[3], src=0, tag=0) at train.py:3 in main")
-    positions = blackbox.read_positions(box, [0, 1])[0]
+    positions = rank_status.read_positions(status_folder, [0, 1])[0]
     assert [(one.group, one.number, one.inside) for one in positions] == [
         ("group 1", 1, True),
         ("the default group", 199, False),
@@ -212,29 +212,29 @@ def test_black_box_keeps_each_groups_last_call(box: Path) -> None:
     assert positions[0].waiting.startswith("recv(")
     # A section that is given back keeps its last word until another group has need of it.
     other.close()
-    assert not blackbox.read_positions(box, [0])[0][0].is_open
-    assert blackbox.open_section("group 3").words[blackbox.NUMBER] == 0
-    assert [one.group for one in blackbox.read_positions(box, [0])[0]] == ["the default group"]
+    assert not rank_status.read_positions(status_folder, [0])[0][0].is_open
+    assert rank_status.open_section("group 3").words[rank_status.NUMBER] == 0
+    assert [one.group for one in rank_status.read_positions(status_folder, [0])[0]] == ["the default group"]
     unused.close()
 
 
-def test_black_box_is_no_necessity(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_file_is_no_necessity(status_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process of this rank has it, or there is no room: the words go nowhere, and nothing else changes."""
-    (box / "position-rank0").write_bytes(b"not ours")
-    section = blackbox.open_section("the default group")
+    (status_folder / "position-rank0").write_bytes(b"not ours")
+    section = rank_status.open_section("the default group")
     enter(section, 1, "barrier()", 1.0)
     section.say_waiting("recv")
     section.close()
-    assert blackbox.read_positions(box, [0]) == {}
+    assert rank_status.read_positions(status_folder, [0]) == {}
     monkeypatch.delenv("LOCKSTEP_RENDEZVOUS")
-    enter(blackbox.open_section("the default group"), 1, "barrier()", 1.0)
+    enter(rank_status.open_section("the default group"), 1, "barrier()", 1.0)
 
 
-def test_missing_ranks_are_those_behind(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_those_behind(status_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, number in ((0, 5), (1, 4), (2, 5)):
         monkeypatch.setenv("RANK", str(rank))
-        enter(blackbox.open_section("the default group"), number, "barrier()", 1.0)
-    places = look(box, {0: 0, 1: 0, 2: 0, 3: 0})
+        enter(rank_status.open_section("the default group"), number, "barrier()", 1.0)
+    places = look(status_folder, {0: 0, 1: 0, 2: 0, 3: 0})
     assert find_missing(places, 0) == (1, 3)
     assert find_missing(places, 3) == ()
 
@@ -253,7 +253,7 @@ def test_plain_torch_on_gloo_gets_the_same_summary(launches: Launches) -> None:
         dist.all_reduce(torch.ones(3), group=pair)  # line 10
         if RANK == 0:
             dist.send(torch.ones(1), 1)
-            from lockstep.blackbox import read_positions
+            from lockstep.rank_status import read_positions
             for one in read_positions(Path(os.environ['LOCKSTEP_RENDEZVOUS']), [0])[0]:
                 print(one.group, one.number, one.call, one.site.partition(':')[2], one.inside, sep='; ', flush=True)
         else:

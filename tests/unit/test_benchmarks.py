@@ -75,7 +75,7 @@ def _startup() -> Result:
 
 
 def _record() -> Result:
-    """Alone the record costs 3%, with the black box 6%."""
+    """Alone the record costs 3%, with the status file 6%."""
     series = _series({"world_size": 2, "bytes": 4}, no_record=10e-6, record=10.3e-6, record_launched=10.6e-6)
     return Result("record", False, ENVIRONMENT, {}, series)
 

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.env",),
     ("lockstep.log", "lockstep.libc", "lockstep.after_import", "lockstep.secret"),
     ("lockstep.torch_private", "lockstep.network_interfaces"),
-    ("lockstep.blackbox", "lockstep.frames"),
+    ("lockstep.rank_status", "lockstep.frames"),
     ("lockstep.topology",),
     ("lockstep.tree", "lockstep.mpi_library"),
     ("lockstep.batch", "lockstep.seeding"),

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lockstep.blackbox import FINISHED
 from lockstep.comm import clock, staging
 from lockstep.comm.callsite import CallSite, make_locator
 from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_caller
@@ -33,6 +32,7 @@ from lockstep.errors import (
     NotInitialized,
     SharedMemoryError,
 )
+from lockstep.rank_status import FINISHED
 from lockstep.shm import algorithms
 from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
@@ -152,7 +152,7 @@ class Engine:
                 recorder = self.recorder
                 recorder.enter(key, describe, site, start)
                 body(limit_s)
-                recorder.box_words[FINISHED] = recorder.number
+                recorder.status_words[FINISHED] = recorder.number
             except PeerFailure as failure:
                 raise self.recorder.explain(failure) from None
             except (CollectiveError, SharedMemoryError):

@@ -6,7 +6,7 @@ compares fingerprints: a mismatch raises on all of them, before anybody has read
 wait cannot end, the same records say who is where.
 
 [Note: cost] Calls and call sites repeat, so their texts are written once and then named by an
-index. A collective writes nine words, five of them for the launcher (`lockstep.blackbox`), and compares one for each
+index. A collective writes nine words, five of them for the launcher (`lockstep.rank_status`), and compares one for each
 peer. `benchmarks/case_record.py` measures what that comes to.
 """
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from lockstep import blackbox
-from lockstep.blackbox import CALL, NUMBER, SITE, START
+from lockstep import rank_status
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.comm.deadlock import DeadlockDetector
 from lockstep.comm.reorder import Order, ReorderDetector
@@ -30,6 +29,7 @@ from lockstep.errors import (
 )
 from lockstep.frames import split_site
 from lockstep.log import get_logger, warn_once
+from lockstep.rank_status import CALL, NUMBER, SITE, START
 from lockstep.shm.control_blocks import RING, TEXT_BYTES, ControlBlocks, Failure, Record, damage_text
 from lockstep.shm.sync import FailureKind, PeerFailure
 from lockstep.shm.team import Team
@@ -96,7 +96,7 @@ class FlightRecorder:
     Attributes:
         group_name: how errors call the group.
         number: collectives entered so far.
-        box_words: of the black box; at FINISHED goes `number` when this rank has come out of a collective, and well.
+        status_words: of the status file; the engine puts `number` at FINISHED when a collective has ended well.
         broken: the error that every further call repeats, or None.
         waiting_in: tells which send or receive a rank waits in; empty for none. Set where there is point to point.
         deadlock_detector: sees ranks that wait for each other in different groups; None where nothing does.
@@ -116,8 +116,8 @@ class FlightRecorder:
         self._fingerprint_words = team.blocks.fingerprint_words
         self._slots = (self._make_slot(0), self._make_slot(1))
         self._slot = self._slots[0]
-        self._box = blackbox.open_section(group_name)
-        self.box_words, self._box_times = self._box.words, self._box.times
+        self._status = rank_status.open_section(group_name)
+        self.status_words, self._status_times = self._status.words, self._status.times
         self._reorder_detector = ReorderDetector()
         self.number = 0
         self.broken: CollectiveError | None = None
@@ -151,8 +151,8 @@ class FlightRecorder:
         if key != slot.key or (site is not slot.site and site != slot.site):
             self._write(slot, key, describe, site)
         self.number = slot.words[1] = number
-        self._box_times[START] = start_s
-        self.box_words[NUMBER] = number
+        self._status_times[START] = start_s
+        self.status_words[NUMBER] = number
         self._team.after_step = self._verify
 
     def _write(self, slot: _RecordSlot, key: object, describe: Callable[[], str], site: CallSite) -> None:
@@ -161,20 +161,20 @@ class FlightRecorder:
         line = self._sites.get(site) or self._add_site(site)
         slot.words[2], slot.words[3] = call[1], line[1]
         self._words[slot.fingerprint_word] = slot.fingerprint = call[0] | line[0]
-        self.box_words[CALL + 2 * slot.parity], self.box_words[SITE + 2 * slot.parity] = call[1], line[1]
+        self.status_words[CALL + 2 * slot.parity], self.status_words[SITE + 2 * slot.parity] = call[1], line[1]
         slot.key, slot.site = key, site
 
     def say_waiting(self, text: str) -> None:
         """Let the launcher know which send or receive this rank waits in; empty when it does not any more. Local."""
-        self._box.say_waiting(text)
+        self._status.say_waiting(text)
 
     def close(self) -> None:
         """The group is no more. Local."""
-        self._box.close()
+        self._status.close()
 
     def _add_call(self, key: object, text: str) -> tuple[int, int]:
         index = self._blocks.add_call(text)
-        self._box.write_call(index, text)
+        self._status.write_call(index, text)
         old = self._call_keys[index]
         if old is not None:
             del self._calls[old]
@@ -185,7 +185,7 @@ class FlightRecorder:
     def _add_site(self, site: CallSite) -> tuple[int, int]:
         text = site_text(site)
         index = self._blocks.add_site(text)
-        self._box.write_site(index, text)
+        self._status.write_site(index, text)
         old = self._site_keys[index]
         if old is not None:
             del self._sites[old]
@@ -325,7 +325,7 @@ class FlightRecorder:
         self, failure: PeerFailure, failures: Mapping[int, Failure], activity: str
     ) -> tuple[CollectiveError, str] | None:
         """The error where all that is wrong is that others gave up, and why they did, or None."""
-        kinds = {failure.kind for failure in failures.values()}
+        kinds = {reported.kind for reported in failures.values()}
         error = _GIVEN_UP.get(next(iter(kinds), ""))
         gave_up = list(failures)
         if error is None or len(kinds) > 1 or len(gave_up) < len(failure.kinds):
@@ -340,13 +340,13 @@ class FlightRecorder:
         """Name whoever caused it: the ranks missing here may only follow another's failure."""
         raised = [
             rank
-            for rank, failure in failures.items()
-            if not failure.culprits or self._global_ranks[rank] in failure.culprits
+            for rank, reported in failures.items()
+            if not reported.culprits or self._global_ranks[rank] in reported.culprits
         ]
         dead, left = failure.ranks(FailureKind.DEAD), failure.ranks(FailureKind.LEFT)
         told = raised or dead or list(failures)[:1] or left
         if told == list(failures)[:1] and told != raised:
-            culprits = tuple(sorted({culprit for failure in failures.values() for culprit in failure.culprits}))
+            culprits = tuple(sorted({culprit for reported in failures.values() for culprit in reported.culprits}))
         else:
             culprits = self._globals(told)
         stories = [self._story(rank, failure.kinds[rank], failures.get(rank)) for rank in told]

@@ -1,8 +1,8 @@
 """The flight record of torch's own groups (gloo, nccl, …), for the launcher.
 
 Such groups have no flight record that others could read, and do not ask for one: their errors say that somebody is
-late, not who. Under our launcher every rank writes into its black box (`lockstep.blackbox`) which collective it enters,
-from which line; when one of them times out or is killed, the launcher compares and names who is missing.
+late, not who. Under our launcher every rank writes into its status file (`lockstep.rank_status`) which collective it
+enters, from which line; when one of them times out or is killed, the launcher compares and names who is missing.
 
 [Note: where the record is taken] Python calls the verbs of a group as methods of torch's class `ProcessGroup`, and
 waits by its class `Work`. Those methods are wrapped, on the classes, once. That sees what `torch.distributed`, our
@@ -28,11 +28,11 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lockstep import blackbox, env
-from lockstep.blackbox import CALL, FINISHED, NUMBER, RING, SITE, START
+from lockstep import env, rank_status
 from lockstep.comm import native_calls
 from lockstep.comm.callsite import CallSite, call_site, site_text
 from lockstep.comm.wording import describe_group, describe_tensor
+from lockstep.rank_status import CALL, FINISHED, NUMBER, RING, SITE, START
 from lockstep.torch_private.patching import patch, wrap
 
 __all__ = ["register"]
@@ -78,21 +78,21 @@ class _Record:
     """
 
     def __init__(self, name: str) -> None:
-        self._box = blackbox.open_section(name)
+        self._status = rank_status.open_section(name)
         self._calls: dict[str, int] = {}
         self._sites: dict[CallSite, int] = {}
         self._lock = threading.Lock()
 
     def enter(self, text: str, site: CallSite) -> int:
         """This rank calls something; the number of the call."""
-        box = self._box
+        status = self._status
         with self._lock:
-            number = box.words[NUMBER] + 1
+            number = status.words[NUMBER] + 1
             offset = 2 * (number & 1)
-            box.words[CALL + offset] = self._index(self._calls, text, box.write_call, text)
-            box.words[SITE + offset] = self._index(self._sites, site, box.write_site, site_text(site))
-            box.times[START] = time.perf_counter()
-            box.words[NUMBER] = number
+            status.words[CALL + offset] = self._index(self._calls, text, status.write_call, text)
+            status.words[SITE + offset] = self._index(self._sites, site, status.write_site, site_text(site))
+            status.times[START] = time.perf_counter()
+            status.words[NUMBER] = number
         return number
 
     def _index(self, known: dict[Any, int], key: Any, write: Callable[[int, str], None], text: str) -> int:
@@ -108,11 +108,11 @@ class _Record:
     def finish(self, number: int) -> None:
         """This rank has come out of that call, and so of all before it."""
         with self._lock:
-            self._box.words[FINISHED] = max(self._box.words[FINISHED], number)
+            self._status.words[FINISHED] = max(self._status.words[FINISHED], number)
 
     def say_waiting(self, text: str) -> None:
         """This rank waits for a message; empty when it does not any more."""
-        self._box.say_waiting(text)
+        self._status.say_waiting(text)
 
 
 _records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
@@ -132,7 +132,7 @@ def register(module: ModuleType) -> None:
     if _module is not None or env.LOCKSTEP_RENDEZVOUS.get() is None:
         return
     _module = module
-    blackbox.note_torch()
+    rank_status.note_torch()
     wrap(f"{_C10D}.init_process_group", _noting_that_it_joins, alias="torch.distributed")
     for method, name in {**_VERBS, **_MESSAGES}.items():
         original = getattr(module.ProcessGroup, method, None)
@@ -149,7 +149,7 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def init_process_group(*values: Any, **options: Any) -> Any:
         result = original(*values, **options)
-        blackbox.note_joined()
+        rank_status.note_joined()
         return result
 
     return init_process_group

@@ -8,7 +8,7 @@ General layout, from the bottom up:
 * `rendezvous`: the private folder and the port of one attempt.
 * `environment`: the variables that each rank gets.
 * `report`, `root_cause`, `headline`: how a failing rank says why, which failure was the first, and its one line.
-* `positions`, `stacks`: where every rank is, from its black box, and from py-spy.
+* `positions`, `stacks`: where every rank is, from its status file, and from py-spy.
 * `streams`, `terminal`, `screen`, `output`: the lines of each rank, and many ranks on one terminal.
 * `signals`, `process`, `attempt`: one start of all ranks, from the first fork to the last process gone.
 * `logs`, `local_workers`: the ranks of one attempt on this host, with what they say and how they end.

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.blackbox import make_boxes
 from lockstep.errors import LaunchError
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.config import LaunchConfig
@@ -32,6 +31,7 @@ from lockstep.launch.root_cause import Failure, find_first_failure, format_last_
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
+from lockstep.rank_status import make_status_files
 
 __all__ = ["LocalWorkers", "Outcome", "end_without_reader"]
 
@@ -112,7 +112,7 @@ class LocalWorkers:
         Raises:
             LaunchError: not all can be started; `close` ends those that were.
         """
-        self._stack.callback(_close_all, make_boxes(self.folder, environment.ranks))
+        self._stack.callback(_close_all, make_status_files(self.folder, environment.ranks))
         try:
             self.attempt.start(self._commands(environment))
             if self._relay is not None:

@@ -1,6 +1,6 @@
 """Where the ranks are, or were: in which collective, since when, at which line of the user's code.
 
-Read from the black box that each rank keeps in the attempt's private folder (`lockstep.blackbox`), so a rank that was
+Read from the status file of each rank in the attempt's private folder (`lockstep.rank_status`), so a rank that was
 killed is among them. The launcher asks at the first failure, before anybody is stopped, and whenever it gets SIGUSR1.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.blackbox import Position, read_positions
 from lockstep.frames import split_site
+from lockstep.rank_status import Position, read_positions
 
 __all__ = [
     "Place",

@@ -4,7 +4,7 @@ Folder layout::
 
     events              FIFO: a rank says that it failed, even if it then hangs on its way out
     error-rank<r>.json  why rank r failed (report.py)
-    position-rank<r>    where rank r is (lockstep.blackbox): a link to memory that the launcher holds
+    position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
     store               torch's FileStore, put there by lockstep.init()
     result-rank<r>.pkl, exception-rank<r>.pkl   lockstep.spawn only (payload.py)
 """

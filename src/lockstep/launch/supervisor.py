@@ -10,7 +10,6 @@ import contextlib
 from pathlib import Path
 
 from lockstep import env
-from lockstep.blackbox import find_unjoined
 from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.local_workers import LocalWorkers, Outcome, end_without_reader
@@ -21,6 +20,7 @@ from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.root_cause import Failure, format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
+from lockstep.rank_status import find_unjoined
 from lockstep.secret import token_for_ranks
 
 __all__ = ["Supervisor", "launch_job"]

@@ -74,14 +74,14 @@ _PATCHES = (
     Record(
         f"{_CLASSES}.ProcessGroup.*",
         Use.PATCH,
-        "every verb of gloo and nccl writes into the rank's black box, for the launcher's failure summary",
+        "every verb of gloo and nccl writes into the rank's status file, for the launcher's failure summary",
         "the failure summary says nothing of calls by that name",
         _LAUNCHED,
     ),
     Record(
         f"{_CLASSES}.Work.wait",
         Use.PATCH,
-        "the black box says when a call is over",
+        "the status file says when a call is over",
         "the failure summary takes a call for unfinished until the next one",
         _LAUNCHED,
     ),

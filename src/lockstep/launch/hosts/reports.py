@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from lockstep.blackbox import Position
 from lockstep.launch.positions import Place
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 from lockstep.launch.root_cause import Failure, find_first_failure
+from lockstep.rank_status import Position
 
 __all__ = ["HostReport", "find_first_failure_of_all"]
 

@@ -1,10 +1,10 @@
-"""The black box: where this rank is, in a file that is still there when the rank is not.
+"""The status file: where this rank is, in a file that is still there when the rank is not.
 
 The flight record lies in memory that ranks share, and goes with them. So that a launcher, which is none of them and
 never imports torch, can say where each rank was, every rank also maps a small file of the launcher's: one *section*
 for each process group, with what that rank entered last, from which line, and whether it came out. What was written
 stays, however the process ends. The file is memory that the launcher holds, under a name in its private folder
-(`make_boxes`). Without a launcher there is no file, and the same words go to memory of this process.
+(`make_status_files`). Without a launcher there is no file, and the same words go to memory of this process.
 
 Layout of the file, all integers 64 bit in the order of the machine::
 
@@ -25,7 +25,8 @@ all processes of a host share.
 
 [Note: what it costs] Texts are written once and then named by an index, so a collective stores seven words at most, and
 three where it repeats the last but one.
-The bytes behind them are allocated before they are mapped: a full disk is no black box, not a SIGBUS.
+The bytes behind them are allocated before they are mapped: where memory is full there is no status file, instead of a
+SIGBUS at the first write.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ __all__ = [
     "Position",
     "Section",
     "find_unjoined",
-    "make_boxes",
+    "make_status_files",
     "note_joined",
     "note_torch",
     "open_section",
@@ -101,7 +102,7 @@ class Section:
         words = memory if memory is not None else memoryview(array("q", bytes(64 + 64))).cast("B")
         self.words = words.cast("q")
         self.times = words.cast("d")
-        self._slot: tuple[_Box, int] | None = None
+        self._slot: tuple[_StatusFile, int] | None = None
 
     def write_call(self, index: int, text: str) -> None:
         """Put a description of a call into the ring of calls."""
@@ -124,10 +125,10 @@ class Section:
     def close(self) -> None:
         """The group is no more. What it did last stays readable until another group needs the section."""
         if self._slot is not None:
-            box, index = self._slot
+            status_file, index = self._slot
             self._slot = None
             self.words[_STATE] = _CLOSED
-            box.release(index)
+            status_file.release(index)
 
 
 def _map(fd: int, offset: int) -> memoryview:
@@ -142,7 +143,7 @@ def _map(fd: int, offset: int) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class _Box:
+class _StatusFile:
     """The file of this process.
 
     Args:
@@ -196,8 +197,8 @@ class _Box:
         self._free.append(index)
 
 
-def make_boxes(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Room for the black boxes of these ranks in memory: the launcher's part. Local.
+def make_status_files(folder: Path, ranks: Iterable[int]) -> list[int]:
+    """Room for the status files of these ranks in memory: the launcher's part. Local.
 
     Without it a rank makes a file, and stores into a file may have to wait for a disk that is busy.
 
@@ -216,7 +217,7 @@ def make_boxes(folder: Path, ranks: Iterable[int]) -> list[int]:
     return fds
 
 
-_box: _Box | None = None
+_status_file: _StatusFile | None = None
 _refused: tuple[str, int, int] | None = None
 _lock = threading.Lock()
 
@@ -231,11 +232,11 @@ def open_section(name: str) -> Section:
         One that the launcher reads, or, where there is none or its folder is full, one that nobody reads.
     """
     with _lock:
-        box = _box_of_process()
-        if box is None:
+        status_file = _file_of_process()
+        if status_file is None:
             return Section(None)
         try:
-            return box.open(name)
+            return status_file.open(name)
         except OSError:
             _refuse()
             return Section(None)
@@ -244,30 +245,30 @@ def open_section(name: str) -> Section:
 def note_torch() -> None:
     """Let the launcher know that this rank has imported torch. Local."""
     with _lock:
-        _box_of_process()
+        _file_of_process()
 
 
 def note_joined() -> None:
     """Let the launcher know that this rank has joined a process group. Local."""
     with _lock, contextlib.suppress(OSError):
-        box = _box_of_process()
-        if box is not None:
-            box.note_joined()
+        status_file = _file_of_process()
+        if status_file is not None:
+            status_file.note_joined()
 
 
-def _box_of_process() -> _Box | None:
+def _file_of_process() -> _StatusFile | None:
     """The status file of this rank, made on first use; None without a launcher, or where it cannot be made."""
-    global _box
+    global _status_file
     owner = _owner()
     if owner is None or _refused == owner:
         return None
     try:
-        if _box is None or _box.owner != owner:
-            _box = _Box(owner[0], owner[1])
+        if _status_file is None or _status_file.owner != owner:
+            _status_file = _StatusFile(owner[0], owner[1])
     except OSError:
         _refuse()
         return None
-    return _box
+    return _status_file
 
 
 def _owner() -> tuple[str, int, int] | None:
@@ -330,7 +331,7 @@ def read_positions(folder: Path, ranks: Iterable[int]) -> dict[int, list[Positio
         rank -> its positions, one for each group in which it has called something, the latest first. A rank
         that never made a group has none.
     """
-    found = {rank: _read_box(folder, rank) for rank in ranks}
+    found = {rank: _read_file(folder, rank) for rank in ranks}
     return {rank: positions for rank, positions in found.items() if positions}
 
 
@@ -357,7 +358,7 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"position-rank{rank}"
 
 
-def _read_box(folder: Path, rank: int) -> list[Position]:
+def _read_file(folder: Path, rank: int) -> list[Position]:
     try:
         with open(_path(folder, rank), "rb") as file:
             magic, pid, _ = _HEADER.unpack(file.read(_HEADER.size))
