@@ -25,8 +25,8 @@ from lockstep.comm.hosts.discovery import _RankInfo
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Stranger
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
+from lockstep.launch.hosts.job_store import _read_knock
 from lockstep.launch.hosts.membership import Host, Membership, Terms
-from lockstep.launch.hosts.place import _read_knock
 from lockstep.launch.hosts.rendezvous import _read_master
 from lockstep.launch.hosts.reports import HostReport
 from lockstep.launch.process import RankExit

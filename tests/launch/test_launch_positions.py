@@ -148,7 +148,7 @@ def test_stopped_rank_on_demand_and_at_the_timeout(launches: Launches, step_line
     (folder,) = launches.temporary.glob("lockstep-*")
     waiting = f"in all_reduce #3 at script.py:{step_line}"
     wait_until(lambda: look(folder, {1: stopped})[1].is_stopped, "rank 1 is stopped")
-    wait_until(lambda: (place := look(folder, {0: 0})[0]).latest and place.latest.number == 3, "rank 0 waits")
+    wait_until(lambda: (status := look(folder, {0: 0})[0]).latest and status.latest.number == 3, "rank 0 waits")
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=limit_s(30))
     assert process.returncode == 1
@@ -234,9 +234,9 @@ def test_missing_ranks_are_those_behind(status_folder: Path, monkeypatch: pytest
     for rank, number in ((0, 5), (1, 4), (2, 5)):
         monkeypatch.setenv("RANK", str(rank))
         enter(rank_status.open_section("the default group"), number, "barrier()", 1.0)
-    places = look(status_folder, {0: 0, 1: 0, 2: 0, 3: 0})
-    assert find_missing(places, 0) == (1, 3)
-    assert find_missing(places, 3) == ()
+    statuses = look(status_folder, {0: 0, 1: 0, 2: 0, 3: 0})
+    assert find_missing(statuses, 0) == (1, 3)
+    assert find_missing(statuses, 3) == ()
 
 
 def test_plain_torch_on_gloo_gets_the_same_summary(launches: Launches) -> None:

@@ -18,12 +18,12 @@ import pytest
 
 from lockstep.commands.run import main
 from lockstep.errors import LaunchError
-from lockstep.launch.hosts import place as place_module
+from lockstep.launch.hosts import job_store as job_store_module
 from lockstep.launch.hosts.agent import Interrupted
 from lockstep.launch.hosts.heartbeat import Observer
+from lockstep.launch.hosts.job_store import JobStore
 from lockstep.launch.hosts.membership import Host, Membership, Terms
 from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from, parse_conf, parse_endpoint
-from lockstep.launch.hosts.place import Place
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.process import RankExit
@@ -162,7 +162,7 @@ def test_a_round_fails_once() -> None:
 
 
 class Counts:
-    """A place where counts lie."""
+    """A store where counts lie."""
 
     def __init__(self, **counts: str) -> None:
         self.counts = counts
@@ -175,16 +175,16 @@ def test_who_stops_counting_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the observer's own clock; looking rarely makes nobody lost."""
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    place: Any = Counts(a="1", b="7")
-    observer = Observer(place, 5.0)
+    store: Any = Counts(a="1", b="7")
+    observer = Observer(store, 5.0)
     assert observer.lost("ab") == []
     now_s += 4
-    place.counts["a"] = "2"
+    store.counts["a"] = "2"
     assert observer.lost("ab") == []
     now_s += 2
     assert observer.lost("ab") == ["b"]
     now_s += 60
-    place.counts["a"] = "3"
+    store.counts["a"] = "3"
     assert observer.lost("abc") == ["b"]
 
 
@@ -220,7 +220,7 @@ def quick(port: int, nnodes: tuple[int, int] = (2, 2), **options: Any) -> HostsC
 def rendezvous_of(
     config: HostsConfig, max_restarts: int = 0, num_ranks: int = 1, nap: Nap = time.sleep
 ) -> HostRendezvous:
-    return HostRendezvous(config, Place.open(config, nap), num_ranks, max_restarts, nap)
+    return HostRendezvous(config, JobStore.open(config, nap), num_ranks, max_restarts, nap)
 
 
 def in_thread(call: Callable[[], Any]) -> Future[Any]:
@@ -300,20 +300,20 @@ def test_places_that_cannot_be_had() -> None:
         with pytest.raises(
             LaunchError, match=f"must listen at 127.0.0.1, port {port}, .*in use.* another --master-port"
         ):
-            Place.open(quick(port, is_holder=True), time.sleep)
+            JobStore.open(quick(port, is_holder=True), time.sleep)
     port = find_free_port()
     with pytest.raises(LaunchError, match=rf"found nobody at 127.0.0.1, port {port}, .* within 0.3 s: nobody listens"):
-        Place.open(quick(port, is_holder=False, join_s=0.3), time.sleep)
+        JobStore.open(quick(port, is_holder=False, join_s=0.3), time.sleep)
     nowhere = replace(quick(port, join_s=0.3), address="no-such-host.invalid")
     with pytest.raises(LaunchError, match=r"the name service does not know no-such-host.invalid .*; give an address"):
-        Place.open(nowhere, time.sleep)
+        JobStore.open(nowhere, time.sleep)
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_what_listens_is_no_launcher(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs up, and one that takes connections and never says anything."""
-    monkeypatch.setattr(place_module, "_CONNECT_TIMEOUT_S", 1.0 if answers else 0.5)
-    monkeypatch.setattr(place_module, "_STORE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(job_store_module, "_CONNECT_TIMEOUT_S", 1.0 if answers else 0.5)
+    monkeypatch.setattr(job_store_module, "_STORE_TIMEOUT", timedelta(seconds=1))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -322,7 +322,7 @@ def test_what_listens_is_no_launcher(answers: bool, monkeypatch: pytest.MonkeyPa
             hang_up.start()
         config = quick(other.getsockname()[1], is_holder=False)
         with pytest.raises(LaunchError, match=r"is no launcher of a job on several hosts \(.*\); choose another port"):
-            Place.open(config, time.sleep)
+            JobStore.open(config, time.sleep)
     # A thread in torch's code must not come back from there while this process ends.
     for thread in threading.enumerate():
         if thread.name == "lockstep-connect":
@@ -335,19 +335,19 @@ def test_waiting_ends_when_the_launcher_is_told_to_end() -> None:
         raise Interrupted(2)
 
     with pytest.raises(Interrupted):
-        Place.open(quick(find_free_port(), is_holder=False), interrupted)
+        JobStore.open(quick(find_free_port(), is_holder=False), interrupted)
 
 
 def test_second_launcher_of_a_machine_connects_to_the_first() -> None:
     port = find_free_port()
-    first = Place.open(quick(port), time.sleep)
-    second = Place.open(quick(port), time.sleep)
+    first = JobStore.open(quick(port), time.sleep)
+    second = JobStore.open(quick(port), time.sleep)
     assert (first.is_holder, second.is_holder) == (True, False)
     second.set("key", "value")
     assert first.get("key") == "value"
     assert first.get("other") is None
     before = len(os.listdir("/proc/self/fd"))
-    third = Place.open(quick(port, run_id="another job"), time.sleep)
+    third = JobStore.open(quick(port, run_id="another job"), time.sleep)
     assert third.get("key") is None
     # A connection has two ends, both here, and whatever the store opens beside it.
     assert len(os.listdir("/proc/self/fd")) - before <= 3

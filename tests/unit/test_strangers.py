@@ -21,8 +21,8 @@ from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.errors import LaunchError, RendezvousError, SetupError
+from lockstep.launch.hosts.clients import _address, connected_to
 from lockstep.launch.hosts.options import parse_conf
-from lockstep.launch.hosts.visitors import _address, connected_to
 from lockstep.network_interfaces import Interface, ProbeListener, reachable
 from lockstep.secret import MAC_BYTES, Refused, Seals, Secret, new_token, read_token_file
 from lockstep.testing import limit_s

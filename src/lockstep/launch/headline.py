@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["first_reason", "needs_gpu", "origin_of", "places_in"]
+__all__ = ["first_reason", "locations_in", "needs_gpu", "origin_of"]
 
 # torch raises an error of a worker or a replica again, with that one's traceback as the text.
 _RELAYED = re.compile(r"Caught \S+ in (?P<where>[^\n]+?)\.\s*\nOriginal Traceback")
@@ -28,7 +28,7 @@ _GPU_PHRASES = (
 )
 
 
-def places_in(message: str) -> list[tuple[str, int]]:
+def locations_in(message: str) -> list[tuple[str, int]]:
     """File and line of each frame of the traceback that an error brought from elsewhere, outermost first."""
     if _RELAYED.match(message) is None:
         return []

@@ -22,7 +22,7 @@ from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
-from lockstep.launch.positions import Place, describe_places, format_table, look
+from lockstep.launch.positions import RankStatus, describe_statuses, format_table, look
 from lockstep.launch.process import RankCommand, worker_command_line
 from lockstep.launch.reaper import Reaper
 from lockstep.launch.rendezvous import Rendezvous
@@ -71,7 +71,7 @@ class LocalWorkers:
         attempt: their processes.
         folder: the attempt's private folder.
         reports: why ranks failed, as they said; complete when `end` has returned.
-        places: where everybody was at the first failure.
+        statuses: where everybody was at the first failure.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LocalWorkers:
             self.attempt = Attempt(rendezvous, reaper, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
             self.attempt.on_failure = self._on_failure
             self.reports: dict[int, ErrorReport] = {}
-            self.places: dict[int, Place] = {}
+            self.statuses: dict[int, RankStatus] = {}
             self._processes = contextlib.ExitStack()
             self._processes.callback(self.attempt.close)
             stack.enter_context(self._processes)
@@ -125,7 +125,7 @@ class LocalWorkers:
         attempt, relay = self.attempt, self._relay
         self._processes.close()
         self.reports = reports = read_reports(self.folder, attempt.pids)
-        failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, self.places)
+        failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, self.statuses)
         last_words = self.format_last_words() if attempt.is_cut_short and self._logs is None else ""
         failures = [] if attempt.is_cut_short else failures
         interrupted_by = attempt.interrupted_by
@@ -180,15 +180,15 @@ class LocalWorkers:
     def _tell_of_interrupt(self, number: int) -> None:
         """One sentence: what came, how to be quicker, and where the ranks were."""
         is_key = number == signal.SIGINT
-        places = describe_places(look(self.folder, self.attempt.pids))
+        statuses = describe_statuses(look(self.folder, self.attempt.pids))
         say(
             ("\n" if is_key and os.isatty(2) else "")  # behind the terminal's ^C
             + f"lockstep: {'Ctrl-C' if is_key else signal.Signals(number).name}: the ranks were told to stop, and have "
-            f"{self._config.grace_s:g} s (again to end at once){f'; {places}' if places else ''}\n"
+            f"{self._config.grace_s:g} s (again to end at once){f'; {statuses}' if statuses else ''}\n"
         )
 
     def _on_failure(self) -> None:
-        self.places = look(self.folder, self.attempt.pids)
+        self.statuses = look(self.folder, self.attempt.pids)
         if self._config.stacks_on_timeout:
             reports = read_reports(self.folder, self.attempt.pids)
             if any(report.is_timeout for report in reports.values()):

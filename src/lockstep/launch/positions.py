@@ -14,9 +14,9 @@ from lockstep.frames import split_site
 from lockstep.rank_status import Position, read_positions
 
 __all__ = [
-    "Place",
-    "describe_places",
+    "RankStatus",
     "describe_position",
+    "describe_statuses",
     "find_missing",
     "format_table",
     "look",
@@ -38,7 +38,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankStatus:
     """Where one rank is.
 
     Attributes:
@@ -82,9 +82,9 @@ def describe_position(position: Position) -> str:
 
 def _short_site(site: str) -> str:
     """`train.py:81` of `/home/me/train.py:81 in main`."""
-    place = site.rpartition(" in ")[0] or site
-    path, colon, line = place.rpartition(":")
-    return f"{short_path(path)}{colon}{line}" if colon else place
+    location = site.rpartition(" in ")[0] or site
+    path, colon, line = location.rpartition(":")
+    return f"{short_path(path)}{colon}{line}" if colon else location
 
 
 def short_path(file: str) -> str:
@@ -95,7 +95,7 @@ def short_path(file: str) -> str:
         return file
 
 
-def look(folder: Path, pids: Mapping[int, int]) -> dict[int, Place]:
+def look(folder: Path, pids: Mapping[int, int]) -> dict[int, RankStatus]:
     """Where all ranks are now.
 
     Args:
@@ -103,7 +103,7 @@ def look(folder: Path, pids: Mapping[int, int]) -> dict[int, Place]:
         pids: rank -> pid of all ranks of the attempt.
     """
     found = read_positions(folder, pids)
-    return {rank: Place(rank, pid, _state_of(pid), tuple(found.get(rank, ()))) for rank, pid in pids.items()}
+    return {rank: RankStatus(rank, pid, _state_of(pid), tuple(found.get(rank, ()))) for rank, pid in pids.items()}
 
 
 def _state_of(pid: int) -> str:
@@ -113,12 +113,12 @@ def _state_of(pid: int) -> str:
         return "X"
 
 
-def describe_places(places: Mapping[int, Place]) -> str:
+def describe_statuses(statuses: Mapping[int, RankStatus]) -> str:
     """`ranks 0, 1, 3 were in all_reduce #57 at train.py:81; rank 4 was after …`; empty if nothing is known."""
     ranks: dict[str, list[int]] = {}
-    for rank, place in sorted(places.items()):
-        if place.latest is not None:
-            ranks.setdefault(place.describe(), []).append(rank)
+    for rank, status in sorted(statuses.items()):
+        if status.latest is not None:
+            ranks.setdefault(status.describe(), []).append(rank)
     # Where most of them are comes first.
     groups = sorted(ranks.items(), key=lambda item: -len(item[1]))
     parts = [f"{name_ranks(own)} {'was' if len(own) == 1 else 'were'} {text}" for text, own in groups[:_MAX_PLACES]]
@@ -132,19 +132,19 @@ def name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def find_missing(places: Mapping[int, Place], rank: int) -> tuple[int, ...]:
+def find_missing(statuses: Mapping[int, RankStatus], rank: int) -> tuple[int, ...]:
     """The ranks that have not come to where `rank` waits: those whose count in that group is behind.
 
     Args:
-        places: of all ranks of the job.
+        statuses: of all ranks of the job.
         rank: one that waited in vain in its latest collective.
     """
-    waiting = places[rank].latest if rank in places else None
+    waiting = statuses[rank].latest if rank in statuses else None
     if waiting is None:
         return ()
     missing = []
-    for other, place in places.items():
-        same = next((one for one in place.positions if one.group == waiting.group), None)
+    for other, status in statuses.items():
+        same = next((one for one in status.positions if one.group == waiting.group), None)
         # In a group of some ranks, one that has never called anything may have no part at all.
         has_come = same.number >= waiting.number if same is not None else waiting.group != _DEFAULT_GROUP
         if not has_come:
@@ -152,11 +152,11 @@ def find_missing(places: Mapping[int, Place], rank: int) -> tuple[int, ...]:
     return tuple(missing)
 
 
-def format_table(places: Mapping[int, Place]) -> str:
+def format_table(statuses: Mapping[int, RankStatus]) -> str:
     """One line for each rank: rank, pid, state, what it is in and since when, from which line."""
     lines = ["lockstep: where every rank is"]
-    for rank, place in sorted(places.items()):
-        latest = place.latest
+    for rank, status in sorted(statuses.items()):
+        latest = status.latest
         if latest is None:
             what = "no collective yet"
         else:
@@ -166,5 +166,5 @@ def format_table(places: Mapping[int, Place]) -> str:
             what = f"{describe_position(latest)}{since}"
             if latest.call and not latest.waiting:
                 what += f": {latest.call}"
-        lines.append(f"  rank {rank} (pid {place.pid}), {_STATES.get(place.state, place.state)}: {what}")
+        lines.append(f"  rank {rank} (pid {status.pid}), {_STATES.get(status.state, status.state)}: {what}")
     return "\n".join([*lines, ""])

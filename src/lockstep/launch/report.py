@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.frames import is_library_file, is_torch_file, library_folders
-from lockstep.launch.headline import places_in
+from lockstep.launch.headline import locations_in
 
 __all__ = ["ErrorReport", "capture", "is_expected", "is_own", "is_secondary", "read_reports", "without_leading_frames"]
 
@@ -170,16 +170,16 @@ def _is_timeout(error: BaseException) -> bool:
     return any(map(is_torch_file, files)) and any(phrase in text for phrase in _TIMEOUT_PHRASES)
 
 
-def _place_of(error: BaseException, trace: TracebackType | None) -> tuple[str, int]:
+def _location_of(error: BaseException, trace: TracebackType | None) -> tuple[str, int]:
     """File and line to point at: the innermost frame of the user's own code, else the innermost frame."""
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno or 0
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    locations = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
     # The frames of a worker or a replica are only in the text, and further in.
-    places += places_in(_text_of(error))
+    locations += locations_in(_text_of(error))
     libraries = library_folders()
-    own = [place for place in places if not is_library_file(place[0], libraries)]
-    return (own or places or [("", 0)])[-1]
+    own = [one for one in locations if not is_library_file(one[0], libraries)]
+    return (own or locations or [("", 0)])[-1]
 
 
 def capture(error: BaseException, trace: TracebackType | None, rank: int) -> ErrorReport:
@@ -190,7 +190,7 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
         trace: what to show of its traceback: without the bootstrap's frames, and others that say nothing.
         rank: of this process.
     """
-    file, line = _place_of(error, trace)
+    file, line = _location_of(error, trace)
     return ErrorReport(
         rank=rank,
         pid=os.getpid(),

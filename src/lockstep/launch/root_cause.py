@@ -21,9 +21,9 @@ from lockstep import env
 from lockstep.launch.environment import visible_gpus
 from lockstep.launch.headline import first_reason, needs_gpu, origin_of
 from lockstep.launch.positions import (
-    Place,
-    describe_places,
+    RankStatus,
     describe_position,
+    describe_statuses,
     find_missing,
     name_ranks,
     short_path,
@@ -54,13 +54,13 @@ class Failure:
     Attributes:
         ended: its exit.
         report: what it wrote about an exception, or None if it could not.
-        places: where every rank was when the first failure was seen.
+        statuses: where every rank was when the first failure was seen.
         is_blamed: it ended without an error, and others say that they lost it.
     """
 
     ended: RankExit
     report: ErrorReport | None
-    places: Mapping[int, Place]
+    statuses: Mapping[int, RankStatus]
     is_blamed: bool = False
 
     @property
@@ -80,8 +80,8 @@ class Failure:
         """For a timeout, the ranks that did not come; empty where nobody knows."""
         if self.report is None or not self.report.is_timeout:
             return ()
-        named = self.report.culprits or find_missing(self.places, self.rank)
-        return tuple(rank for rank in named if rank in self.places and rank != self.rank)
+        named = self.report.culprits or find_missing(self.statuses, self.rank)
+        return tuple(rank for rank in named if rank in self.statuses and rank != self.rank)
 
     @property
     def _order(self) -> tuple[bool, bool, float]:
@@ -95,16 +95,16 @@ class Failure:
         host = f" on {self.ended.host}" if self.ended.host else ""
         who = f"rank {self.rank} (pid {self.ended.pid}{host})"
         if self.report is not None:
-            place = f" at {short_path(self.report.file)}:{self.report.line}" if self.report.file else ""
+            where = f" at {short_path(self.report.file)}:{self.report.line}" if self.report.file else ""
             message = _short_message(self.report)
-            return f"{who} failed with {self.report.type}{place}" + (f": {message}" if message else "")
-        known = self.places.get(self.rank)
-        place = f" {known.describe()}" if known is not None and known.latest is not None else ""
+            return f"{who} failed with {self.report.type}{where}" + (f": {message}" if message else "")
+        known = self.statuses.get(self.rank)
+        where = f" {known.describe()}" if known is not None and known.latest is not None else ""
         if self.is_blamed:
-            return f"{who} ended (exit code {self.ended.code}){place} while other ranks still needed it"
+            return f"{who} ended (exit code {self.ended.code}){where} while other ranks still needed it"
         if self.ended.signal is not None:
-            return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{place}"
-        return f"{who} exited with code {self.ended.code}{place}"
+            return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{where}"
+        return f"{who} exited with code {self.ended.code}{where}"
 
     def is_like(self, other: Failure) -> bool:
         """Whether both say the same; an error of ours may do so in the words of each rank."""
@@ -149,7 +149,7 @@ def find_first_failure(
     exits: Mapping[int, RankExit],
     reports: Mapping[int, ErrorReport],
     announced: set[int],
-    places: Mapping[int, Place] | None = None,
+    statuses: Mapping[int, RankStatus] | None = None,
 ) -> list[Failure]:
     """All failures, the one that started it first. See [Note: whose failure it is].
 
@@ -157,13 +157,13 @@ def find_first_failure(
         exits: rank -> how it ended, for all ranks.
         reports: rank -> its error report, for those that wrote one.
         announced: ranks that are known to have failed whatever their exit code.
-        places: where every rank was when the first failure was seen, if known.
+        statuses: where every rank was when the first failure was seen, if known.
 
     Returns:
         Causes by time, then secondary failures by time, then ranks that were only
         stopped. Empty if no rank failed.
     """
-    known = places or {}
+    known = statuses or {}
     failures = [
         Failure(ended, reports.get(rank), known)
         for rank, ended in exits.items()
@@ -181,9 +181,9 @@ def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
     first, others = failures[0], failures[1:]
     if num_ranks == 1:
         return ""
-    places = describe_places({rank: place for rank, place in first.places.items() if rank != first.rank})
-    if places:
-        return f"; {places}"
+    statuses = describe_statuses({rank: status for rank, status in first.statuses.items() if rank != first.rank})
+    if statuses:
+        return f"; {statuses}"
     if not others:
         return "; the other ranks had finished"
     untold = [one for one in others if one not in _causes_among(failures)]
@@ -199,22 +199,22 @@ def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
 def _accuse_missing(first: Failure) -> str:
     """The first line on a timeout: who did not come, and where it is; then where those are that waited for it."""
     clauses = []
-    waiting = first.places[first.rank].latest if first.rank in first.places else None
+    waiting = first.statuses[first.rank].latest if first.rank in first.statuses else None
     for rank in first.missing:
-        place = first.places[rank]
-        where = f"it was {place.describe()}" if place.latest is not None else "it had not entered a collective yet"
-        stopped = ", and its process is stopped" if place.is_stopped else ""
+        status = first.statuses[rank]
+        where = f"it was {status.describe()}" if status.latest is not None else "it had not entered a collective yet"
+        stopped = ", and its process is stopped" if status.is_stopped else ""
         awaited = f"did not come to {describe_position(waiting).partition(' ')[2]}" if waiting else "did not come"
-        clauses.append(f"rank {rank} (pid {place.pid}) {awaited}: {where}{stopped}")
-    others = describe_places({rank: place for rank, place in first.places.items() if rank not in first.missing})
+        clauses.append(f"rank {rank} (pid {status.pid}) {awaited}: {where}{stopped}")
+    others = describe_statuses({rank: status for rank, status in first.statuses.items() if rank not in first.missing})
     return "; ".join([*clauses, others] if others else clauses)
 
 
 def _accuse_different(first: Failure) -> str:
     """The first line on a mismatch: who was not with the majority; the message says what each of them called."""
     assert first.report is not None
-    culprits = [rank for rank in first.report.culprits if rank in first.places]
-    names = ", ".join(f"rank {rank} (pid {first.places[rank].pid})" for rank in culprits)
+    culprits = [rank for rank in first.report.culprits if rank in first.statuses]
+    names = ", ".join(f"rank {rank} (pid {first.statuses[rank].pid})" for rank in culprits)
     return (f"{names} came for something else: " if names else "") + first.report.message.strip()
 
 

@@ -158,12 +158,12 @@ class TerminalStream(Stream):
         end = len(data) if unfinished is None else unfinished.start()
         self._unfinished, data = data[end:], data[:end]
         lines: list[bytes] = []
-        place = 0
+        start = 0
         for token in _TOKEN.finditer(data):
-            self._add(data[place : token.start()])
-            place = token.end()
+            self._add(data[start : token.start()])
+            start = token.end()
             self._obey(token, lines)
-        self._add(data[place:])
+        self._add(data[start:])
         if len(self._line) > _MAX_LINE_BYTES:
             self._end_line(lines)
         self._write(lines)

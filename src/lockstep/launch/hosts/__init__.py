@@ -4,8 +4,8 @@ General layout, from the bottom up:
 
 * `options`: what the command line says about hosts, checked before anything is started. No torch.
 * `membership`: who takes part in the job: a state and its transitions, as pure functions.
-* `visitors`: from which addresses somebody is connected to the meeting place.
-* `place`: the torch store in which the launchers meet; one of them holds it.
+* `clients`: from which addresses somebody is connected to the meeting place.
+* `job_store`: the torch store in which the launchers meet; one of them holds it.
 * `heartbeat`: who is still there.
 * `rendezvous`: rounds of hosts, agreed on through the store: torch's interface of a rendezvous.
 * `reports`: how the ranks of each host ended, told to all hosts.

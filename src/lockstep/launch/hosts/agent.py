@@ -30,8 +30,8 @@ from torch.distributed.elastic.events.api import Event, EventSource
 
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
+from lockstep.launch.hosts.job_store import StoreLost
 from lockstep.launch.hosts.membership import Host
-from lockstep.launch.hosts.place import PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.local_workers import LocalWorkers, Outcome
@@ -171,7 +171,7 @@ class HostAgent(SimpleElasticAgent):
             if rendezvous.must_move():
                 return self._regroup("the first meeting place is back")
             return self._look_at_round(worker_group)
-        except PlaceLost as lost:
+        except StoreLost as lost:
             rendezvous.move(lost)
             return self._regroup("the host of the meeting place was lost")
 
@@ -243,7 +243,7 @@ class HostAgent(SimpleElasticAgent):
             raise OutputLost(self._outcome.output_error)
         if self._outcome.interrupted_by is not None and not self._outcome.failures:
             raise Interrupted(self._outcome.interrupted_by)
-        report = HostReport(workers.attempt.exits, workers.reports, workers.attempt.failed_ranks, workers.places)
+        report = HostReport(workers.attempt.exits, workers.reports, workers.attempt.failed_ranks, workers.statuses)
         self._rendezvous_of_hosts.put(f"report/{self._rendezvous_of_hosts.host.key}", report.encode())
 
     def _check_signals(self) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from lockstep.launch.hosts.place import Place, PlaceLost
+from lockstep.launch.hosts.job_store import JobStore, StoreLost
 
 __all__ = ["Heartbeat", "Observer"]
 
@@ -24,13 +24,13 @@ class Heartbeat:
     """Counts for this launcher, in a thread and a connection of its own: whatever else the launcher waits for.
 
     Args:
-        place: where to; nobody else uses this connection.
+        store: where to; nobody else uses this connection.
         host: key of this launcher.
         interval_s: between two counts.
     """
 
-    def __init__(self, place: Place, host: str, interval_s: float) -> None:
-        self._place = place
+    def __init__(self, store: JobStore, host: str, interval_s: float) -> None:
+        self._store = store
         self._key = _key(host)
         self._interval_s = interval_s
         self._stopped = threading.Event()
@@ -46,10 +46,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._count += 1
-        self._place.set(self._key, str(self._count))
+        self._store.set(self._key, str(self._count))
 
     def _run(self) -> None:
-        with contextlib.suppress(PlaceLost):  # The launcher's main thread finds out as well, and says so.
+        with contextlib.suppress(StoreLost):  # The launcher's main thread finds out as well, and says so.
             while not self._stopped.wait(self._interval_s):
                 self._beat()
 
@@ -58,12 +58,12 @@ class Observer:
     """Notices who has stopped counting.
 
     Args:
-        place: where they count.
+        store: where they count.
         lost_after_s: how long a number may stand still.
     """
 
-    def __init__(self, place: Place, lost_after_s: float) -> None:
-        self._place = place
+    def __init__(self, store: JobStore, lost_after_s: float) -> None:
+        self._store = store
         self._lost_after_s = lost_after_s
         self._seen: dict[str, tuple[str | None, float]] = {}
 
@@ -72,7 +72,7 @@ class Observer:
         now_s = time.monotonic()
         gone = []
         for host in hosts:
-            count = self._place.get(_key(host))
+            count = self._store.get(_key(host))
             before = self._seen.get(host)
             # A count that is gone for now, or written over, is no sign of life, and none of death.
             if before is None or (count is not None and before[0] != count):

@@ -16,10 +16,10 @@ from lockstep.errors import LaunchError, SetupError
 from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.environment import new_job_id
 from lockstep.launch.hosts.agent import HostAgent, Interrupted, OutputLost
+from lockstep.launch.hosts.clients import is_loopback
+from lockstep.launch.hosts.job_store import JobStore, StoreLost
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
-from lockstep.launch.hosts.visitors import is_loopback
 from lockstep.launch.local_workers import LocalWorkers, end_without_reader
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
@@ -64,8 +64,8 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
             return 128 + interrupted.number
         except OutputLost as lost:
             return end_without_reader(lost.error)
-        except PlaceLost as lost_place:
-            say(f"{_RULE}\nlockstep: {lost_place}; without it no host can go on\n{_RULE}\n")
+        except StoreLost as lost:
+            say(f"{_RULE}\nlockstep: {lost}; without it no host can go on\n{_RULE}\n")
             return 1
 
 
@@ -109,13 +109,13 @@ class _Job:
             stack.callback(self._logs.close)
         self._reaper = start_reaper(self._job, variables)
         stack.callback(self._reaper.dismiss)
-        place = Place.open(hosts, self._wait)
-        if place.is_holder and not hosts.secret.is_given and not is_loopback(hosts.address):
+        job_store = JobStore.open(hosts, self._wait)
+        if job_store.is_holder and not hosts.secret.is_given and not is_loopback(hosts.address):
             say(
-                f"lockstep: this job has no token, so whoever reaches {hosts.place} can take part in it or end it; "
+                f"lockstep: this job has no token, so whoever reaches {hosts.endpoint} can take part in it or end it; "
                 "--rdzv-conf token_file=PATH gives it one (docs/security.md)\n"
             )
-        self._rendezvous = HostRendezvous(hosts, place, num_ranks, config.max_restarts, self._wait)
+        self._rendezvous = HostRendezvous(hosts, job_store, num_ranks, config.max_restarts, self._wait)
         stack.callback(self._rendezvous.shutdown)
         self._agent = HostAgent(
             config, num_ranks, self._rendezvous, self._new_workers, self._wait, variables, self._job, self._logs
@@ -179,14 +179,16 @@ class _Job:
     def _leave(self, number: int) -> None:
         """Tell the others, if they can still be told."""
         text = f"{self._rendezvous.host} was told to end ({signal.Signals(number).name})"
-        with contextlib.suppress(PlaceLost):
+        with contextlib.suppress(StoreLost):
             self._rendezvous.leave(text, 128 + number)
             self._say_farewell()
 
     def _say_farewell(self) -> None:
         """Who holds the store ends last, so that all others have read the end of the job."""
         deadline_s = time.monotonic() + _FAREWELL_S
-        with contextlib.suppress(PlaceLost):
+        with contextlib.suppress(StoreLost):
             self._rendezvous.say_farewell()
-            while self._rendezvous.place.is_holder and time.monotonic() < deadline_s and self._rendezvous.is_needed():
+            while (
+                self._rendezvous.job_store.is_holder and time.monotonic() < deadline_s and self._rendezvous.is_needed()
+            ):
                 time.sleep(_POLL_S)

@@ -57,7 +57,7 @@ class HostsConfig:
     secret: Secret = field(default=Secret(None), repr=False, compare=False)
 
     @property
-    def place(self) -> str:
+    def endpoint(self) -> str:
         """The meeting place, for messages."""
         return f"{self.address}, port {self.port}"
 
@@ -251,13 +251,13 @@ def hosts_from(options: argparse.Namespace) -> HostsConfig | None:
         return None
     if least < most and given.get("max_restarts") is None:
         given["max_restarts"] = _ELASTIC_RESTARTS
-    address, port = _meeting_place(nnodes, node_rank, endpoint, given.pop("master_addr"), given.pop("master_port"))
+    address, port = _choose_endpoint(nnodes, node_rank, endpoint, given.pop("master_addr"), given.pop("master_port"))
     if endpoint is None:
         settings.setdefault("is_holder", node_rank == 0)
     return HostsConfig(least, most, address, port, **settings)  # type: ignore[arg-type]
 
 
-def _meeting_place(
+def _choose_endpoint(
     nnodes: str, node_rank: int | None, endpoint: str | None, master_addr: str | None, master_port: int | None
 ) -> tuple[str, int]:
     """Address and port where the launchers meet."""

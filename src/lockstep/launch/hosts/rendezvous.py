@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from lockstep.errors import LaunchError
 from lockstep.launch.hosts.heartbeat import Heartbeat, Observer
+from lockstep.launch.hosts.job_store import JobStore, StoreLost
 from lockstep.launch.hosts.membership import Host, Membership, Terms
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.hosts.place import Place, PlaceLost
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.secret import Refused
@@ -84,7 +84,7 @@ class HostRendezvous(RendezvousHandler):
 
     Args:
         config: where and with how many hosts.
-        place: the store.
+        job_store: the store.
         num_ranks: how many ranks this host starts.
         max_restarts: how many rounds may fail and be followed by another.
         check: waits for so many seconds; raises when this launcher is told to end.
@@ -100,20 +100,25 @@ class HostRendezvous(RendezvousHandler):
     """
 
     def __init__(
-        self, config: HostsConfig, place: Place, num_ranks: int, max_restarts: int, check: Callable[[float], None]
+        self,
+        config: HostsConfig,
+        job_store: JobStore,
+        num_ranks: int,
+        max_restarts: int,
+        check: Callable[[float], None],
     ) -> None:
         self._config = config
-        self._place = place
+        self._job_store = job_store
         self._check = check
         self._terms = Terms(config.min_nodes, config.max_nodes, max_restarts)
         name = socket.gethostname()
         key = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
         self._is_away = False
-        self._spare = Place.spare(config, place.address) if config.is_elastic else None
+        self._spare = JobStore.spare(config, job_store.address) if config.is_elastic else None
         spare_port = None if self._spare is None else self._spare.port
-        self.host = Host(key, name, os.getpid(), place.address, num_ranks, config.node_rank, spare_port)
-        self._heartbeat = Heartbeat(place.again(), key, config.heartbeat_s)
-        self._observer = Observer(place, config.lost_after_s)
+        self.host = Host(key, name, os.getpid(), job_store.address, num_ranks, config.node_rank, spare_port)
+        self._heartbeat = Heartbeat(job_store.reconnect(), key, config.heartbeat_s)
+        self._observer = Observer(job_store, config.lost_after_s)
         self._looked_home_s = 0.0
         self._sealed, self._count = "", 0  # the state that stands in the store, as far as this launcher knows
         self._num_foreign = 0
@@ -124,7 +129,7 @@ class HostRendezvous(RendezvousHandler):
         self.members: tuple[Host, ...] = ()
         self.number = -1
         self.position = 0
-        self.master = (place.address, 0)
+        self.master = (job_store.address, 0)
         self._looked_at_s = 0.0
         self._regroup = False
 
@@ -157,7 +162,7 @@ class HostRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Take part no more. The job goes on if it has hosts enough."""
-        with contextlib.suppress(PlaceLost):  # What was refused in the last moment is said, too.
+        with contextlib.suppress(StoreLost):  # What was refused in the last moment is said, too.
             self._warn()
         self._heartbeat.stop()
         return True
@@ -172,7 +177,7 @@ class HostRendezvous(RendezvousHandler):
         self._regroup = False
         try:
             return self._next_round()
-        except PlaceLost as lost:
+        except StoreLost as lost:
             self.move(lost)
             return self.next_rendezvous()
 
@@ -188,7 +193,7 @@ class HostRendezvous(RendezvousHandler):
                 return self._next_round()  # It came and was gone.
             self._check(_POLL_S)
         self.master = _read_master(found)
-        store = self._place.store(f"round{self.number}/agent")
+        store = self._job_store.torch_store(f"round{self.number}/agent")
         return RendezvousInfo(store, self.position, len(self.members), RendezvousStoreInfo(*self.master))
 
     # ---- within a round ----------------------------------------------------------------------------
@@ -208,13 +213,13 @@ class HostRendezvous(RendezvousHandler):
         if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
             return
         self._put_back_s = now_s
-        self._place.put_back_birth()
+        self._job_store.put_back_birth()
         for key, sealed in self._told.items():
-            if self._place.raw(key) != sealed and self._place.get(key) is None:
-                self._place.put_back(key, sealed)
+            if self._job_store.raw(key) != sealed and self._job_store.get(key) is None:
+                self._job_store.put_back(key, sealed)
 
     def _warn(self) -> None:
-        self._place.watch(lambda: {host.address for host in self.membership.hosts})
+        self._job_store.watch(lambda: {host.address for host in self.membership.hosts})
 
     def missing(self) -> list[Host]:
         """Hosts of this host's round that have left it, or were lost."""
@@ -225,11 +230,11 @@ class HostRendezvous(RendezvousHandler):
         """Tell the hosts of this round something."""
         prefix = f"round{self.number}/"
         self._told = {told: sealed for told, sealed in self._told.items() if told.startswith(prefix)}
-        self._told[prefix + key] = self._place.set(prefix + key, value)
+        self._told[prefix + key] = self._job_store.set(prefix + key, value)
 
     def get(self, key: str) -> str | None:
         """What a host of this round has told under that key."""
-        return self._place.get(f"round{self.number}/{key}")
+        return self._job_store.get(f"round{self.number}/{key}")
 
     def notice(self) -> Notice | None:
         """Why this round ends without a failure, if it does."""
@@ -245,7 +250,7 @@ class HostRendezvous(RendezvousHandler):
         secret = self._config.secret
         if not secret.is_given:
             return None
-        return secret.derive("ranks", self._config.run_id, self._place.birth, str(self.number)).as_token()
+        return secret.derive("ranks", self._config.run_id, self._job_store.birth, str(self.number)).as_token()
 
     def regroup(self) -> None:
         """Have torch's agent begin another round."""
@@ -267,39 +272,39 @@ class HostRendezvous(RendezvousHandler):
 
         def left(membership: Membership) -> Membership:
             others = [host for host in membership.hosts if host.key != self.host.key]
-            rest = replace(membership.without([self.host.key]), is_abandoned=self._place.is_holder)
+            rest = replace(membership.without([self.host.key]), is_abandoned=self._job_store.is_holder)
             return rest if len(others) >= membership.terms.min_nodes else rest.ended(reason, exit_code)
 
         self._change(left)
 
-    # ---- the place. See [Note: moving] -------------------------------------------------------------
+    # ---- the store. See [Note: moving] -------------------------------------------------------------
 
     @property
-    def place(self) -> Place:
+    def job_store(self) -> JobStore:
         """Where the launchers meet now."""
-        return self._place
+        return self._job_store
 
     def say_farewell(self) -> None:
         """Tell who holds the store that this launcher needs it no more."""
-        self._place.set(_farewell_key(self.host), "1")
+        self._job_store.set(_farewell_key(self.host), "1")
 
     def is_needed(self) -> bool:
         """Whether a launcher that is known here has not said farewell yet."""
         others = [host for host in self.look().hosts if host.key != self.host.key]
-        return not all(self._place.get_all([_farewell_key(host) for host in others]))
+        return not all(self._job_store.get_all([_farewell_key(host) for host in others]))
 
-    def move(self, lost: PlaceLost) -> None:
+    def move(self, lost: StoreLost) -> None:
         """Meet elsewhere, after the store was lost.
 
         Raises:
-            PlaceLost: there is nowhere else.
+            StoreLost: there is nowhere else.
         """
         if self._spare is None:
             raise lost
         say(f"lockstep: {lost}; the hosts that are left meet elsewhere\n")
         home = None
         if not self.membership.is_abandoned:
-            home = Place.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+            home = JobStore.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
         self._is_away = home is None
         self._settle_at(home if home is not None else self._first_spare(self._spare))
 
@@ -308,17 +313,17 @@ class HostRendezvous(RendezvousHandler):
         if not self._is_away:
             return False
         now_s = time.monotonic()
-        if self._place.is_holder and now_s - self._looked_home_s >= _LOOK_HOME_EVERY_S:
+        if self._job_store.is_holder and now_s - self._looked_home_s >= _LOOK_HOME_EVERY_S:
             self._looked_home_s = now_s
-            if Place.attempt(self._config, self.host.address, _LOOK_HOME_TIMEOUT_S, self._check) is not None:
-                self._place.set(_MOVED, "1")
-        if self._place.get(_MOVED) is None:
+            if JobStore.attempt(self._config, self.host.address, _LOOK_HOME_TIMEOUT_S, self._check) is not None:
+                self._job_store.set(_MOVED, "1")
+        if self._job_store.get(_MOVED) is None:
             return False
-        home = Place.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+        home = JobStore.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
         if home is None:
             return False
-        if self._place is self._spare:  # Its store has served.
-            self._spare = Place.spare(self._config, self.host.address)
+        if self._job_store is self._spare:  # Its store has served.
+            self._spare = JobStore.spare(self._config, self.host.address)
             self.host = replace(self.host, spare_port=self._spare.port)
         number, failures = max(self.number, self.membership.number), self.membership.failures
         self._is_away = False
@@ -327,7 +332,7 @@ class HostRendezvous(RendezvousHandler):
         self._change(lambda membership: membership.continued(number + 1, failures).joined(self.host))
         return True
 
-    def _first_spare(self, own: Place) -> Place:
+    def _first_spare(self, own: JobStore) -> JobStore:
         """The spare store of the first host that is left, of those that were in the last round with this one."""
         left = {host.key for host in self.membership.hosts}
         for host in self.members or self.membership.hosts:
@@ -335,16 +340,16 @@ class HostRendezvous(RendezvousHandler):
                 break
             if host.key in left and host.spare_port is not None:
                 config = replace(self._config, address=host.address, port=host.spare_port)
-                found = Place.attempt(config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+                found = JobStore.attempt(config, self.host.address, _PROBE_TIMEOUT_S, self._check)
                 if found is not None:
                     return found
         return own
 
-    def _settle_at(self, place: Place) -> None:
+    def _settle_at(self, job_store: JobStore) -> None:
         self._heartbeat.stop()
-        self._place = place
-        self._heartbeat = Heartbeat(place.again(), self.host.key, self._config.heartbeat_s)
-        self._observer = Observer(place, self._config.lost_after_s)
+        self._job_store = job_store
+        self._heartbeat = Heartbeat(job_store.reconnect(), self.host.key, self._config.heartbeat_s)
+        self._observer = Observer(job_store, self._config.lost_after_s)
         self._looked_home_s = time.monotonic()
         self._sealed, self._count, self._told = "", 0, {}
         number = max(self.number + 1, self.membership.number + self.membership.is_running)
@@ -359,7 +364,7 @@ class HostRendezvous(RendezvousHandler):
     def _change(self, transition: Callable[[Membership], Membership]) -> Membership:
         """Apply a transition to the state as it is; what came of it."""
         for _ in range(_TRIES):
-            raw = self._place.raw(_MEMBERSHIP)
+            raw = self._job_store.raw(_MEMBERSHIP)
             before = self._read(raw)
             if before is None:
                 continue  # It was put back.
@@ -367,14 +372,14 @@ class HostRendezvous(RendezvousHandler):
             if raw and after == before:
                 self.membership = before
                 return before
-            sealed = self._place.seal(_MEMBERSHIP, after.encode(), self._count + 1)
-            if self._place.compare_set(_MEMBERSHIP, raw, sealed):
+            sealed = self._job_store.seal(_MEMBERSHIP, after.encode(), self._count + 1)
+            if self._job_store.compare_set(_MEMBERSHIP, raw, sealed):
                 self.membership, self._sealed, self._count = after, sealed, self._count + 1
                 return after
         if not self._sealed:
             raise LaunchError(
-                f"at {self._config.place}, where the launchers meet, somebody who does not have this job's token keeps "
-                "writing; choose another port, the same for all launchers"
+                f"at {self._config.endpoint}, where the launchers meet, somebody who does not have this job's token "
+                "keeps writing; choose another port, the same for all launchers"
             )
         return self.membership
 
@@ -384,18 +389,20 @@ class HostRendezvous(RendezvousHandler):
             return self.membership  # Nobody has begun.
         try:
             if not raw:
-                self._place.note_refusal(_MEMBERSHIP, "it was removed")
+                self._job_store.note_refusal(_MEMBERSHIP, "it was removed")
                 raise Refused("it was removed")
-            text, count = self._place.open_seal(_MEMBERSHIP, raw)
+            text, count = self._job_store.open_seal(_MEMBERSHIP, raw)
             if count < self._count:
-                self._place.note_refusal(_MEMBERSHIP, "it is older than what was there before")
+                self._job_store.note_refusal(_MEMBERSHIP, "it is older than what was there before")
                 raise Refused("it is older")
             membership = self.membership if raw == self._sealed else Membership.decode(text)
         except (Refused, ValueError):
             if self._sealed:
-                self._place.compare_set(_MEMBERSHIP, raw, self._sealed)
+                self._job_store.compare_set(_MEMBERSHIP, raw, self._sealed)
             elif self._num_foreign >= _FOREIGN_LOOKS:
-                self._place.compare_set(_MEMBERSHIP, raw, self._place.seal(_MEMBERSHIP, self.membership.encode(), 0))
+                self._job_store.compare_set(
+                    _MEMBERSHIP, raw, self._job_store.seal(_MEMBERSHIP, self.membership.encode(), 0)
+                )
             else:  # If others know a state, they put it back.
                 self._num_foreign += 1
                 self._check(_POLL_S)
@@ -423,7 +430,7 @@ class HostRendezvous(RendezvousHandler):
                 raise JobClosed(membership)
             if membership.is_abandoned:
                 self.say_farewell()
-                raise PlaceLost(f"the launcher that holds the store at {self._config.place} was told to end")
+                raise StoreLost(f"the launcher that holds the store at {self._config.endpoint} was told to end")
             present = frozenset(host.key for host in membership.members)
             if present != seen:
                 seen, changed_s = present, now_s
@@ -495,7 +502,7 @@ class HostRendezvous(RendezvousHandler):
         if membership.is_running:
             return f"{self.host} waits for the hosts of the last round to end their ranks: {_names(membership.members)}"
         return (
-            f"{self.host} waits for other hosts at {self._config.place}: {len(membership.members)} of "
+            f"{self.host} waits for other hosts at {self._config.endpoint}: {len(membership.members)} of "
             f"{_nnodes(membership.terms)} came ({_names(membership.members)})"
         )
 

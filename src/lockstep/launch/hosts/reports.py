@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from lockstep.launch.positions import Place
+from lockstep.launch.positions import RankStatus
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 from lockstep.launch.root_cause import Failure, find_first_failure
@@ -30,13 +30,13 @@ class HostReport:
         exits: of its ranks.
         reports: of those that said why they failed.
         announced: ranks that are known to have failed whatever their exit code.
-        places: where they were at the first failure.
+        statuses: where they were at the first failure.
     """
 
     exits: Mapping[int, RankExit] = field(default_factory=dict)
     reports: Mapping[int, ErrorReport] = field(default_factory=dict)
     announced: Collection[int] = ()
-    places: Mapping[int, Place] = field(default_factory=dict)
+    statuses: Mapping[int, RankStatus] = field(default_factory=dict)
 
     @property
     def has_failed(self) -> bool:
@@ -51,7 +51,7 @@ class HostReport:
                 "exits": [asdict(replace(ended, host=host)) for ended in self.exits.values()],
                 "reports": [asdict(report) for report in self.reports.values()],
                 "announced": sorted(self.announced),
-                "places": [asdict(place) for place in self.places.values()],
+                "statuses": [asdict(status) for status in self.statuses.values()],
             }
         )
 
@@ -71,15 +71,15 @@ class HostReport:
     def _decode(cls, found: Any) -> HostReport:
         exits = [_make(RankExit, entry) for entry in found["exits"]]
         reports = [_make(ErrorReport, entry) for entry in found["reports"]]
-        places = [
-            _make(Place, {**entry, "positions": tuple(_make(Position, one) for one in entry["positions"])})
-            for entry in found["places"]
+        statuses = [
+            _make(RankStatus, {**entry, "positions": tuple(_make(Position, one) for one in entry["positions"])})
+            for entry in found["statuses"]
         ]
         return cls(
             {ended.rank: ended for ended in exits},
             {report.rank: report for report in reports},
             tuple(found["announced"]),
-            {place.rank: place for place in places},
+            {status.rank: status for status in statuses},
         )
 
 
@@ -95,11 +95,11 @@ def find_first_failure_of_all(reports: Iterable[HostReport]) -> list[Failure]:
     """The failures of all hosts, the first one first, as far as the hosts' clocks agree."""
     exits: dict[int, RankExit] = {}
     said: dict[int, ErrorReport] = {}
-    places: dict[int, Place] = {}
+    statuses: dict[int, RankStatus] = {}
     announced: set[int] = set()
     for report in reports:
         exits |= report.exits
         said |= report.reports
-        places |= report.places
+        statuses |= report.statuses
         announced |= set(report.announced)
-    return find_first_failure(exits, said, announced, places)
+    return find_first_failure(exits, said, announced, statuses)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["Visitors", "connected_to", "is_loopback"]
+__all__ = ["Clients", "connected_to", "is_loopback"]
 
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _LISTENS = "0A"
@@ -48,7 +48,7 @@ def connected_to(port: int) -> set[str]:
     return found
 
 
-class Visitors:
+class Clients:
     """Those who were seen at a port.
 
     Args:

@@ -25,15 +25,15 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lockstep.errors import LaunchError, RendezvousError
+from lockstep.launch.hosts.clients import Clients
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.hosts.visitors import Visitors
 from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
 from lockstep.secret import Refused, Seals
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
-__all__ = ["Place", "PlaceLost"]
+__all__ = ["JobStore", "StoreLost"]
 
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 3.0
@@ -50,11 +50,11 @@ _LONGEST_KNOCK = 200
 _NO_TEXT = "\ufffd"  # what decoding puts in the place of bytes that are none
 
 
-class PlaceLost(RendezvousError):
+class StoreLost(RendezvousError):
     """The launcher that holds the store is gone, or cannot be reached."""
 
 
-class Place:
+class JobStore:
     """A connection to the store; of its own, so that no other thread's call holds it up.
 
     Args:
@@ -72,14 +72,14 @@ class Place:
         self._config = config
         self._birth, self._sealed_birth = birth
         self._seals = Seals(config.secret, config.run_id, str(config.port), self._birth)
-        self._visitors = Visitors(config.port) if is_holder else None
+        self._clients = Clients(config.port) if is_holder else None
         self._has_warned = False
         self._is_told = False
         self.address = address
         self.is_holder = is_holder
 
     @classmethod
-    def open(cls, config: HostsConfig, check: Callable[[float], None]) -> Place:
+    def open(cls, config: HostsConfig, check: Callable[[float], None]) -> JobStore:
         """Hold the store or connect to it, waiting for who holds it.
 
         Args:
@@ -99,7 +99,7 @@ class Place:
                 # Another launcher of this machine came first, unless this one was told to be it.
                 if config.is_holder:
                     raise LaunchError(
-                        f"this launcher must listen at {config.place}, where the launchers meet: {error}; end what "
+                        f"this launcher must listen at {config.endpoint}, where the launchers meet: {error}; end what "
                         "uses the port, or give all launchers another --master-port"
                     ) from None
         own_address = _reach(config, check)
@@ -108,7 +108,7 @@ class Place:
         return cls(store, config, address, False, _agree_on_birth(store, config, address, _PATIENCE_S, check))
 
     @classmethod
-    def spare(cls, config: HostsConfig, address: str) -> Place:
+    def spare(cls, config: HostsConfig, address: str) -> JobStore:
         """A store of this launcher's own, at a free port of this address, that nobody needs as yet.
 
         Raises:
@@ -121,7 +121,7 @@ class Place:
     @classmethod
     def attempt(
         cls, config: HostsConfig, address: str, timeout_s: float, check: Callable[[float], None]
-    ) -> Place | None:
+    ) -> JobStore | None:
         """A connection to a store if somebody holds it now.
 
         Args:
@@ -147,12 +147,12 @@ class Place:
         """The port of the store."""
         return self._config.port
 
-    def again(self) -> Place:
+    def reconnect(self) -> JobStore:
         """Another connection to the same store."""
         store, birth = _connect(self._config, time.sleep), (self._birth, self._sealed_birth)
-        return Place(store, self._config, self.address, False, birth)
+        return JobStore(store, self._config, self.address, False, birth)
 
-    def store(self, prefix: str) -> Store:
+    def torch_store(self, prefix: str) -> Store:
         """The store, with keys of its own."""
         return PrefixStore(prefix, self._store)
 
@@ -231,9 +231,9 @@ class Place:
         Args:
             known: addresses of the hosts of the job.
         """
-        if self._visitors is None or self._is_told:
+        if self._clients is None or self._is_told:
             return
-        self._visitors.look()
+        self._clients.look()
         what = None
         with contextlib.suppress(Refused):
             if raw := self.raw(_REFUSAL):
@@ -242,11 +242,11 @@ class Place:
             what = _read_knock(raw)
         if what is not None:
             self._is_told = True
-            strangers = self._visitors.strangers({self.address, self._config.address, *known()})
+            strangers = self._clients.strangers({self.address, self._config.address, *known()})
             seen = f"; connected there, from no host of this job: {', '.join(strangers)}" if strangers else ""
             say(
-                f"lockstep: warning: somebody who does not have this job's token came to {self._config.place}, where "
-                f"the launchers meet, and {what}{seen}. It is refused, and the job goes on\n"
+                f"lockstep: warning: somebody who does not have this job's token came to {self._config.endpoint}, "
+                f"where the launchers meet, and {what}{seen}. It is refused, and the job goes on\n"
             )
 
     @contextlib.contextmanager
@@ -254,8 +254,8 @@ class Place:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            raise PlaceLost(
-                f"the launcher at {self._config.place}, where the launchers meet, is gone or cannot be reached "
+            raise StoreLost(
+                f"the launcher at {self._config.endpoint}, where the launchers meet, is gone or cannot be reached "
                 f"({str(error).splitlines()[0]})"
             ) from None
 
@@ -284,14 +284,14 @@ def _agree_on_birth(
         except Refused as refused:
             reason = str(refused)
         except (RuntimeError, ValueError) as error:
-            raise LaunchError(f"the launcher at {config.place} is gone ({str(error).splitlines()[0]})") from None
+            raise LaunchError(f"the launcher at {config.endpoint} is gone ({str(error).splitlines()[0]})") from None
         if time.monotonic() > deadline_s:
             break
         check(_POLL_S)
     with contextlib.suppress(RuntimeError):
         store.set(_KNOCK, json.dumps({"host": socket.gethostname(), "address": address}))
     raise LaunchError(
-        f"this launcher, on {socket.gethostname()}, has no part in the job at {config.place}, where launchers meet: "
+        f"this launcher, on {socket.gethostname()}, has no part in the job at {config.endpoint}, where launchers meet: "
         f"of what stands there, {reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
         "LOCKSTEP_TOKEN), and install the same release of Lockstep on all hosts"
     )
@@ -331,8 +331,8 @@ def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
     _bound_silence(config.port)
     if isinstance(store, str):
         raise LaunchError(
-            f"what listens at {config.place} is no launcher of a job on several hosts ({store}); choose another port, "
-            "the same for all launchers"
+            f"what listens at {config.endpoint} is no launcher of a job on several hosts ({store}); choose another "
+            "port, the same for all launchers"
         )
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
@@ -393,12 +393,12 @@ def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
         waited_s = time.monotonic() - start_s
         if waited_s > patience_s:
             raise LaunchError(
-                f"this launcher, on {socket.gethostname()}, found nobody at {config.place}, where the launchers meet, "
-                f"within {patience_s:g} s: {reason}; {advice}"
+                f"this launcher, on {socket.gethostname()}, found nobody at {config.endpoint}, where the launchers "
+                f"meet, within {patience_s:g} s: {reason}; {advice}"
             )
         if not told and waited_s > 1.0:
             told = True
-            say(f"lockstep: waiting for the launcher at {config.place}: {reason}\n")
+            say(f"lockstep: waiting for the launcher at {config.endpoint}: {reason}\n")
         check(_POLL_S)
 
 
