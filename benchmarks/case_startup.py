@@ -26,7 +26,7 @@ from benchmarks import REPOSITORY
 from lockstep import env
 from lockstep.bench import stats
 from lockstep.bench.results import Environment, Result, Series
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 
 __all__ = ["FULL", "QUICK", "LaunchFailed", "Plan", "run"]
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s
 
 NODES = ("n1", "n2")

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from toy import Points, make_model
 
 from launching import Launches
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import env
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s, run_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples"

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from launching import NOTE_PID, Launches, children_of, is_alive, wait_until
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s
 
 RULE = "=" * 88

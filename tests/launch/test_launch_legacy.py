@@ -14,7 +14,7 @@ from lockstep import cli
 from lockstep.commands import launch
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s
 
 SCRIPT = """

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import CollectiveAborted, CollectiveMismatch, LaunchError, RankLost
-from lockstep.launch import rendezvous
+from lockstep.launch import free_port
+from lockstep.launch.attempt_folder import AttemptFolder, announce_failure
 from lockstep.launch.config import LaunchConfig, check_target, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, visible_cores, visible_gpus
+from lockstep.launch.free_port import find_free_port
 from lockstep.launch.process import RankExit
-from lockstep.launch.rendezvous import Rendezvous, announce_failure, find_free_port
 from lockstep.launch.report import ErrorReport, capture, is_secondary, read_reports
 from lockstep.launch.root_cause import find_first_failure, format_summary
 
@@ -98,32 +99,32 @@ def test_port_is_free_and_outside_the_ephemeral_range(monkeypatch: pytest.Monkey
         probe.bind(("", find_free_port()))
     for text, ports in (("32768 60999", range(10_000, 32768)), ("1024 50000", range(50_001, 65536))):
         (tmp_path / "range").write_text(text)
-        monkeypatch.setattr(rendezvous, "_PORT_RANGE_FILE", str(tmp_path / "range"))
-        assert rendezvous._candidate_ports() == ports
+        monkeypatch.setattr(free_port, "_PORT_RANGE_FILE", str(tmp_path / "range"))
+        assert free_port._candidate_ports() == ports
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        assert not rendezvous._is_free(port)
-        monkeypatch.setattr(rendezvous, "_candidate_ports", lambda: range(port, port + 1))
+        assert not free_port._is_free(port)
+        monkeypatch.setattr(free_port, "_candidate_ports", lambda: range(port, port + 1))
         with pytest.raises(LaunchError, match="--master-port"):
             find_free_port()
 
 
 def test_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = Rendezvous()
-    assert place.folder.stat().st_mode & 0o777 == 0o700
-    assert place.read_failures() == []
-    announce_failure(place.folder, 3)
-    announce_failure(place.folder, 0)
-    assert place.read_failures() == [3, 0]
-    place.remove()
-    place.remove()
-    assert not place.folder.exists()
-    announce_failure(place.folder, 1)  # A rank that outlives the folder must not fail for it.
+    folder = AttemptFolder()
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert folder.read_failures() == []
+    announce_failure(folder.path, 3)
+    announce_failure(folder.path, 0)
+    assert folder.read_failures() == [3, 0]
+    folder.remove()
+    folder.remove()
+    assert not folder.path.exists()
+    announce_failure(folder.path, 1)  # A rank that outlives the folder must not fail for it.
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(LaunchError, match="set TMPDIR"):
-        Rendezvous()
+        AttemptFolder()
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

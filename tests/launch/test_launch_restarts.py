@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launching import Launches
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s
 from restarting import RESTARTS
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from launching import Launches, wait_until
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s
 
 RUN_ID = "job7"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep import env
 from lockstep.errors import RendezvousError
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.rendezvous import folder, tcp
 from lockstep.testing import run_ranks
 from lockstep.topology import Topology

@@ -26,7 +26,7 @@ from failing import (
 )
 from lockstep import env
 from lockstep.errors import RankLost, RendezvousError, SetupError
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from lockstep.commands.run import main
 from lockstep.errors import LaunchError
+from lockstep.launch.free_port import find_free_port
 from lockstep.launch.hosts import job_store as job_store_module
 from lockstep.launch.hosts.agent import Interrupted
 from lockstep.launch.hosts.heartbeat import Observer
@@ -27,7 +28,6 @@ from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.process import RankExit
-from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.report import ErrorReport
 from lockstep.testing import limit_s
 

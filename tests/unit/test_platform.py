@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.env import snapshot
-from lockstep.launch.rendezvous import find_free_port
+from lockstep.launch.free_port import find_free_port
 
 LACKING = Path(__file__).with_name("lacking.py")
 PROGRAM = Path(__file__).with_name("training_anywhere.py")

@@ -5,7 +5,7 @@ General layout, from the bottom up:
 * `support`: whether processes can be started and watched here.
 * `reaper`: finds and kills every process of a job; also the program that does so when
   the launcher itself was killed.
-* `rendezvous`: the private folder and the port of one attempt.
+* `attempt_folder`, `free_port`: the private folder of one attempt, and the port of its rank 0.
 * `environment`: the variables that each rank gets.
 * `report`, `root_cause`, `headline`: how a failing rank says why, which failure was the first, and its one line.
 * `positions`, `stacks`: where every rank is, from its status file, and from py-spy.

@@ -23,9 +23,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
+from lockstep.launch.attempt_folder import AttemptFolder
 from lockstep.launch.process import RankCommand, RankExit, RankProcess
 from lockstep.launch.reaper import Reaper, sweep
-from lockstep.launch.rendezvous import Rendezvous
 
 __all__ = ["Attempt", "Phase"]
 
@@ -46,7 +46,7 @@ class Attempt:
     """The processes of all ranks, started once.
 
     Args:
-        rendezvous: where ranks announce failures.
+        folder: where ranks announce failures.
         reaper: learns of every session before anything can happen in it.
         job: the job's id, for the final sweep.
         grace_s: from the signal that asks ranks to stop to SIGKILL.
@@ -59,12 +59,12 @@ class Attempt:
         on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
     """
 
-    def __init__(self, rendezvous: Rendezvous, reaper: Reaper, *, job: str, grace_s: float, settle_s: float) -> None:
+    def __init__(self, folder: AttemptFolder, reaper: Reaper, *, job: str, grace_s: float, settle_s: float) -> None:
         self.exits: dict[int, RankExit] = {}
         self.interrupted_by: int | None = None
         self.is_cut_short = False
         self.on_failure: Callable[[], None] = lambda: None
-        self._rendezvous = rendezvous
+        self._folder = folder
         self._reaper = reaper
         self._job = job
         self._grace_s = grace_s
@@ -75,7 +75,7 @@ class Attempt:
         self._alive: set[int] = set()
         self._announced: set[int] = set()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(rendezvous.events_fd, selectors.EVENT_READ, self._on_announcement)
+        self._selector.register(folder.events_fd, selectors.EVENT_READ, self._on_announcement)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call `callback` from `wait` whenever `fd` is readable."""
@@ -209,7 +209,7 @@ class Attempt:
             self._deadline = time.monotonic() + self._settle_s
 
     def _on_announcement(self) -> None:
-        failures = self._rendezvous.read_failures()
+        failures = self._folder.read_failures()
         self._announced.update(failures)
         # It should exit within moments. If it cannot (a thread of it blocks, a destructor hangs), nobody else would
         # ever know that it failed, so its exit is not waited for without end.

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.launch.attempt import Attempt
+from lockstep.launch.attempt_folder import AttemptFolder
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.logs import LogFolder
@@ -25,7 +26,6 @@ from lockstep.launch.output import Relay
 from lockstep.launch.positions import RankStatus, describe_statuses, format_table, look
 from lockstep.launch.process import RankCommand, worker_command_line
 from lockstep.launch.reaper import Reaper
-from lockstep.launch.rendezvous import Rendezvous
 from lockstep.launch.report import ErrorReport, read_reports
 from lockstep.launch.root_cause import Failure, find_first_failure, format_last_words
 from lockstep.launch.screen import say
@@ -81,14 +81,14 @@ class LocalWorkers:
         self._signals = signals
         self._logs = logs
         with contextlib.ExitStack() as stack:
-            rendezvous = Rendezvous()
-            stack.callback(rendezvous.remove)
-            reaper.watch_folder(str(rendezvous.folder))
-            self.folder: Path = rendezvous.folder
+            folder = AttemptFolder()
+            stack.callback(folder.remove)
+            reaper.watch_folder(str(folder.path))
+            self.folder: Path = folder.path
             self._relay = Relay(all_bars=config.all_bars) if config.prefix and logs is None else None
             if self._relay is not None:
                 stack.callback(self._relay.close)
-            self.attempt = Attempt(rendezvous, reaper, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
+            self.attempt = Attempt(folder, reaper, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
             self.attempt.on_failure = self._on_failure
             self.reports: dict[int, ErrorReport] = {}
             self.statuses: dict[int, RankStatus] = {}

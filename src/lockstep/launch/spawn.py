@@ -14,12 +14,13 @@ from lockstep.env import snapshot
 from lockstep.errors import InputError, WorkerFailed
 from lockstep.launch import support
 from lockstep.launch.attempt import Attempt
+from lockstep.launch.attempt_folder import AttemptFolder
 from lockstep.launch.config import resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
+from lockstep.launch.free_port import find_free_port
 from lockstep.launch.output import Relay
 from lockstep.launch.payload import PackedCall, check_main_is_ready, load_exception, load_result
 from lockstep.launch.process import RankCommand, start_reaper, worker_command_line
-from lockstep.launch.rendezvous import Rendezvous, find_free_port
 from lockstep.launch.report import read_reports
 from lockstep.launch.root_cause import Failure, find_first_failure
 from lockstep.secret import new_token
@@ -95,25 +96,25 @@ def spawn(
     with contextlib.ExitStack() as stack:
         call = PackedCall(fn, args)
         stack.callback(call.close)
-        rendezvous = Rendezvous()
-        stack.callback(rendezvous.remove)
+        folder = AttemptFolder()
+        stack.callback(folder.remove)
         reaper = start_reaper(job, variables)
         stack.callback(reaper.dismiss)
-        reaper.watch_folder(str(rendezvous.folder))
+        reaper.watch_folder(str(folder.path))
         relay = Relay(_target_of(sys.stdout, 1), _target_of(sys.stderr, 2)) if prefix else None
         if relay is not None:
             stack.callback(relay.end, _DRAIN_TIMEOUT_S)
         port, token = find_free_port(), new_token()
-        shared = AttemptEnvironment(variables, job, rendezvous.folder, num_ranks, "127.0.0.1", port, token=token)
+        shared = AttemptEnvironment(variables, job, folder.path, num_ranks, "127.0.0.1", port, token=token)
         with contextlib.ExitStack() as processes:
-            attempt = Attempt(rendezvous, reaper, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
+            attempt = Attempt(folder, reaper, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
             processes.callback(attempt.close)
             _run(attempt, _commands(call, shared, relay), relay, limit_s)
-        reports = read_reports(rendezvous.folder, attempt.pids)
+        reports = read_reports(folder.path, attempt.pids)
         failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks)
         if failures:
-            _raise_failure(failures[0], rendezvous.folder)
-        return [cast(T, _load(rendezvous.folder, rank, attempt.pids[rank])) for rank in range(num_ranks)]
+            _raise_failure(failures[0], folder.path)
+        return [cast(T, _load(folder.path, rank, attempt.pids[rank])) for rank in range(num_ranks)]
 
 
 def _target_of(stream: TextIO | None, fd: int) -> int | TextIO:

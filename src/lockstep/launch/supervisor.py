@@ -12,11 +12,11 @@ from pathlib import Path
 from lockstep import env
 from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
+from lockstep.launch.free_port import find_free_port
 from lockstep.launch.local_workers import LocalWorkers, Outcome, end_without_reader
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
 from lockstep.launch.reaper import Reaper
-from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.root_cause import Failure, format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch

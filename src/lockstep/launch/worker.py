@@ -50,7 +50,7 @@ except ModuleNotFoundError:
     from lockstep import env, libc
 
 from lockstep.frames import up_to_user, without_relays
-from lockstep.launch.rendezvous import announce_failure
+from lockstep.launch.attempt_folder import announce_failure
 from lockstep.launch.report import capture, is_expected, is_own, without_leading_frames
 
 __all__ = ["run_module", "run_rank", "run_script", "run_target"]

@@ -118,9 +118,9 @@ class _Handshakes:
         self._listener.close()
         for handshake in self._incoming.values():
             self._refuse(handshake, "it said nothing that a rank says")
-        for handshake in self._outgoing.values():
-            if handshake.socket is not None:
-                handshake.socket.close()
+        for outgoing in self._outgoing.values():
+            if outgoing.socket is not None:
+                outgoing.socket.close()
         for link in self.sockets.values():
             link.close()
 

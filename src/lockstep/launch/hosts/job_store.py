@@ -25,9 +25,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lockstep.errors import LaunchError, RendezvousError
+from lockstep.launch.free_port import find_free_port
 from lockstep.launch.hosts.clients import Clients
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
 from lockstep.secret import Refused, Seals

@@ -31,11 +31,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from lockstep.errors import LaunchError
+from lockstep.launch.free_port import find_free_port
 from lockstep.launch.hosts.heartbeat import Heartbeat, Observer
 from lockstep.launch.hosts.job_store import JobStore, StoreLost
 from lockstep.launch.hosts.membership import Host, Membership, Terms
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.rendezvous import find_free_port
 from lockstep.launch.screen import say
 from lockstep.secret import Refused
 

@@ -1,0 +1,77 @@
+"""The private folder of one attempt, through which its ranks tell the launcher what happens to them.
+
+Folder layout::
+
+    events              FIFO: a rank says that it failed, even if it then hangs on its way out
+    error-rank<r>.json  why rank r failed (report.py)
+    position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
+    store               torch's FileStore, put there by lockstep.init()
+    result-rank<r>.pkl, exception-rank<r>.pkl   lockstep.spawn only (payload.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+
+__all__ = ["AttemptFolder", "announce_failure"]
+
+_EVENTS = "events"
+_DIGITS_OF_RANK = 9
+
+
+class AttemptFolder:
+    """A private folder (mode 0700), fresh for every attempt and removed at its end.
+
+    Attributes:
+        path: of the folder.
+        events_fd: readable when a rank has announced something.
+
+    Raises:
+        LaunchError: no folder can be made where temporary files go.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot make a private folder for the ranks ({error}); set TMPDIR to a writable folder"
+            ) from error
+        try:
+            os.mkfifo(self.path / _EVENTS, 0o600)
+            # Open for writing too, so that it never reads as ended when a rank closes it.
+            self.events_fd = os.open(self.path / _EVENTS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise LaunchError(f"cannot make a FIFO in {self.path} ({error}); set TMPDIR to another folder") from error
+
+    def read_failures(self) -> list[int]:
+        """Ranks that announced a failure since the last call."""
+        try:
+            text = os.read(self.events_fd, 65536)
+        except BlockingIOError:
+            return []
+        return [int(word) for word in text.split() if word.isdigit() and len(word) <= _DIGITS_OF_RANK]
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it. May be called twice."""
+        if self.events_fd >= 0:
+            os.close(self.events_fd)
+            self.events_fd = -1
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def announce_failure(folder: Path, rank: int) -> None:
+    """Called in a rank: say that it failed, without ever waiting for anybody."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder / _EVENTS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(fd, f"{rank}\n".encode())
+        finally:
+            os.close(fd)
