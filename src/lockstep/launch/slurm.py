@@ -29,8 +29,8 @@ from lockstep.topology.slurm import read_step
 
 __all__ = ["BatchJob", "Submission", "add_arguments", "job_from", "submit", "warn_of_other_tasks"]
 
-# Runs a script as plain python does, after opening the doors. By name, as it stands above this package.
-_DOORKEEPER = "lockstep.compat.script"
+# Runs a script as plain python does, after installing the shims. By name, as it stands above this package.
+_SHIM_RUNNER = "lockstep.compat.script"
 _REQUEUE_BEFORE_S = 60
 _SUBMIT_TIMEOUT_S = 120.0
 
@@ -80,7 +80,7 @@ class BatchJob:
         sbatch_args: more options for sbatch; they win over all others.
         python: interpreter that runs the target on every host.
         folder: where the job runs.
-        with_doors: let `import horovod` and `import apex` find Lockstep's own where they are not installed, and change
+        with_shims: let `import horovod` and `import apex` find Lockstep's own where they are not installed, and change
             torch as far as an old script needs it.
         compat: change torch for old scripts whatever the script says.
     """
@@ -101,7 +101,7 @@ class BatchJob:
     sbatch_args: tuple[str, ...] = ()
     python: str = sys.executable
     folder: str = "."
-    with_doors: bool = False
+    with_shims: bool = False
     compat: bool = False
 
     @property
@@ -192,8 +192,8 @@ class BatchJob:
         if self.cpus_per_task is not None:
             # Since 22.05 srun does not take it over from the job.
             srun.append(f"--cpus-per-task={self.cpus_per_task}")
-        doors = ["-m", _DOORKEEPER, *(["--compat"] if self.compat else [])] if self.with_doors else []
-        return [*srun, self.python, "-u", *doors, *(["-m"] if self.is_module else []), self.target, *self.args]
+        shims = ["-m", _SHIM_RUNNER, *(["--compat"] if self.compat else [])] if self.with_shims else []
+        return [*srun, self.python, "-u", *shims, *(["-m"] if self.is_module else []), self.target, *self.args]
 
 
 @dataclass(frozen=True)
@@ -272,9 +272,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lockstep run --slurm` to a parser."""
     parser.add_argument("--slurm", action="store_true", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit nothing")
-    doors = parser.add_mutually_exclusive_group()
-    doors.add_argument("--compat", action="store_true", help="as with `lockstep run`")
-    doors.add_argument("--no-compat", dest="with_doors", action="store_false", help="as with `lockstep run`")
+    shims = parser.add_mutually_exclusive_group()
+    shims.add_argument("--compat", action="store_true", help="as with `lockstep run`")
+    shims.add_argument("--no-compat", dest="with_shims", action="store_false", help="as with `lockstep run`")
     parser.add_argument(
         "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
     )

@@ -6,7 +6,7 @@ bootstrap has imported what it needs. It
 
 1. asks the kernel to be killed when the launcher dies, and checks that the launcher is still there;
 2. makes stdout write line by line, so the lines of several ranks stay whole wherever they go;
-3. opens the doors for scripts written for Horovod, Apex and old releases of torch, unless LOCKSTEP_COMPAT=0;
+3. installs the shims for scripts written for Horovod, Apex and old releases of torch, unless LOCKSTEP_COMPAT=0;
 4. runs the script in a real `__main__`, as plain `python` does: `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`,
    pickling of classes defined there, and multiprocessing's spawn children that import it again;
 5. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
@@ -56,7 +56,7 @@ from lockstep.launch.report import capture, is_expected, is_own, without_leading
 __all__ = ["run_module", "run_rank", "run_script", "run_target"]
 
 # By name, as it stands above this package.
-_DOORS = "lockstep.compat.install"
+_SHIMS = "lockstep.compat.install"
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 # Modules whose hooks for uncaught exceptions hand on to the one before.
@@ -83,10 +83,10 @@ def _write_line_by_line() -> None:
         sys.stdout.reconfigure(line_buffering=True)
 
 
-def _open_doors() -> None:
+def _install_shims() -> None:
     """Not for functions (`lockstep.spawn`), whose caller has imported what they need before."""
     if env.LOCKSTEP_COMPAT.get() is not False:
-        importlib.import_module(_DOORS)
+        importlib.import_module(_SHIMS)
 
 
 def _become_main(loader: object, spec: importlib.machinery.ModuleSpec | None, file: str | None) -> types.ModuleType:
@@ -204,9 +204,9 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
         announce_failure(Path(folder), rank)
     error = error.with_traceback(trace)
     _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
-    doors = sys.modules.get(_DOORS)
-    if doors is not None:
-        doors.explain(error)
+    shims = sys.modules.get(_SHIMS)
+    if shims is not None:
+        shims.explain(error)
     sys.exit(1)
 
 
@@ -241,7 +241,7 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
 def run_target(target: str, args: list[str], *, is_module: bool) -> None:
     """Run a script or module as this process's program: exits the process unless it returns; see `run_rank`."""
     _write_line_by_line()
-    _open_doors()
+    _install_shims()
     if is_module:
         run_rank(lambda: run_module(target, args))
     else:

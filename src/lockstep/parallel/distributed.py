@@ -1,7 +1,7 @@
 """`lockstep.DistributedDataParallel`: a model on every rank, one gradient.
 
 [Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward
-pass (`passage.py`, which also weights the gradients there) and asks autograd to call it back
+pass (`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back
 when the pass is over. A pass that reached only some parameters is of one of three kinds: the rest is reachable
 from outputs that no gradient has come to yet (another backward pass will bring it: wait; if it never comes, the
 next forward pass raises), the user said that parameters may be unused (zeros go out for them), or it is a
@@ -41,6 +41,7 @@ from lockstep.parallel.checks import (
 from lockstep.parallel.claims import Claims, join_claims
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
+from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import runs_backward_to
 from lockstep.parallel.loss_kinds import look_at_next_loss
 from lockstep.parallel.malloc import keep_memory_of_gradients
@@ -48,7 +49,6 @@ from lockstep.parallel.missing_gradients import MissingGradients
 from lockstep.parallel.nesting import check_module, check_not_inside_torch
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.parameter_changes import ParameterChanges
-from lockstep.parallel.passage import Passage
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
@@ -290,22 +290,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
             InputError: how many samples it holds cannot be told from its inputs.
         """
-        passage, inputs, kwargs = self._enter(inputs, kwargs)
+        forward, inputs, kwargs = self._enter(inputs, kwargs)
         with (
             torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"),
-            batch.active(passage.feed.share),
+            batch.active(forward.feed.share),
         ):
             try:
                 output = self.module(*inputs, **kwargs)
             except ValueError as error:
-                explained = explain_forward_error(error, self._world_size, passage.feed.share)
+                explained = explain_forward_error(error, self._world_size, forward.feed.share)
                 if explained is None:
                     raise
                 raise explained from error
-        return self._leave(passage, output)
+        return self._leave(forward, output)
 
     @left_out(with_what_it_calls=True)
-    def _enter(self, inputs: Any, kwargs: Any) -> tuple[Passage, Any, Any]:
+    def _enter(self, inputs: Any, kwargs: Any) -> tuple[ForwardPass, Any, Any]:
         """Who watches the forward pass, and what the module is called with. Local."""
         note_use(self)
         if self._early_passes is not None and not self._early_passes.check(self):
@@ -317,19 +317,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
         reached = weakref.WeakMethod(self._backward_reaches)
-        passage = Passage(feed, syncing, self.process_group, reached, own=self._own)
-        return passage, *passage.enter((inputs, kwargs))
+        forward = ForwardPass(feed, syncing, self.process_group, reached, own=self._own)
+        return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)
-    def _leave(self, passage: Passage, output: Any) -> Any:
+    def _leave(self, forward: ForwardPass, output: Any) -> Any:
         """What the module has returned, watched. Local."""
-        feed = passage.feed
-        if not passage.syncing and passage.is_plain and not feed.claim:
+        feed = forward.feed
+        if not forward.syncing and forward.is_plain and not feed.claim:
             return output
-        output, roots = passage.leave(output)
+        output, roots = forward.leave(output)
         if not roots and self.training:
             self._watch_parameters(feed, type(output).__name__)
-        if passage.syncing:
+        if forward.syncing:
             self._missing.expect(roots)
             self._look_at_loss(feed)
         return output
@@ -402,28 +402,28 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def _backward_reaches(self, output: int, passage: Passage) -> bool:
-        """A gradient has come to an output; whether it goes on to parameters of the model. See `Passage`."""
+    def _backward_reaches(self, output: int, forward: ForwardPass) -> bool:
+        """A gradient has come to an output; whether it goes on to parameters of the model. See `ForwardPass`."""
         task = current_graph_task_id()
         if task != self._task:
             self._task = task
             is_seen = runs_backward_to(self._parameters_to_reduce)
-            self._task_reaches = is_seen or passage.begins_with_checkpoint
-            if not is_seen and passage.syncing:
+            self._task_reaches = is_seen or forward.begins_with_checkpoint
+            if not is_seen and forward.syncing:
                 self._look_out()
         if not self._task_reaches:
             return False
         self._missing.reached(output)
-        passage.settle()
-        is_compared = self._compares_rows or passage.feed.share is not None
-        if passage.feed.claim and is_compared and passage.claimed_task != task:
-            passage.claimed_task = task
+        forward.settle()
+        is_compared = self._compares_rows or forward.feed.share is not None
+        if forward.feed.claim and is_compared and forward.claimed_task != task:
+            forward.claimed_task = task
             if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
                 self._take_claims()  # what came before was thrown away
-            share = passage.feed.share
-            self._claims[passage.feed.claim] = passage.feed.is_certain
+            share = forward.feed.share
+            self._claims[forward.feed.claim] = forward.feed.is_certain
             self._batches.add(share.name if share is not None and share.world_size == self._world_size else "")
-        if passage.syncing:
+        if forward.syncing:
             self._backward_begins()
         return True
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from lockstep import batch
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.checks import host_device
-from lockstep.parallel.passage import Passage
+from lockstep.parallel.forward_pass import ForwardPass
 
 __all__ = ["Origin", "find_origin", "global_loss", "mean", "sum"]
 
@@ -201,7 +201,7 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         process_group: instead of the engine's.
         asks_the_loop: without a graph, a filler may be in hand.
     """
-    forwards = cast("list[Passage]", batch.find_marks(loss))
+    forwards = cast("list[ForwardPass]", batch.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         return Origin(group, 1.0, asks_the_loop and _is_filler_in_hand(name))

@@ -12,7 +12,8 @@ several outputs each gets a copy of its own, and inputs that require a gradient 
 that accumulates into parameters of the model is weighted: `torch.autograd.grad` gives what it gives without an engine.
 
 [Note: found by a loss] `lockstep.mean` and the like (`losses.py`) take the weight off again for their part of a loss.
-They find the passages that a loss comes from by marks on the outputs' nodes in the graph (`lockstep/batch/graph.py`).
+They find the forward passes that a loss comes from by marks on the outputs' nodes in the graph
+(`lockstep/batch/graph.py`).
 
 What these hooks cannot see is a gradient that reaches the parameters on another way: from a tensor that the model keeps
 as an attribute, or through the graph of a gradient (`create_graph=True`). It counts plainly, as outside a loader.
@@ -36,14 +37,14 @@ from lockstep.parallel.graph import begins_with_checkpoint
 from lockstep.torch_private.autograd import base_of, current_graph_task_id
 from lockstep.tree import map_tensors, tensors_in
 
-__all__ = ["Passage"]
+__all__ = ["ForwardPass"]
 
 _numbers = itertools.count()
 
-Reached = Callable[[int, "Passage"], bool]
+Reached = Callable[[int, "ForwardPass"], bool]
 
 
-class Passage:
+class ForwardPass:
     """One forward pass of an engine.
 
     Args:
@@ -52,7 +53,7 @@ class Passage:
         syncing: whether its backward pass averages gradients.
         group: whose ranks average.
         reached: a weak reference to a method of the engine, which is called with the number of an output that a
-            backward pass has come to, and this passage, and answers whether the pass goes on to parameters of the
+            backward pass has come to, and this forward pass, and answers whether the pass goes on to parameters of the
             model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
         own: `id` of the parameters that the engine averages.
 
