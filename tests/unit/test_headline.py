@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.launch.headline import first_reason, needs_gpu, origin_of, places_in
+from lockstep.launch.headline import first_reason, locations_in, needs_gpu, origin_of
 
 
 class Unmakeable(Exception):
@@ -44,13 +44,13 @@ def test_errors_of_workers(error: Exception, expected: str) -> None:
     text, kind = str(caught.value), type(caught.value).__name__
     assert origin_of(kind, text) == f"{expected} (in DataLoader worker process 0)"
     line = Broken.__getitem__.__code__.co_firstlineno + 1
-    assert places_in(text)[-1] == (__file__, line)
+    assert locations_in(text)[-1] == (__file__, line)
 
 
 @pytest.mark.parametrize("message", ["", "Caught", "Caught ValueError in a net.", 'x:\n  File "a.py", line 3, in f'])
 def test_other_texts_are_no_workers(message: str) -> None:
     assert origin_of("ValueError", message) is None
-    assert places_in(message) == []
+    assert locations_in(message) == []
 
 
 def refusal(model: nn.Module, state: dict[str, torch.Tensor]) -> str:

@@ -48,7 +48,7 @@ class ErrorReport:
         file: where it was raised, in the user's code if it passed through any; empty if unknown.
         line: the line there; 0 if unknown.
         time: seconds since the epoch.
-        secondary: a consequence of another rank's failure, such as `RankLost`.
+        secondary: a secondary failure: a consequence of another rank's, such as `RankLost`.
         culprits: ranks that the exception blames; empty where it says nothing about that.
         is_timeout: a rank that did not come before the deadline, whatever moved the bytes.
     """

@@ -122,9 +122,9 @@ class Bootstrap:
         if gone:
             return self._lost(gone, "came and was gone again")
         failures = [blocks.failure(rank) for rank in failure.ranks(FailureKind.FAILED)]
-        for failure in failures:
-            if failure.kind == RankLost.__name__:
-                return RankLost(failure.message, failure.culprits)
+        for reported in failures:
+            if reported.kind == RankLost.__name__:
+                return RankLost(reported.message, reported.culprits)
         if failures:
             return RendezvousError(failures[0].message)
         names = ", ".join(map(self.name, failure.ranks(FailureKind.LATE)))
