@@ -14,7 +14,7 @@ import lockstep.bench.scaling as scaling
 from lockstep.bench.pages import Table, as_markdown
 from lockstep.bench.results import Parameters, Result, Series
 from lockstep.bench.scaling import charts, predictions
-from lockstep.bench.scaling.model import Line, Network, all_reduce_s, chunks_of, fit_line, step_on_one_host_s, step_s
+from lockstep.bench.scaling.model import Line, Network, all_reduce_s, fit_line, step_on_one_host_s, step_s
 from lockstep.bench.session import Progress, Session
 from lockstep.errors import InputError
 from test_benchmarks import ENVIRONMENT
@@ -58,16 +58,15 @@ def test_all_reduce_at_known_points() -> None:
     large, small = 8 * MIB, 1000
     inner, wire = HOST.at(large), LINK.at(large)
     assert all_reduce_s(large, 1, network) == inner
-    assert all_reduce_s(large, 2, network) == pytest.approx(100e-6 + wire + inner / 8)
-    three_hosts = 100e-6 + 200e-6 + 4 / 3 * large * 8e-9 + inner / 8
+    assert all_reduce_s(large, 2, network) == pytest.approx(100e-6 + wire + inner / 4)
+    three_hosts = 100e-6 + 200e-6 + 4 / 3 * large * 8e-9 + inner
     assert all_reduce_s(large, 3, network) == pytest.approx(three_hosts)
     # Small: latency to meet, latency and two ranks' messages to each other host, the host itself.
     assert all_reduce_s(small, 4, network) == pytest.approx(200e-6 + 2 * 3 * small * 8e-9 + HOST.at(small))
     slow_host = Network(LINK, HOST.times(100))
-    assert all_reduce_s(large, 2, slow_host) == pytest.approx(100e-6 + 100 * inner + wire / 8), (
+    assert all_reduce_s(large, 2, slow_host) == pytest.approx(100e-6 + 100 * inner + wire / 4), (
         "the slower stage counts"
     )
-    assert [chunks_of(size) for size in (1, MIB, 100 * MIB)] == [1, 4, 8]
 
 
 def test_step_at_known_points() -> None:

@@ -33,21 +33,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.bench import stats
+from lockstep.comm.hosts.layout import num_chunks
 
 __all__ = [
     "Computing",
     "Line",
     "Network",
     "all_reduce_s",
-    "chunks_of",
     "fit_line",
     "step_on_one_host_s",
     "step_s",
 ]
 
 _REDUNDANT_BYTES = 16 << 10
-_SMALLEST_CHUNK_BYTES = 256 << 10
-_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -134,15 +132,6 @@ class Computing:
         return self.forward.at(batch), self.backward.at(batch), self.optimizer.at(batch)
 
 
-def chunks_of(num_bytes: int) -> int:
-    """In how many chunks a tensor goes through the stages.
-
-    >>> chunks_of(100_000), chunks_of(1 << 20), chunks_of(64 << 20)
-    (1, 4, 8)
-    """
-    return max(1, min(_CHUNKS, num_bytes // _SMALLEST_CHUNK_BYTES))
-
-
 def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     """Seconds of an all_reduce. See [Note: model].
 
@@ -154,10 +143,10 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     >>> network = Network(link=Line(1e-3, 8e-9), host=Line(1e-4, 1e-10))
     >>> round(all_reduce_s(1_000_000, 1, network), 6)
     0.0002
-    >>> round(all_reduce_s(1_000_000, 2, network), 6)  # 1 ms, 1 ms + 8 ms on the link, a third of 0.2 ms
-    0.010067
-    >>> round(all_reduce_s(1_000_000, 4, network), 6)  # 1 ms, 2 ms + 12 ms, the same third
-    0.015067
+    >>> round(all_reduce_s(1_000_000, 2, network), 6)  # 1 ms, 1 ms + 8 ms on the link, 0.2 ms
+    0.0102
+    >>> round(all_reduce_s(1_000_000, 4, network), 6)  # 1 ms, 2 ms + 12 ms, 0.2 ms
+    0.0152
     """
     inner = network.host.at(num_bytes)
     if num_hosts == 1:
@@ -168,7 +157,7 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
         return network.link.fixed_s + wire + inner
     hops, share = (1, 1.0) if num_hosts == 2 else (2, 2 * (num_hosts - 1) / num_hosts)
     wire = hops * network.link.fixed_s + share * num_bytes * network.link.per_unit_s
-    return network.link.fixed_s + max(wire, inner) + min(wire, inner) / chunks_of(num_bytes)
+    return network.link.fixed_s + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
 
 
 def step_on_one_host_s(computing: tuple[float, float, float], buckets: Sequence[int], host: Line) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lockstep.comm.hosts.layout import LARGEST_CHUNK_BYTES, num_chunks
 from lockstep.comm.hosts.pipeline import Reduction, reduce_pipelined
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.shm import algorithms as shm
@@ -36,9 +37,6 @@ __all__ = [
 
 # Up to this size every rank adds up everything: one message to each host instead of a pipeline.
 _REDUNDANT_BYTES = 16 << 10
-# A chunk should be long enough for its overhead and short enough for several to be under way.
-_SMALLEST_CHUNK_BYTES = 256 << 10
-_CHUNKS_AIMED_AT = 8
 _BROADCAST_PIECE_BYTES = 8 << 20
 
 
@@ -155,8 +153,8 @@ def _rounds(team: HostsTeam) -> list[list[int | None]]:
 
 def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
     """This rank is the only one of its host, and owns all channels."""
-    team.prepare(timeout_s)
-    starts, numels = _chunks(team, tensor)
+    starts, numels = _chunks(team, tensor, _bytes_that_fit(team, timeout_s))
+    in_place = reduction.wire.is_exact and reduction.dtype == tensor.dtype
 
     def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
         part = tensor[starts[chunk] :]
@@ -168,15 +166,14 @@ def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, reduction: Reductio
     def store(chunk: int, bounds: Sequence[int]) -> None:
         """It is where it belongs."""
 
-    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s)
+    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s, in_place=in_place)
 
 
 def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
     """The ranks of this host meet in its slots. See [Note: two slots] in `shm/team.py`."""
     local = team.local
     num_bytes = tensor.numel() * tensor.element_size()
-    team.prepare(timeout_s)
-    starts, numels = _chunks(team, tensor)
+    starts, numels = _chunks(team, tensor, _bytes_that_fit(team, timeout_s))
     own_channels = team.layout.channels_of(team.rank)
     owners = _local_ranks_of_owners(team)
 
@@ -237,8 +234,7 @@ def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], reduction: 
         reduction: how.
         timeout_s: of each wait.
     """
-    team.prepare(timeout_s)
-    starts, numels = _chunks(team, parts[0])
+    starts, numels = _chunks(team, parts[0], LARGEST_CHUNK_BYTES)
     own_channels = team.layout.channels_of(team.rank)
 
     def load(chunk: int, bounds: Sequence[int]) -> dict[int, list[torch.Tensor]]:
@@ -257,11 +253,18 @@ def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], reduction: 
     reduce_pipelined(team, reduction, numels, load, place, store, timeout_s)
 
 
-def _chunks(team: HostsTeam, tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+def _bytes_that_fit(team: HostsTeam, timeout_s: float) -> int:
+    """How large a chunk may be: where any host has several ranks, it goes through their slots. Collective."""
+    if team.layout.num_channels == 1:
+        return LARGEST_CHUNK_BYTES
+    team.prepare(timeout_s)
+    return team.chunk_bytes
+
+
+def _chunks(team: HostsTeam, tensor: torch.Tensor, largest_bytes: int) -> tuple[list[int], list[int]]:
     """Where the chunks of a flat tensor start, and how many elements each has; the same on all hosts."""
-    aimed_at = -(-tensor.numel() * tensor.element_size() // _CHUNKS_AIMED_AT)
-    chunk_bytes = max(min(aimed_at, team.chunk_bytes), _SMALLEST_CHUNK_BYTES)
-    length = min(chunk_bytes, team.chunk_bytes) // tensor.element_size()
+    wanted = num_chunks(tensor.numel() * tensor.element_size(), len(team.layout.hosts), largest_bytes)
+    length = min(-(-tensor.numel() // wanted), largest_bytes // tensor.element_size())
     starts = list(range(0, tensor.numel(), length))
     return starts, [min(length, tensor.numel() - start) for start in starts]
 

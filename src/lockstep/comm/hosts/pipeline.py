@@ -8,7 +8,7 @@ goes through these stages::
     store      each owner hands its results to the ranks of its host
 
 While one chunk is on the network, earlier ones are stored and later ones loaded. So a large reduction takes little
-longer than the slowest of its stages; and because every channel has a owner of its own, all ranks of a host send.
+longer than the slowest of its stages; and because every channel has an owner of its own, all ranks of a host send.
 
 [Note: exchange] With two hosts, owners exchange whole sums and both add: each byte crosses once in each direction. With
 more, each owner of a channel adds up one part of it and hands the result to the others: 2 (H - 1) / H of the bytes.
@@ -16,6 +16,10 @@ more, each owner of a channel adds up one part of it and hands the result to the
 [Note: order] Sums are added in the fixed pairwise tree over the ranks of a host, then over hosts, in their order in the
 layout. Every value is added up by owners that hold the same parts in the same order, so all ranks and all runs get the
 same bits.
+
+[Note: in place] Where a host has one rank, and sums travel as they are, an exchange sends from the tensor itself and
+receives into it. With more than two hosts a result arrives in memory that was sent from before; but the owner that sends
+it has received what was sent. Two hosts swap whole sums: there a result waits for the end of the sends.
 
 [Note: posted ahead] Gloo sends only when it knows that the receiver is ready. So receives are posted some chunks
 ahead, and no send waits for the news that they are.
@@ -104,13 +108,17 @@ class _Exchange:
         reduction: how.
         channel: which.
         numel: of the channel in this chunk.
+        memory: where the only part and the result of the channel lie; see [Note: in place]. None elsewhere.
     """
 
-    def __init__(self, team: HostsTeam, reduction: Reduction, channel: int, numel: int) -> None:
+    def __init__(
+        self, team: HostsTeam, reduction: Reduction, channel: int, numel: int, memory: torch.Tensor | None = None
+    ) -> None:
         layout = team.layout
         self._team = team
         self._reduction = reduction
         self._numel = numel
+        self._memory = memory
         self._own = layout.host_of[team.rank]
         self._owners = [layout.owner(host, channel) for host in range(len(layout.hosts))]
         self._others = [host for host in range(len(self._owners)) if host != self._own]
@@ -138,8 +146,10 @@ class _Exchange:
         """What that host's owner adds up."""
         return self._spans[0] if self._is_direct else self._spans[host]
 
-    def _expect(self, host: int, numel: int, phase: int) -> tuple[GlooTransfer | None, torch.Tensor]:
-        buffer = self._take(self._reduction.num_bytes(numel))
+    def _expect(
+        self, host: int, numel: int, phase: int, place: torch.Tensor | None = None
+    ) -> tuple[GlooTransfer | None, torch.Tensor]:
+        buffer = self._take(self._reduction.num_bytes(numel)) if place is None else place.view(torch.uint8)
         if not numel:
             return None, buffer
         return self._team.receive_chunk(self._owners[host], buffer, phase), buffer
@@ -174,12 +184,16 @@ class _Exchange:
         if not self._is_direct:
             for host in self._others:
                 low, high = self._spans[host]
-                self._returning[host] = self._expect(host, high - low, 1)
+                place = None if self._memory is None else self._memory[low:high]
+                self._returning[host] = self._expect(host, high - low, 1, place)
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Add up the parts of this host's ranks, and send the sum. Local."""
-        self._sum = self._new(self._numel)
-        self._reduction.within_host(parts, self._sum)
+        if self._memory is None:
+            self._sum = self._new(self._numel)
+            self._reduction.within_host(parts, self._sum)
+        else:
+            self._sum = self._memory
         if self._is_direct:
             data = self._encode(self._sum)
             self._send(self._others[0], data, 0)
@@ -214,6 +228,8 @@ class _Exchange:
         """Write the result to `out`: shape (numel,), of the tensors' own dtype."""
         if not self._is_direct:
             self._await(self._returning, timeout_s)
+            if self._memory is not None:
+                return
             for host, (_, data) in self._returning.items():
                 low, high = self._spans[host]
                 if high > low:
@@ -223,6 +239,8 @@ class _Exchange:
             return
         self._await(self._coming, timeout_s)
         (other,) = self._others
+        if self._memory is not None:
+            self._team.wait_for(self._sends, timeout_s)
         theirs = self._decode(self._coming[other][1], self._numel)
         self._reduction.over_hosts([self._sum, theirs] if self._own == 0 else [theirs, self._sum], out)
 
@@ -242,6 +260,7 @@ def reduce_pipelined(
     place: Callable[[int, Sequence[int]], Mapping[int, torch.Tensor]],
     store: Callable[[int, Sequence[int]], None],
     timeout_s: float,
+    in_place: bool = False,
 ) -> None:
     """Reduce chunk after chunk over all ranks. Collective, after `arrive`.
 
@@ -254,6 +273,7 @@ def reduce_pipelined(
         place: given the same, returns for each channel that this rank owns where its result goes.
         store: given the same, hands the results to the ranks of the host. All of them call it together.
         timeout_s: of each wait.
+        in_place: `load` and `place` give the same memory, and may be called at any time.
 
     Raises:
         PeerFailure: a peer failed or left, or was not done in time.
@@ -267,7 +287,10 @@ def reduce_pipelined(
     def post(until: int) -> None:
         while len(exchanges) < min(until, num_chunks):
             at = bounds[len(exchanges)]
-            exchanges.append({each: _Exchange(team, reduction, each, at[each + 1] - at[each]) for each in channels})
+            memory = place(len(exchanges), at) if in_place else {}
+            exchanges.append(
+                {each: _Exchange(team, reduction, each, at[each + 1] - at[each], memory.get(each)) for each in channels}
+            )
             for exchange in exchanges[-1].values():
                 exchange.post()
 
