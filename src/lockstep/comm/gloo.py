@@ -81,14 +81,13 @@ def _asleep(others: set[str]) -> dict[str, str] | None:
         others: numbers of threads that are none of these; what polls is added.
     """
     found: dict[str, str] = {}
-    is_named = _has_names()
+    has_names = _has_names()
     others.update(str(thread.native_id) for thread in threading.enumerate())
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             fields = _status(thread)
-            if is_named and not fields.get("Name", "").startswith(_THREAD_NAME):
-                continue
-            if not is_named and (thread in others or _polls(thread, others)):
+            is_gloo = fields.get("Name", "").startswith(_THREAD_NAME)
+            if not is_gloo and (has_names or thread in others or _polls(thread, others)):
                 continue
             if not fields.get("State", "").startswith("S"):
                 return None

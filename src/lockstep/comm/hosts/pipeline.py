@@ -18,8 +18,8 @@ layout. Every value is added up by owners that hold the same parts in the same o
 same bits.
 
 [Note: in place] Where a host has one rank, and sums travel as they are, an exchange sends from the tensor itself and
-receives into it. With more than two hosts a result arrives in memory that was sent from before; but the owner that sends
-it has received what was sent. Two hosts swap whole sums: there a result waits for the end of the sends.
+receives into it. With more than two hosts a result arrives in memory that was sent from before; but the owner that
+sends it has received what was sent. Two hosts swap whole sums: there a result waits for the end of the sends.
 
 [Note: posted ahead] Gloo sends only when it knows that the receiver is ready. So receives are posted some chunks
 ahead, and no send waits for the news that they are.
