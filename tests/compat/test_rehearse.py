@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Sampler
 
@@ -162,6 +163,7 @@ def test_apex_casts_as_on_a_gpu(tmp_path: Path) -> None:
     assert "all of it holds" in done.output
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="a known gap with torch 2.6: docs/rehearse.md")
 def test_children_that_fail_are_found(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "--nproc", "1", str(PROGRAMS / "faulty_children.py"))
     assert done.found == marked("faulty_children.py"), done.output

