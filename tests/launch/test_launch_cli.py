@@ -27,6 +27,27 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_main(capfd, "--version") == (0, f"lockstep {lockstep.__version__}\n", "")
 
 
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("doctor", "--json")])
+def test_reader_that_goes_away_is_no_error(arguments: tuple[str, ...]) -> None:
+    """As in `lockstep doctor --json | head -1`; two ranks, which doctor starts, are none of this test's."""
+    text = (
+        "import sys\nfrom lockstep.launch import cli\nfrom lockstep.tools import doctor\n"
+        "doctor.examine = lambda: iter(())\nsys.exit(cli.main(sys.argv[1:]))"
+    )
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    done = subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        stdout=write_fd,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=limit_s(30),
+        check=False,
+    )
+    os.close(write_fd)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("-h",), ("help",)])
 def test_overview(capfd: pytest.CaptureFixture[str], arguments: tuple[str]) -> None:
     code, out, _ = run_main(capfd, *arguments)

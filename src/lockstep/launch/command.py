@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
 from collections.abc import Callable
 
 from lockstep.errors import SetupError
@@ -11,14 +14,33 @@ __all__ = ["USAGE_CODE", "exit_code_of"]
 
 USAGE_CODE = 2
 _INTERRUPTED_CODE = 130
+_BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
-    """The exit code that `run` returns, 2 after one line on stderr for a SetupError, 130 after Ctrl-C."""
+    """The exit code that `run` returns, 2 after one line on stderr for a SetupError, 130 after Ctrl-C.
+
+    141 and no word where nobody reads stdout any more, as in `lockstep doctor | head -1`.
+    """
     try:
-        return run()
+        try:
+            return run()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, and not where Python ends, which would print a traceback
     except SetupError as error:
         say(f"lockstep: error: {error}\n")
         return USAGE_CODE
     except KeyboardInterrupt:
         return _INTERRUPTED_CODE
+    except BrokenPipeError:
+        if not _has_lost_reader(1):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python still holds back goes nowhere
+        return _BROKEN_PIPE_CODE
+
+
+def _has_lost_reader(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, 0)  # asks for POLLERR alone, which the other end's close sets
+    return any(events & select.POLLERR for _, events in poll.poll(0))
