@@ -240,6 +240,18 @@ def test_summary_mentions_a_few_more_and_counts_the_rest() -> None:
     assert "lockstep: and 3 more ranks" in text
 
 
+def test_errors_that_differ_in_a_number_share_one_traceback() -> None:
+    """Two ranks that meet another bad file each: two sentences, but one way to the line."""
+    trace = 'Traceback (most recent call last):\n  File "/x/train.py", line 8, in <module>\nValueError: bad jpeg {}'
+    reports = {
+        rank: replace(wrote(rank, rank), message=f"bad jpeg {rank}", traceback=trace.format(rank)) for rank in (0, 1)
+    }
+    reports[2] = replace(wrote(2, 2), traceback=trace.format(2).replace("line 8", "line 9"))
+    text = format_summary(find_first_failure({rank: left(rank, time=rank) for rank in range(3)}, reports, set()), 3)
+    assert "after it, rank 1 (pid 1001) failed with ValueError at /x/train.py:8: bad jpeg 1\n" in text
+    assert (text.count("line 8"), text.count("line 9"), "\nrank 1:" in text, "\nrank 2:" in text) == (1, 1, False, True)
+
+
 def test_ranks_that_exit_alike_are_said_together() -> None:
     exits = {rank: left(rank, 3, time=rank) for rank in range(8)}
     lines = format_summary(find_first_failure(exits, {}, set()), 8).splitlines()

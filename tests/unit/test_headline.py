@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.launch.headline import first_reason, locations_in, needs_gpu, origin_of
+from lockstep.launch.headline import first_reason, locations_in, needs_gpu, origin_of, why_worker_is_gone
 
 
 class Unmakeable(Exception):
@@ -57,6 +57,25 @@ def refusal(model: nn.Module, state: dict[str, torch.Tensor]) -> str:
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict(state)
     return first_reason(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("noticed", "expected"),
+    [
+        ("is killed by signal: Killed. ", "is killed by signal: Killed (out of memory?)"),
+        (
+            "is killed by signal: Bus error. Out of shared memory?",
+            "is killed by signal: Bus error. Out of shared memory?",
+        ),
+        ("exited unexpectedly with exit code 3. Details", "exited unexpectedly with exit code 3. Details"),
+    ],
+)
+def test_worker_that_is_gone(noticed: str, expected: str) -> None:
+    message = "DataLoader worker (pid(s) 17) exited unexpectedly"
+    trace = f"RuntimeError: DataLoader worker (pid 17) {noticed}\n\nThe above exception\n\nRuntimeError: {message}\n"
+    assert why_worker_is_gone(message, trace) == f"DataLoader worker (pid 17) {expected}"
+    assert why_worker_is_gone(message, f"RuntimeError: {message}\n") is None
+    assert why_worker_is_gone("no memory", trace) is None
 
 
 def test_state_of_another_shape() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["first_reason", "locations_in", "needs_gpu", "origin_of"]
+__all__ = ["first_reason", "locations_in", "needs_gpu", "origin_of", "why_worker_is_gone"]
 
 # torch raises an error of a worker or a replica again, with that one's traceback as the text.
 _RELAYED = re.compile(r"Caught \S+ in (?P<where>[^\n]+?)\.\s*\nOriginal Traceback")
+_GONE = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
+# What its loader noticed of it, from which that one is raised.
+_GONE_BY = re.compile(r"DataLoader worker \(pid \d+\) (?:is killed by signal|exited unexpectedly with exit)[^\n]*")
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in ', re.MULTILINE)
 _KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<keys>[^\n]*)")
 _QUOTED = re.compile(r'"([^"]*)"')
@@ -56,6 +59,23 @@ def origin_of(kind: str, message: str) -> str | None:
     # The same exception needs no name; torch puts a RuntimeError in place of one that it cannot make.
     reason = text if name == kind and text else raised[0]
     return f"{reason} (in {relayed['where']})"
+
+
+def why_worker_is_gone(message: str, trace: str) -> str | None:
+    """What ended a loader's worker: `DataLoader worker (pid 4711) is killed by signal: Killed (out of memory?)`.
+
+    Args:
+        message: text of the exception that the loader raised.
+        trace: its traceback, with the exception that it came from.
+
+    Returns:
+        None if the text is of something else, or the traceback does not say.
+    """
+    found = _GONE_BY.search(trace) if _GONE.match(message) else None
+    if found is None:
+        return None
+    reason = found[0].strip().removesuffix(".")
+    return f"{reason} (out of memory?)" if reason.endswith("signal: Killed") else reason
 
 
 def first_reason(message: str) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from lockstep import env
 from lockstep.launch.environment import visible_gpus
-from lockstep.launch.headline import first_reason, needs_gpu, origin_of
+from lockstep.launch.headline import first_reason, needs_gpu, origin_of, why_worker_is_gone
 from lockstep.launch.positions import (
     RankStatus,
     describe_position,
@@ -31,7 +31,7 @@ from lockstep.launch.positions import (
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 
-__all__ = ["Failure", "find_first_failure", "format_last_words", "format_summary"]
+__all__ = ["Failure", "find_first_failure", "find_own_errors", "format_last_words", "format_summary"]
 
 _WIDTH = 88
 _MAX_MESSAGE_CHARS = 500
@@ -124,7 +124,7 @@ def _short_message(report: ErrorReport) -> str:
     """Of a message of ours all lines, which belong together; of others the one that says the reason."""
     is_own = report.type.startswith(_OWN_ERRORS)
     limit = _MAX_OWN_MESSAGE_CHARS if is_own else _MAX_MESSAGE_CHARS
-    line = origin_of(report.type, report.message)
+    line = origin_of(report.type, report.message) or why_worker_is_gone(report.message, report.traceback)
     if line is None:
         line = _as_paragraph(report.message) if is_own else first_reason(report.message)
     return line if len(line) <= limit else line[:limit] + "…"
@@ -275,14 +275,24 @@ def _tracebacks(failures: list[Failure], ranks: Collection[int] | None) -> list[
     told = [one for one in others if one.report is not None and _is_here(one, ranks)]
     if first.is_blamed and told:  # it has nothing to say, and another says what it was needed for
         shown += _traceback_of(told[0])
+    ways = {_way_of(one) for one in (teller, first)}
     for other in [one for one in _causes_among(failures) if one in told][:_MAX_OTHERS]:
-        if not other.is_like(first):
+        if not other.is_like(first) and _way_of(other) not in ways:
+            ways.add(_way_of(other))
             shown += _traceback_of(other)
     return shown
 
 
 def _is_here(failure: Failure, ranks: Collection[int] | None) -> bool:
     return ranks is None or failure.rank in ranks
+
+
+def _way_of(failure: Failure) -> tuple[object, ...]:
+    """The type and the frames, which two errors share that differ in a number; the rank where no frame is known."""
+    report = failure.report
+    lines = report.traceback.splitlines() if report is not None else []
+    frames = [line for line in lines if line.lstrip().startswith('File "')]
+    return (report.type, *frames) if report is not None and frames else (failure.rank,)
 
 
 def _traceback_of(failure: Failure) -> list[str]:
@@ -338,11 +348,20 @@ def format_summary(
     return "\n".join([*lines, *_tracebacks(failures, ranks), rule, ""])
 
 
+def find_own_errors(failures: list[Failure]) -> list[Failure]:
+    """Those of ranks that raised, and not because of another rank.
+
+    Args:
+        failures: from `find_first_failure`.
+    """
+    return [one for one in failures if one.report is not None and not one.report.secondary]
+
+
 def format_last_words(failures: list[Failure]) -> str:
     """What ranks raised although they were only told to end, in the form of a failure summary; empty if nothing.
 
     Args:
         failures: from `find_first_failure`.
     """
-    own = [one for one in failures if one.report is not None and not one.report.secondary]
+    own = find_own_errors(failures)
     return format_summary(own, len(own)) if own else ""
