@@ -11,6 +11,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep import rank_status
 from lockstep.errors import RankLost
 
 
@@ -72,6 +73,31 @@ def sleep_with_child(folder: str) -> None:
     draft = Path(folder, f"draft{rank()}")
     draft.write_text(f"{os.getpid()} {child}")
     draft.rename(Path(folder, f"pids{rank()}"))
+    time.sleep(60)
+
+
+def wait_and_save(folder: str) -> None:
+    """Rank 1 cannot do what Ctrl-C asks for."""
+    try:
+        Path(folder, f"up{rank()}").touch()
+        time.sleep(60)
+    except KeyboardInterrupt:
+        if rank() == 1:
+            raise OSError("cannot save: disk full") from None
+        raise
+
+
+def die_in_a_collective(folder: str) -> None:
+    """As the flight recorder of a group notes it, without one."""
+    section = rank_status.open_section("the default group")
+    section.write_call(0, "barrier()")
+    section.write_site(0, "train.py:7 in main")
+    section.words[rank_status.NUMBER] = 3
+    Path(folder, f"up{rank()}").touch()
+    while not all(Path(folder, f"up{other}").exists() for other in range(2)):
+        time.sleep(0.005)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 

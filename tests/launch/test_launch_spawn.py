@@ -81,6 +81,11 @@ def test_worker_failed(kind: str, code: int, words: str) -> None:
     assert (caught.value.rank, caught.value.exit_code) == (0, code)
 
 
+def test_failure_says_where_the_rank_was(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 .* killed by signal 9 .* in barrier #3 at train\.py:7"):
+        lockstep.spawn(spawned.die_in_a_collective, (str(tmp_path),), nproc=2)
+
+
 def test_leaving_before_the_end() -> None:
     with pytest.raises(WorkerFailed, match=r"rank 0 .* left with exit code 0 before the function had returned"):
         lockstep.spawn(spawned.fail, (0, "os._exit"), nproc=1)
@@ -265,13 +270,36 @@ if __name__ == "__main__":
 """
 
 
+def start_parent(folder: Path, program: str) -> subprocess.Popen[str]:
+    """Start a script with the folder as its argument; it finds `spawned`."""
+    paths = [str(Path(spawned.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TMPDIR": str(folder)}
+    return subprocess.Popen(
+        [*script_in(folder, program), str(folder)], env=variables, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ctrl_c_says_what_it_does_and_what_a_rank_raised_then(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, PARENT.replace("sleep_with_child", "wait_and_save"))
+    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)), "ranks are up")
+    parent.send_signal(signal.SIGINT)
+    _, err = parent.communicate(timeout=limit_s(30))
+    told, *shown = err.splitlines()
+    assert parent.returncode == -signal.SIGINT
+    assert told == "lockstep: Ctrl-C: the ranks were told to stop, and have 5 s (again to end at once)"
+    assert 'raise OSError("cannot save: disk full") from None' in err
+    causes = [line for line in shown if line and not line.startswith((" ", '"'))]
+    assert causes[-3:] == [
+        "The above exception was the direct cause of the following exception:",
+        "Traceback (most recent call last):",
+        "KeyboardInterrupt",
+    ]
+    assert causes[-4] == "OSError: cannot save: disk full"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_end_of_the_parent_is_the_end_of_all(tmp_path: Path, number: int) -> None:
-    paths = [str(Path(spawned.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen(
-        [*script_in(tmp_path, PARENT), str(tmp_path)], env=variables, stderr=subprocess.PIPE, text=True
-    )
+    parent = start_parent(tmp_path, PARENT)
     files = [tmp_path / f"pids{rank}" for rank in range(2)]
     wait_until(lambda: all(file.exists() for file in files), "ranks are up")
     pids = [int(word) for file in files for word in file.read_text().split()] + children_of(parent.pid)

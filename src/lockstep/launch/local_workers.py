@@ -23,7 +23,7 @@ from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
-from lockstep.launch.positions import RankStatus, describe_statuses, format_table, look
+from lockstep.launch.positions import RankStatus, describe_interrupt, describe_statuses, format_table, look
 from lockstep.launch.process import RankCommand, worker_command_line
 from lockstep.launch.reaper import Reaper
 from lockstep.launch.report import ErrorReport, read_reports
@@ -179,13 +179,9 @@ class LocalWorkers:
 
     def _tell_of_interrupt(self, number: int) -> None:
         """One sentence: what came, how to be quicker, and where the ranks were."""
-        is_key = number == signal.SIGINT
+        behind_key = "\n" if number == signal.SIGINT and os.isatty(2) else ""  # the terminal's ^C
         statuses = describe_statuses(look(self.folder, self.attempt.pids))
-        say(
-            ("\n" if is_key and os.isatty(2) else "")  # behind the terminal's ^C
-            + f"lockstep: {'Ctrl-C' if is_key else signal.Signals(number).name}: the ranks were told to stop, and have "
-            f"{self._config.grace_s:g} s (again to end at once){f'; {statuses}' if statuses else ''}\n"
-        )
+        say(behind_key + describe_interrupt(number, self._config.grace_s, statuses))
 
     def _on_failure(self) -> None:
         self.statuses = look(self.folder, self.attempt.pids)

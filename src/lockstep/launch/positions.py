@@ -6,6 +6,7 @@ killed is among them. The launcher asks at the first failure, before anybody is 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from lockstep.rank_status import Position, read_positions
 
 __all__ = [
     "RankStatus",
+    "describe_interrupt",
     "describe_position",
     "describe_statuses",
     "find_missing",
@@ -125,6 +127,21 @@ def describe_statuses(statuses: Mapping[int, RankStatus]) -> str:
     if len(groups) > _MAX_PLACES:
         parts.append(f"{name_ranks(sorted(rank for _, own in groups[_MAX_PLACES:] for rank in own))} elsewhere")
     return "; ".join(parts)
+
+
+def describe_interrupt(number: int, grace_s: float, statuses: str) -> str:
+    """A line for who tells all ranks to end: what came, how to be quicker, and where they were.
+
+    Args:
+        number: the signal.
+        grace_s: the time until SIGKILL.
+        statuses: from `describe_statuses`.
+    """
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return (
+        f"lockstep: {name}: the ranks were told to stop, and have {grace_s:g} s (again to end at once)"
+        f"{f'; {statuses}' if statuses else ''}\n"
+    )
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TextIO, TypeVar, cast
+from typing import TextIO, TypeVar, cast
 
 from lockstep.env import snapshot
 from lockstep.errors import InputError, WorkerFailed
@@ -20,9 +21,11 @@ from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.output import Relay
 from lockstep.launch.payload import PackedCall, check_main_is_ready, load_exception, load_result
+from lockstep.launch.positions import RankStatus, describe_interrupt, describe_statuses, look
 from lockstep.launch.process import RankCommand, start_reaper, worker_command_line
 from lockstep.launch.report import read_reports
-from lockstep.launch.root_cause import Failure, find_first_failure
+from lockstep.launch.root_cause import Failure, find_first_failure, find_own_errors
+from lockstep.rank_status import make_status_files
 from lockstep.secret import new_token
 
 __all__ = ["RankTraceback", "spawn"]
@@ -84,6 +87,8 @@ def spawn(
         WorkerFailed: a rank was killed, left with an exit code, raised something that cannot be carried
             over, or was not done within `timeout`.
         Exception: what the first failing rank raised, of its own type; its `__cause__` holds the traceback.
+        KeyboardInterrupt: after Ctrl-C, which all ranks get. If one could not do then what it had to (save, say),
+            what it raised is the `__cause__`.
     """
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if limit_s is not None and not limit_s > 0:
@@ -106,14 +111,21 @@ def spawn(
             stack.callback(relay.end, _DRAIN_TIMEOUT_S)
         port, token = find_free_port(), new_token()
         shared = AttemptEnvironment(variables, job, folder.path, num_ranks, "127.0.0.1", port, token=token)
+        for fd in make_status_files(folder.path, range(num_ranks)):
+            stack.callback(os.close, fd)
+        statuses: dict[int, RankStatus] = {}
         with contextlib.ExitStack() as processes:
             attempt = Attempt(folder, reaper, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
             processes.callback(attempt.close)
-            _run(attempt, _commands(call, shared, relay), relay, limit_s)
+            attempt.on_failure = lambda: statuses.update(look(folder.path, attempt.pids))
+            _run(attempt, _commands(call, shared, relay), relay, limit_s, folder.path)
         reports = read_reports(folder.path, attempt.pids)
-        failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks)
+        failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, statuses)
+        if attempt.interrupted_by == signal.SIGINT:
+            own = find_own_errors(failures) if attempt.is_cut_short else failures
+            raise KeyboardInterrupt from (_error_of(own[0], folder.path) if own else None)
         if failures:
-            _raise_failure(failures[0], folder.path)
+            raise _error_of(failures[0], folder.path)
         return [cast(T, _load(folder.path, rank, attempt.pids[rank])) for rank in range(num_ranks)]
 
 
@@ -137,8 +149,10 @@ def _commands(call: PackedCall, shared: AttemptEnvironment, relay: Relay | None)
     return commands
 
 
-def _run(attempt: Attempt, commands: list[RankCommand], relay: Relay | None, limit_s: float | None) -> None:
-    """Start the ranks and wait for their end.
+def _run(
+    attempt: Attempt, commands: list[RankCommand], relay: Relay | None, limit_s: float | None, folder: Path
+) -> None:
+    """Start the ranks and wait for their end; returns after Ctrl-C, too.
 
     Raises:
         WorkerFailed: they were not done in time.
@@ -150,10 +164,13 @@ def _run(attempt: Attempt, commands: list[RankCommand], relay: Relay | None, lim
         is_over = attempt.wait(limit_s)
     except KeyboardInterrupt:
         # The ranks are not in the terminal's session: this is the only Ctrl-C they get. A second one
-        # leaves from here, and the caller's `close` kills them.
-        attempt.interrupt(signal.SIGINT)
-        attempt.wait()
-        raise
+        # ends the wait, and the caller's `close` kills them.
+        with contextlib.suppress(KeyboardInterrupt):
+            if attempt.is_undisturbed:
+                _tell_of_interrupt(describe_statuses(look(folder, attempt.pids)))
+            attempt.interrupt(signal.SIGINT)
+            attempt.wait()
+        return
     if is_over:
         return
     late = [command.rank for command in commands if command.rank not in attempt.exits]
@@ -171,13 +188,23 @@ def _run(attempt: Attempt, commands: list[RankCommand], relay: Relay | None, lim
         )
 
 
-def _raise_failure(failure: Failure, folder: Path) -> NoReturn:
+def _tell_of_interrupt(statuses: str) -> None:
+    """To Python's own stderr: that of a notebook's cell, where there is one."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, it is closed, nobody reads it
+        text = describe_interrupt(signal.SIGINT, _GRACE_S, statuses)
+        sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text)  # behind the terminal's ^C
+        sys.stderr.flush()
+
+
+def _error_of(failure: Failure, folder: Path) -> Exception:
+    """What the rank raised, with its traceback as the cause; else a WorkerFailed."""
     text = failure.report.traceback if failure.report is not None else ""
     error = load_exception(folder, failure.rank)
     if error is not None:
-        raise error from RankTraceback(f"rank {failure.rank} (pid {failure.ended.pid})\n{text}")
+        error.__cause__ = RankTraceback(f"rank {failure.rank} (pid {failure.ended.pid})\n{text}")
+        return error
     message = failure.describe() + (f"\n\n{text}" if text else "")
-    raise WorkerFailed(message, rank=failure.rank, exit_code=failure.exit_code)
+    return WorkerFailed(message, rank=failure.rank, exit_code=failure.exit_code)
 
 
 def _load(folder: Path, rank: int, pid: int) -> object:
