@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lockstep
 from failing import Caught, attempt, expect, group_works, line_of, ranks_named
 from lockstep import checkpoint, metrics
 from lockstep.errors import CollectiveMismatch
@@ -272,6 +273,20 @@ def synchronize_alone() -> Caught:
     metric = metrics.Mean()
     metric.update(1.0)
     return attempt(lambda: metrics.synchronize(metric) if dist.get_rank() == 0 else dist.barrier())
+
+
+def normalize_alone() -> Caught:
+    """Rank 0 looks at a batch without model.eval()."""
+    norm, values = lockstep.SyncBatchNorm(3), torch.ones(2, 3)
+    caught = attempt(lambda: norm(values) if dist.get_rank() == 0 else dist.barrier())
+    assert "SyncBatchNorm (in its all_gather(" in str(caught.error)
+    return caught
+
+
+def test_layer_that_needs_all_ranks_is_named() -> None:
+    for outcome in run_ranks(normalize_alone, 2):
+        assert type(outcome.error) is CollectiveMismatch
+        assert "SyncBatchNorm in training mode is for all ranks: call model.eval() before" in str(outcome.error)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep import frames
 from lockstep.comm import callsite
 from lockstep.frames import split_site
 
@@ -101,3 +103,9 @@ def test_function_of_ours_is_named_beside_the_line(monkeypatch: pytest.MonkeyPat
     assert text.endswith(f" in {own} (checkpoint.save)")
     assert split_site(text) == (text.removesuffix(" (checkpoint.save)"), "checkpoint.save")
     assert split_site("train.py:81 in main") == ("train.py:81 in main", "")
+
+
+@pytest.mark.parametrize(("path", "function"), frames._PUBLIC_CALLS)
+def test_functions_that_are_named_so_exist(path: str, function: str) -> None:
+    tree = ast.parse(Path(path).read_text())
+    assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

@@ -50,6 +50,9 @@ _FOR_ALL_RANKS = {
     "metrics.synchronize": (
         "metrics.synchronize is for all ranks, and each gets the values: call it outside of the branch"
     ),
+    "SyncBatchNorm": (
+        "SyncBatchNorm in training mode is for all ranks: call model.eval() before what one rank does alone"
+    ),
 }
 
 
