@@ -196,7 +196,7 @@ def _tell_of_interrupt(statuses: str) -> None:
         sys.stderr.flush()
 
 
-def _error_of(failure: Failure, folder: Path) -> Exception:
+def _error_of(failure: Failure, folder: Path) -> BaseException:
     """What the rank raised, with its traceback as the cause; else a WorkerFailed."""
     text = failure.report.traceback if failure.report is not None else ""
     error = load_exception(folder, failure.rank)
