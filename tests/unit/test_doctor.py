@@ -85,6 +85,17 @@ def test_container_of_version_2(container: Path) -> None:
     assert found["cores"].command == "lockstep run --nproc 2 train.py"
     assert found["memory"].command == "lockstep run --nproc 2 train.py"
     assert found["processes"].text == "at most 100"
+    assert found["processes"].command == "docker run --pids-limit=4096 IMAGE", "no ulimit lifts that of a container"
+
+
+@pytest.mark.parametrize(
+    ("hard", "command"),
+    [(4096, "ulimit -n 4096"), (1 << 60, "ulimit -n 65536"), (64, "sudo prlimit --pid $$ --nofile=65536:65536")],
+)
+def test_command_for_more_files_brings_more(monkeypatch: pytest.MonkeyPatch, hard: int, command: str) -> None:
+    monkeypatch.setattr(limits, "_soft_and_hard", lambda _: (64, hard))
+    found = {finding.subject: finding for finding in limits.look()}
+    assert found["open files"].command == command
 
 
 def test_container_of_version_1(container: Path) -> None:

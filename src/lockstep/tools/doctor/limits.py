@@ -76,20 +76,30 @@ def _open_files() -> Finding:
         return Finding("open files", "this system does not say how many")
     soft, hard = limit
     if soft < _FEW_FILES:
-        more = min(hard, 65536)
-        return Finding("open files", f"at most {soft}", "many ranks and loader workers need more", f"ulimit -n {more}")
+        reason, command = _way_to_more("-n", "nofile", hard if hard > soft else None, 65536)
+        return Finding("open files", f"at most {soft}", f"many ranks and loader workers need more{reason}", command)
     return Finding("open files", f"at most {soft}")
 
 
 def _processes() -> Finding:
-    limit = _soft_and_hard("RLIMIT_NPROC")
-    allowed = [] if limit is None else [limit[0]]
-    allowed += [int(value) for value in _settings("pids", "pids.max") if value.isdigit()]
-    smallest = min(allowed, default=_UNLIMITED)
+    soft, hard = _soft_and_hard("RLIMIT_NPROC") or (_UNLIMITED, _UNLIMITED)
+    of_container = min((int(value) for value in _settings("pids", "pids.max") if value.isdigit()), default=_UNLIMITED)
+    smallest, wanted = min(soft, of_container), 8 * _FEW_PROCESSES
     if smallest < _FEW_PROCESSES:
         remedy = "threads count too, and a rank has several for each core"
-        return Finding("processes", f"at most {smallest}", remedy, f"ulimit -u {8 * _FEW_PROCESSES}")
+        if of_container <= soft:
+            command = f"docker run --pids-limit={wanted} IMAGE"
+            return Finding("processes", f"at most {smallest}", f"{remedy}; the container's limit", command)
+        reason, command = _way_to_more("-u", "nproc", hard if hard > soft else None, wanted)
+        return Finding("processes", f"at most {smallest}", remedy + reason, command)
     return Finding("processes", "no limit" if smallest >= _UNLIMITED else f"at most {smallest}")
+
+
+def _way_to_more(option: str, name: str, hard: int | None, wanted: int) -> tuple[str, str]:
+    """Why it takes more than `ulimit`, and the command; a hard limit of None leaves no room."""
+    if hard is not None:
+        return "", f"ulimit {option} {min(hard, wanted)}"
+    return "; the hard limit is no higher, so root must raise it", f"sudo prlimit --pid $$ --{name}={wanted}:{wanted}"
 
 
 def _soft_and_hard(name: str) -> tuple[int, int] | None:
