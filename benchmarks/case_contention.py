@@ -5,7 +5,9 @@ Beside 0, 1, 2 and 4 busy processes on this host, as the workers of a data loade
 
 Then, without neighbours, rank 0 computes for a second of its own CPU time while all others wait for it, in `barrier` or
 in `recv`. Of each such round there are two samples: under `measure: work` how long the second took, under
-`measure: waiter` the CPU seconds that a waiting rank spent for each second of it, on the average of these ranks.
+`measure: waiter` the CPU seconds that a waiting rank spent for each second of it, on the average of these ranks. There
+each contestant has jobs of its own, in turns, whose only group is its own: a gloo group that nobody uses still has a
+thread that wakes a hundred times a second, and the waiting ranks would be charged for it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Plan:
         neighbours: for each world size the numbers of busy processes beside it.
         budget: per world size, size and number of neighbours.
         work_s: CPU time of rank 0 while the others wait.
-        work_rounds: for each world size how often; absent for never.
+        work_rounds: for each world size how often in each job; absent for never.
+        turns: jobs of each contestant.
     """
 
     sizes_bytes: Mapping[int, tuple[int, ...]]
@@ -50,8 +53,10 @@ class Plan:
     budget: Budget
     work_s: float
     work_rounds: Mapping[int, int]
+    turns: int = 2
 
 
+_BACKENDS = ("gloo", "lockstep")
 _SIZES = (4, 64 * KIB, MIB, 25 * MIB)
 _NEIGHBOURS = (0, 1, 2, 4)
 FULL = Plan(
@@ -59,13 +64,13 @@ FULL = Plan(
     {2: _NEIGHBOURS, 4: _NEIGHBOURS, 8: (0, 2), 16: (0, 2), 32: (0, 2)},
     Budget(seconds=2.4, sample_s=0.02, sweeps=2, min_rounds=4, max_rounds=40),
     1.0,
-    {8: 3, 16: 2, 32: 2},
+    {8: 2, 16: 2, 32: 2},
 )
 QUICK = Plan({2: (4, MIB)}, {2: (0, 2)}, Budget(seconds=0.5, sample_s=0.004, max_rounds=8, sweeps=1), 0.2, {2: 2})
 
 
 def run(plan: Plan, *, quick: bool = False) -> Result:
-    """Measure a plan. Starts the ranks of each world size once.
+    """Measure a plan. Starts the ranks of each world size once, and those that wait once for each turn.
 
     Raises:
         RankFailed: a rank failed, for instance because a sum was wrong.
@@ -77,34 +82,32 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
             "sizes_bytes": sizes_bytes,
             "neighbours": plan.neighbours[world_size],
             "budget": asdict(plan.budget),
-            "work_s": plan.work_s,
-            "work_rounds": plan.work_rounds.get(world_size, 0),
         }
         num_configurations = len(sizes_bytes) * len(plan.neighbours[world_size])
         timeout_s = 300 + 10 * num_configurations * (plan.budget.seconds + 5)
         answer = run_ranks(_measure_on_rank, world_size, job, threads=1, timeout_s=timeout_s)
         assert isinstance(answer, list)
         series += [Series(**item) for item in answer]
+    for world_size, rounds in plan.work_rounds.items():
+        series += _measure_waits(world_size, rounds, plan.turns, plan.work_s)
     settings = {
         "dtype": "float32",
         "op": "SUM",
         "threads_per_rank": 1,
         "budget": asdict(plan.budget),
         "work_s": plan.work_s,
+        "turns": plan.turns,
     }
     return Result("contention", quick, environment, settings, series)
 
 
 def _measure_on_rank(job: Job) -> object:
-    """Body of one rank: all_reduce beside neighbours, then waits for a rank that computes."""
+    """Body of one rank: all_reduce beside neighbours."""
     sizes, neighbours, budget = job["sizes_bytes"], job["neighbours"], job["budget"]
-    work_s, work_rounds = job["work_s"], job["work_rounds"]
     assert isinstance(sizes, list)
     assert isinstance(neighbours, list)
     assert isinstance(budget, dict)
-    assert isinstance(work_s, float)
-    assert isinstance(work_rounds, int)
-    groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "lockstep")}
+    groups = {backend: dist.new_group(backend=backend) for backend in _BACKENDS}
     world_size = dist.get_world_size()
     series: list[Series] = []
     for count in neighbours:
@@ -115,9 +118,6 @@ def _measure_on_rank(job: Job) -> object:
             configurations.append(Configuration(parameters, contestants))
         with _busy_neighbours(count if dist.get_rank() == 0 else 0):
             series += measure(configurations, Budget(**budget))
-    if work_rounds:
-        for wait in _WAITS:
-            series += _measure_waits(wait, groups, work_s, work_rounds)
     return [asdict(item) for item in series]
 
 
@@ -133,25 +133,48 @@ def _busy_neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def _measure_waits(wait: str, groups: Mapping[str, dist.ProcessGroup], work_s: float, rounds: int) -> Iterator[Series]:
-    """Rank 0 computes, the others wait for it. Collective; the same on all ranks."""
-    took: dict[str, list[float]] = {name: [] for name in groups}
-    spent: dict[str, list[float]] = {name: [] for name in groups}
-    for _ in range(rounds):
-        for name, group in groups.items():
-            meet = _barrier if wait == "barrier" else _message
-            meet(group)  # lines them up, and makes the connections
+def _measure_waits(world_size: int, rounds: int, turns: int, work_s: float) -> list[Series]:
+    """What waiting ranks take: in each turn one job of each contestant, which holds no group of the other."""
+    samples: dict[tuple[str, str, str], list[float]] = {
+        (wait, what, name): [] for wait in _WAITS for what in ("work", "waiter") for name in _BACKENDS
+    }
+    for turn in range(turns):
+        for name in _BACKENDS:
+            job = {"work_s": work_s, "rounds": rounds}
+            timeout_s = 300 + 20 * world_size + 20 * len(_WAITS) * rounds * (work_s + 1)
+            answer = run_ranks(_wait_on_rank, world_size, job, threads=1, timeout_s=timeout_s, backend=name)
+            assert isinstance(answer, list)
+            for wait, took, spent in answer:
+                samples[wait, "work", name].append(took)
+                samples[wait, "waiter", name].append(spent)
+            shares = ", ".join(f"{wait} {spent:.2%}" for wait, _, spent in answer)
+            print(f"  {world_size} ranks of {name} wait, turn {turn + 1}: {shares} of a core", file=sys.stderr)
+    return [
+        Series({"world_size": world_size, "wait": wait, "measure": what}, name, 1, values)
+        for (wait, what, name), values in samples.items()
+    ]
+
+
+def _wait_on_rank(job: Job) -> object:
+    """Body of one rank: rank 0 computes, the others wait for it, in each way, so many rounds.
+
+    Returns:
+        Of each round how the ranks waited, and what `_wait_once` returns.
+    """
+    work_s, rounds = job["work_s"], job["rounds"]
+    assert isinstance(work_s, float)
+    assert isinstance(rounds, int)
+    found: list[tuple[str, float, float]] = []
+    for wait in _WAITS:
+        meet = dist.barrier if wait == "barrier" else _message
+        for _ in range(rounds):
+            meet()  # lines them up, and makes the connections
             dist.barrier()
-            seconds, share = _wait_once(lambda meet=meet, group=group: meet(group), work_s)  # type: ignore[misc]
-            took[name].append(seconds)
-            spent[name].append(share)
-    for name in groups:
-        for what, samples in (("work", took[name]), ("waiter", spent[name])):
-            parameters: Parameters = {"world_size": dist.get_world_size(), "wait": wait, "measure": what}
-            yield Series(parameters, name, 1, samples)
+            found.append((wait, *_wait_once(meet, work_s)))
+    return found
 
 
-def _wait_once(meet: Callable[[], None], work_s: float) -> tuple[float, float]:
+def _wait_once(meet: Callable[[], object], work_s: float) -> tuple[float, float]:
     """Wall seconds of rank 0's work, and CPU seconds of a waiter for each of them. Collective."""
     start, cpu_start = time.perf_counter(), time.process_time()
     if dist.get_rank() == 0:
@@ -167,15 +190,11 @@ def _wait_once(meet: Callable[[], None], work_s: float) -> tuple[float, float]:
     return took, cpu / max(dist.get_world_size() - 1, 1) / took
 
 
-def _barrier(group: dist.ProcessGroup) -> None:
-    dist.barrier(group)
-
-
-def _message(group: dist.ProcessGroup) -> None:
+def _message() -> None:
     """All others wait for a message of rank 0."""
     tensor = torch.zeros(1)
     if dist.get_rank() != 0:
-        dist.recv(tensor, 0, group=group)
+        dist.recv(tensor, 0)
         return
     for peer in range(1, dist.get_world_size()):
-        dist.send(tensor, peer, group=group)
+        dist.send(tensor, peer)

@@ -18,6 +18,7 @@ from benchmarks.report import (
     MODEL_NAMES,
     OVERHEAD_TARGETS,
     RECORD_LIMIT,
+    images_of_epoch,
 )
 from lockstep.bench import stats
 from lockstep.bench.figures import GRID, new_figure, save, tidy
@@ -30,6 +31,7 @@ __all__ = ["draw"]
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {
     "gloo": "#D55E00",
+    "torch": "#D55E00",
     "lockstep": "#0072B2",
     "lockstep_symmetric": "#009E73",
     "memcpy_one_rank": "#888888",
@@ -337,6 +339,38 @@ def _draw_contention(result: Result) -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------- decode
+
+
+def _draw_decode(result: Result) -> Figure:
+    """Images per second of both loaders over the number of workers; a column for each size of the JPEGs."""
+    sizes = [int(value) for value in result.values("pixels")]
+    figure = new_figure(3.6 * len(sizes) + 0.6, 3.4, "decode: JPEGs read, decoded and augmented")
+    row = figure.subplots(1, len(sizes), squeeze=False)[0]
+    for axes, pixels in zip(row, sizes, strict=True):
+        counts = [int(value) for value in result.values("workers")]
+        images = images_of_epoch(result, pixels)
+        for place, name in enumerate(("torch", "lockstep")):
+            for position, workers in enumerate(counts):
+                samples = result.samples(name, pixels=pixels, workers=workers)
+                if not samples:
+                    continue
+                low, high = (images / seconds for seconds in stats.percentiles(samples)[::-1])
+                rate = images / stats.median(samples)
+                errors = [[max(0.0, rate - low)], [max(0.0, high - rate)]]
+                x = position + (place - 0.5) * 0.38
+                label = CONTESTANT_NAMES[name] if position == 0 else None
+                axes.bar(x, rate, 0.36, yerr=errors, color=COLOURS[name], capsize=2, label=label)
+        axes.set_title(f"{pixels} pixels", fontsize=10)
+        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+        axes.set_xlabel("worker processes")
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
+        tidy(axes)
+    row[0].set_ylabel("images per second")
+    row[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
 _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
@@ -345,4 +379,5 @@ _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "record": _draw_record,
     "hosts": _draw_hosts,
     "contention": _draw_contention,
+    "decode": _draw_decode,
 }

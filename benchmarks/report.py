@@ -22,7 +22,7 @@ from lockstep.bench.pages import format_bytes, format_seconds, markdown_table, t
 from lockstep.bench.results import Result
 from lockstep.bench.stats import Estimate
 
-__all__ = ["Section", "Verdict", "fill_markers", "render", "sections", "verdicts"]
+__all__ = ["Section", "Verdict", "fill_markers", "images_of_epoch", "render", "sections", "verdicts"]
 
 MIB = 1024 * 1024
 MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters", "thin_100": "100 thin layers"}
@@ -36,6 +36,7 @@ LAUNCH_NAMES = {
 }
 CONTESTANT_NAMES = {
     "gloo": "gloo",
+    "torch": "torch's loader",
     "lockstep": "lockstep",
     "lockstep_symmetric": "lockstep, symmetric memory",
     "memcpy_one_rank": "memcpy, one rank",
@@ -456,6 +457,55 @@ def _contention_verdicts(result: Result) -> list[Verdict]:
     return found
 
 
+# ---------------------------------------------------------------- decode
+
+_LOADERS = ("torch", "lockstep")
+
+
+def _decode_tables(result: Result) -> tuple[Section, Section]:
+    """Images per second of both loaders; the full table has the time of an epoch with its spread."""
+    rates, times = [], []
+    for pixels, workers in _decode_configurations(result):
+        theirs, own = (result.samples(name, pixels=pixels, workers=workers) for name in _LOADERS)
+        images = images_of_epoch(result, pixels)
+        label = f"{pixels} pixels, {_count_of_workers(workers)}"
+        speeds = [f"{images / stats.median(samples):,.0f}" if samples else "–" for samples in (theirs, own)]
+        ratio = _speedup(theirs, own, interval=True)
+        rates.append([label, *speeds, ratio])
+        times.append([label, str(images), _time_with_spread(theirs), _time_with_spread(own), ratio])
+    names = [CONTESTANT_NAMES[name] for name in _LOADERS]
+    summary = markdown_table(["JPEGs", *(f"{name}: images/s" for name in names), "ratio"], rates)
+    caption = "Median, and 10th to 90th percentile of the samples."
+    full = markdown_table(["JPEGs", "images", *names, "torch / lockstep"], times)
+    return summary, f"## Time per epoch\n\n{caption}\n\n{full}"
+
+
+def _decode_configurations(result: Result) -> list[tuple[int, int]]:
+    pairs = ((int(one.parameters["pixels"]), int(one.parameters["workers"])) for one in result.series)
+    return list(dict.fromkeys(pairs))
+
+
+def images_of_epoch(result: Result, pixels: int) -> int:
+    """How many JPEGs of that edge one sample of `decode` has read."""
+    found = next(one.facts["images"] for one in result.series if one.parameters["pixels"] == pixels)
+    assert isinstance(found, int | float)
+    return int(found)
+
+
+def _count_of_workers(workers: int) -> str:
+    return f"{workers} worker" if workers == 1 else f"{workers} workers"
+
+
+def _decode_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for pixels, workers in _decode_configurations(result):
+        theirs, own = (result.samples(name, pixels=pixels, workers=workers) for name in _LOADERS)
+        if theirs and own:
+            target = f"{pixels} pixels, {_count_of_workers(workers)}: no slower than torch's loader"
+            found.append(_at_least(target, stats.ratio(theirs, own), 1))
+    return found
+
+
 _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
@@ -464,6 +514,7 @@ _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "record": _record_tables,
     "hosts": _hosts_tables,
     "contention": _contention_tables,
+    "decode": _decode_tables,
 }
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
@@ -473,6 +524,7 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "record": _record_verdicts,
     "hosts": _hosts_verdicts,
     "contention": _contention_verdicts,
+    "decode": _decode_verdicts,
 }
 
 # ---------------------------------------------------------------- formatting

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks import report
@@ -110,7 +111,7 @@ def test_contention_end_to_end(tmp_path: Path) -> None:
     from benchmarks import case_contention
 
     budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=3, sweeps=1)
-    plan = case_contention.Plan({2: (4,)}, {2: (0, 1)}, budget, 0.05, {2: 1})
+    plan = case_contention.Plan({2: (4,)}, {2: (0, 1)}, budget, 0.05, {2: 1}, turns=2)
     result = case_contention.run(plan, quick=True)
     found = {(one.contestant, *one.parameters.values()) for one in result.series}
     assert {("gloo", 2, 4, 0), ("lockstep", 2, 4, 1), ("lockstep", 2, "recv", "waiter")} <= found
@@ -119,13 +120,67 @@ def test_contention_end_to_end(tmp_path: Path) -> None:
     waiter = result.samples("lockstep", world_size=2, wait="barrier", measure="waiter")
     assert work is not None
     assert waiter is not None
+    assert len(work) == len(waiter) == 2
     assert work[0] > 0.04  # the clocks of wall and CPU differ a little
     assert 0 < waiter[0] < 1
     loaded = Result.load(result.save(tmp_path))
     assert report.verdicts(loaded)[0].target == "2 ranks: never slower than gloo, beside whom ever"
 
 
-ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup(), _record(), _contention()]
+def test_ranks_that_wait_hold_no_group_of_the_other_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import case_contention
+
+    jobs = []
+
+    def note(
+        function: object, world_size: int, job: Job, *, backend: str, **_: object
+    ) -> list[tuple[str, float, float]]:
+        jobs.append((function, backend))
+        return [("barrier", 1.0, 0.1 * len(jobs)), ("recv", 1.0, 0.2)]
+
+    monkeypatch.setattr(case_contention, "run_ranks", note)
+    series = case_contention._measure_waits(4, rounds=1, turns=2, work_s=1.0)
+    assert jobs == [(case_contention._wait_on_rank, name) for name in ("gloo", "lockstep")] * 2
+    found = {(one.contestant, one.parameters["wait"], one.parameters["measure"]): one.samples_s for one in series}
+    assert found["gloo", "barrier", "waiter"] == pytest.approx([0.1, 0.3])
+    assert found["lockstep", "barrier", "waiter"] == pytest.approx([0.2, 0.4])
+    assert found["lockstep", "recv", "work"] == [1.0, 1.0]
+
+
+def _decode() -> Result:
+    """Ahead of torch's loader without workers, behind it with two."""
+    series = _series({"pixels": 256, "workers": 0}, torch=1.1, lockstep=1.0)
+    series += _series({"pixels": 256, "workers": 2}, torch=0.5, lockstep=0.8)
+    return Result("decode", False, ENVIRONMENT, {}, [replace(one, facts={"images": 512}) for one in series])
+
+
+def test_decode_is_held_against_torchs_loader() -> None:
+    judged = report.verdicts(_decode())
+    assert [verdict.met for verdict in judged] == [True, False]
+    assert judged[1].target == "256 pixels, 2 workers: no slower than torch's loader"
+    assert "| 256 pixels, 0 workers | 465 | 512 | 1.10x" in report.render(_decode())
+
+
+def test_decode_end_to_end(tmp_path: Path) -> None:
+    from benchmarks import case_decode
+
+    budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
+    result = case_decode.run(case_decode.Plan({32: 5}, (0, 1), 2, budget), quick=True)
+    assert [(one.contestant, one.parameters["workers"]) for one in result.series] == [
+        (name, workers) for workers in (0, 1) for name in ("torch", "lockstep")
+    ]
+    assert all(len(one.samples_s) == 2 and one.facts == {"images": 5} for one in result.series)
+    assert "| 32 pixels, 1 worker |" in report.render(Result.load(result.save(tmp_path)))
+
+
+def test_decode_notices_an_epoch_that_lacks_images() -> None:
+    from benchmarks import case_decode
+
+    with pytest.raises(RuntimeError, match="an epoch of 4 images gave 3, 2 of them different"):
+        case_decode._load("torch", [(None, torch.tensor([0, 1, 1]))], 4)  # type: ignore[arg-type]
+
+
+ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup(), _record(), _contention(), _decode()]
 
 
 def test_horovod_step_is_held_against_ddps() -> None:

@@ -44,11 +44,13 @@ class Contestant:
         call: one iteration. All ranks call it equally often; what it does may differ by rank.
         settle: waits until the calls made so far are done, where a call only begins something, as on a GPU; a batch
             ends with it.
+        warms_up: before a batch there is one untimed call. Without it a call that lasts seconds costs half as much.
     """
 
     name: str
     call: Callable[[], object]
     settle: Callable[[], object] | None = None
+    warms_up: bool = True
 
 
 def all_reduce_of(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Contestant:
@@ -178,8 +180,9 @@ def _time_batch(contestant: Contestant, iterations: int, meeting: dist.ProcessGr
     gc.disable()  # a collection in one contestant's batch may sweep up its rival's garbage
     try:
         dist.barrier(meeting)
-        call()
-        settle()
+        if contestant.warms_up:
+            call()
+            settle()
         started = time.perf_counter()
         for _ in range(iterations):
             call()

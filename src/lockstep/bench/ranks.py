@@ -227,6 +227,7 @@ def _rank_main(
     function: RankFunction = getattr(importlib.import_module(module_name), function_name)
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=_COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+    dist.barrier()  # a rank that is done at once would close gloo's connections to one that still makes them
     answer = function(json.loads(store.get(_JOB_KEY)))
     if rank == 0:
         store.set(_ANSWER_KEY, json.dumps(answer))
