@@ -20,11 +20,11 @@ from lockstep.testing import limit_s
 RUN_ID = "job7"
 TOKEN = "0123456789abcdef" * 4
 WORK = """
-open(f"up-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}", "w").close()
 token = os.environ.get("LOCKSTEP_TOKEN")
 print("has", "a" if token else "no", "token", flush=True)
 with open(f"token-{RANK}", "w") as file:
     file.write(str(token))
+open(f"up-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}", "w").close()
 while not os.path.exists("end"):
     time.sleep(0.01)
 """

@@ -3,6 +3,8 @@
 Their console script still imports `main` from here; installing again makes one that does not.
 """
 
-from lockstep.cli import main
+from lockstep import cli
 
 __all__ = ["main"]
+
+main = cli.main
