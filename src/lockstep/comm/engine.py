@@ -67,7 +67,7 @@ class Engine:
         self.timeout_s = timeout_s
         self.locate = make_locator()
         self._algorithms = algorithms
-        self._place = team.rank  # which part of a region is this rank's
+        self._part = team.rank  # which part of a region is this rank's
         self._runner = Runner("lockstep-collectives")
         self._p2p: PointToPoint | None = None  # from the first send or receive on
         self._p2p_lock = threading.Lock()
@@ -491,7 +491,7 @@ class Engine:
         """
         numel = int(torch.Size(shape).numel())
         region = self.allocate(max(numel * dtype.itemsize, 1))
-        own = region.parts[self._place]
+        own = region.parts[self._part]
         index = bisect_right(self._region_starts, own.data_ptr())
         self._region_starts.insert(index, own.data_ptr())
         self._regions.insert(index, (own.data_ptr() + region.part_bytes, region))
@@ -547,8 +547,8 @@ class Engine:
             parts.append(f"root={self.recorder.global_rank(root)}")
         if any(offset is not None for offset in offsets):
             # Part of the fingerprint, because such tensors are reduced where they lie.
-            places = ", ".join(map(str, offsets[:4])) + (f" {fingerprint(str(offsets)):x}" if len(offsets) > 4 else "")
-            parts.append(f"symmetric memory at {places}")
+            shown = ", ".join(map(str, offsets[:4])) + (f" {fingerprint(str(offsets)):x}" if len(offsets) > 4 else "")
+            parts.append(f"symmetric memory at {shown}")
         return f"{operation}({', '.join(parts)})"
 
     def _describe_rows(

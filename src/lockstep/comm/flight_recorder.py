@@ -316,9 +316,9 @@ class FlightRecorder:
 
     def _explain_late(self, failure: PeerFailure, activity: str, hint: str) -> CollectiveTimeout:
         late = failure.ranks(FailureKind.LATE)
-        places = [f"{self.name(rank)}, which {self._last_seen(rank)}" for rank in late]
+        clauses = [f"{self.name(rank)}, which {self._last_seen(rank)}" for rank in late]
         return CollectiveTimeout(
-            f"{self.name(self._rank)} waited {failure.waited_s:.1f} s in {activity}. Missing: {'; '.join(places)}. "
+            f"{self.name(self._rank)} waited {failure.waited_s:.1f} s in {activity}. Missing: {'; '.join(clauses)}. "
             f"{hint}It may be stopped, stuck or far behind: look at its stack (py-spy dump --pid …), or give a longer "
             f"timeout if it had work to do{self._advice_against(late)}",
             self._globals(late),
@@ -455,8 +455,8 @@ class FlightRecorder:
 
 def _call_at(call: str, site: str) -> str:
     """`barrier() at train.py:81 in main`; where a function of ours was called there, that one comes first."""
-    place, called = split_site(site)
-    return f"{called} (in its {call}) at {place}" if called else f"{call} at {place}"
+    line, called = split_site(site)
+    return f"{called} (in its {call}) at {line}" if called else f"{call} at {line}"
 
 
 def _advice(sites: Iterable[str]) -> str:

@@ -58,8 +58,8 @@ def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, 
     """
     own = tensor.detach().cpu().coalesce()  # see [Note: staging]
     counts = torch.empty(team.world_size, dtype=torch.int64)
-    places = [counts[rank : rank + 1] for rank in range(team.world_size)]
-    algorithms.all_gather(team, places, torch.tensor([num_specified(own)]), timeout_s)
+    gathered = [counts[rank : rank + 1] for rank in range(team.world_size)]
+    algorithms.all_gather(team, gathered, torch.tensor([num_specified(own)]), timeout_s)
     per_rank = counts.tolist()
     indices = _gather(algorithms, team, own.indices().t(), per_rank, timeout_s).t()
     values = _gather(algorithms, team, own.values(), per_rank, timeout_s)

@@ -2,10 +2,10 @@
 
 Knows nothing of torch.distributed. General layout, from the bottom up:
 
-* `support`: what this system has of what ranks need to share memory.
+* `support`: what ranks need of the system to share memory, and whether it is there.
 * `segment`: memory shared by the processes of one host.
-* `futex`: sleeping until a word of it changes.
-* `sentry`: one thread that sleeps until a process ends; `liveness`: whether a process is still there, and who is told.
+* `futex`: sleeps until a word of shared memory changes.
+* `sentry`: one thread that sleeps until a process ends; `liveness`: whether a process is still there.
 * `cores`: how a wait gives up the core; `doorbell`: waking a rank that sleeps until a peer has done something.
 * `control_blocks`: the control segment, one control block for each rank.
 * `sync`: counters in that segment, by which ranks wait for each other.

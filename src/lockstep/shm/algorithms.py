@@ -1,7 +1,7 @@
 """The collectives of one host, as transfers through the slots of a team.
 
-All take flat, contiguous CPU tensors and run in the calling thread; every rank calls the same
-function with the same sizes (the flight record has that verified at the first step). Each
+All take flat, contiguous CPU tensors and run in the calling thread. Every rank calls the same
+function with the same sizes; the flight recorder verifies that at the first step. Each function
 moves its data in chunks of a slot, so any size works with bounded shared memory. All may raise
 `PeerFailure`. See [Note: two slots] in team.py for why no transfer ends in a barrier.
 
@@ -138,9 +138,9 @@ def reduce_in_place(
     Args:
         parts: one flat tensor per rank, the same numel and dtype.
         rank: whose part is this rank's own.
-        low: first element.
-        high: one past the last element.
-        kernel: how to reduce.
+        low: index of the first element.
+        high: index behind the last element.
+        kernel: reduces the elements.
         own: flat tensor of high - low elements to take instead of what lies in the own part.
     """
     piece_bytes = _PIECE_BYTES_FOR_TWO if len(parts) == 2 else _PIECE_BYTES
@@ -153,7 +153,7 @@ def reduce_in_place(
         if own is not None:
             sources[rank] = own[start - low : stop - low]
         if len(places) == 2:
-            # Write the own place first and copy from it while it is in cache.
+            # Write this rank's part first and copy from it while it is in cache.
             kernel.reduce(sources, places[rank])
             places[1 - rank].copy_(places[rank])
             continue

@@ -1,4 +1,4 @@
-"""What all mailboxes of a rank do alike, however they move messages: `lockstep.comm.p2p` knows no more of them."""
+"""The base of all mailboxes, however they move messages; `lockstep.comm.p2p` uses nothing else of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BaseMailbox(abc.ABC):
     """The messages of one rank: which operations there are, and which are over. Subclasses move the bytes.
 
     Args:
-        matcher: what knows messages and receives, where this is not the only mailbox of its rank.
+        matcher: matches messages and receives, where this is not the only mailbox of its rank.
     """
 
     def __init__(self, matcher: Matcher | None = None) -> None:
@@ -27,16 +27,16 @@ class BaseMailbox(abc.ABC):
     @property
     @abc.abstractmethod
     def num_records(self) -> int:
-        """Heard, said and moved so far; who waits can tell by it that something goes on."""
+        """Records read, written and moved so far; it changes while messages move."""
 
     @abc.abstractmethod
     def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
         """Begin to send. Local.
 
         Args:
-            peer: where to; may be this rank.
-            tag: what a receive must have to match.
-            label: of the tensor.
+            peer: the rank that receives; may be this rank.
+            tag: the tag that a receive must have to match.
+            label: describes the tensor and the line of the call.
             flat: its bytes: uint8 of shape (n,). They must not change until the send is done.
         """
 
@@ -44,9 +44,9 @@ class BaseMailbox(abc.ABC):
         """Begin to receive. Local.
 
         Args:
-            source: where from, or `ANY_SOURCE`.
-            tag: what the message must have to match.
-            label: of the tensor.
+            source: the rank that sends, or `ANY_SOURCE`.
+            tag: the tag that the message must have to match.
+            label: describes the tensor and the line of the call.
             flat: where its bytes go: uint8 of shape (n,).
         """
         receive = Receive(tag, label, flat, source=source)
@@ -72,13 +72,13 @@ class BaseMailbox(abc.ABC):
         """Stop looking out for an operation, if this mailbox does. Local."""
 
     def ring(self) -> None:  # noqa: B027 - not every kind can wake its peers
-        """Wake the peers that sleep until what was done here since the last call. Local."""
+        """Wake the peers that sleep until something that this rank has done since the last call. Local."""
 
     def arm(self) -> int:
         """Ask to be woken when a peer has done something that `progress` can go on with. Local.
 
         Returns:
-            What `sleep` needs. Call `progress` once more before it; see [Note: bells] in doorbell.py.
+            The value that `sleep` takes. Call `progress` once more before it; see [Note: bells] in doorbell.py.
         """
         return 0
 
@@ -87,8 +87,8 @@ class BaseMailbox(abc.ABC):
 
         Args:
             seen: what `arm` returned.
-            limit_s: not longer than this.
-            poll_s: not longer than this where nothing can wake this rank.
+            limit_s: the longest sleep, in seconds.
+            poll_s: the longest sleep where this system cannot wake a sleeper.
         """
         nap(min(limit_s, poll_s))
 
@@ -103,8 +103,8 @@ class BaseMailbox(abc.ABC):
     def abandon(self, operation: Send | Receive) -> None:
         """Stop caring for an operation. The peer's side may never end.
 
-        Shared memory is not touched for it again; what another process was let send may still come into its memory,
-        which is kept for that.
+        Shared memory is not touched for it again. If another process was allowed to send into its tensor, bytes may
+        still come, so the tensor is kept alive.
         """
         if not operation.done:
             operation.done = True
@@ -118,7 +118,7 @@ class BaseMailbox(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of what messages travel through. Local."""
+        """Release the memory that messages travel through. Local."""
 
     def _match(self, arrival: Arrival) -> None:
         """Hand a message to the receive that waits for it, or keep it."""

@@ -5,9 +5,10 @@ each writes into its block who it is, and all wait until everybody has.
 
 [Note: stale handles] A store may outlive a group: a script that opens a second group over it must not
 be handed the segment of the first. So rank 0 deletes the handle once all have come, and nobody leaves
-`Team.connect` before that. Where a killed rank 0 could not delete it, the handle leads nowhere, because
-a segment goes with its maker. If it was published before this process began, it is of an earlier life of
-the job: wait for the next one. So it is with the last word of a rank 0 that gave up.
+`Team.connect` before that. A rank 0 that was killed leaves its handle behind, but that leads nowhere,
+because a segment goes with its maker. A rank that finds a handle from before its own process began takes it
+for one of an earlier life of the job, and waits for the next one. So it does with the failure that a rank 0
+published when it gave up.
 """
 
 from __future__ import annotations
@@ -67,22 +68,22 @@ class Store(Protocol):
 
 
 def _nothing_lost() -> None:
-    """Nobody is known before the first group."""
+    """Check nothing: before the first group no rank is known."""
 
 
 class Bootstrap:
     """One rank's bootstrap into a group on one host.
 
     Args:
-        store: where they meet; nobody else uses its keys.
-        rank: this rank among them.
-        global_ranks: the global rank of each.
+        store: through which the ranks find each other; nobody else uses its keys.
+        rank: this rank in the group.
+        global_ranks: the global rank of each rank of the group.
         timeout_s: seconds to wait for the last of them.
         check_peers: called while waiting; raises if a rank that is awaited cannot come.
-        terms: what all of them must have alike.
+        terms: what all ranks must have alike.
 
     Attributes:
-        terms: as given; whoever makes a team of the ranks adds its own before `open_segment`.
+        terms: as given; `Team.connect` adds its own before `open_segment`.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Bootstrap:
         try:
             return self._introduce(*self._publish(size_bytes))
         except LockstepError as error:
-            # Those who come later need not wait for what will not be.
+            # Ranks that come later need not wait for a segment that will not be there.
             self._store.set(
                 _SEGMENT,
                 json.dumps(
@@ -244,7 +245,7 @@ class Bootstrap:
         return dict(found)
 
     def _different(self, found: dict[str, Any]) -> SetupError | None:
-        """What rank 0 was told otherwise than this rank."""
+        """The error if rank 0 goes by other terms than this rank."""
         if found["world_size"] != self.world_size:
             return SetupError(
                 f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} {found['world_size']}: "
@@ -339,7 +340,7 @@ def _error_of(kind: str, message: str) -> SetupError:
 
 
 def _read_failure(text: str) -> SetupError:
-    """What a rank could not do with the segment, as it says in the store."""
+    """The error with which a rank could not map the segment, from its text in the store."""
     try:
         kind, message = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -348,5 +349,5 @@ def _read_failure(text: str) -> SetupError:
 
 
 def _failure_key(published: str) -> str:
-    """Where ranks that cannot map what was published say so; another one for every segment."""
+    """The key under which ranks write that they cannot map the segment; another one for every segment."""
     return "failure-" + hashlib.blake2b(published.encode(), digest_size=8).hexdigest()

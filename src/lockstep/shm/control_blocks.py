@@ -16,7 +16,7 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     192      record of the odd collective                                  64
     256      text: host name                                               256
     512      text: announcement (handle of a new segment, or an error)     1024
-    1536     text: what the rank is blocked in, and by whom                512
+    1536     text: what the rank waits in, and for whom                    512
     2048     text: failure (why the rank is in state FAILED)               2048
     4096     texts: ring of calls, RING entries of TEXT_BYTES
     …        texts: ring of call sites, RING entries of TEXT_BYTES
@@ -98,7 +98,7 @@ class Failure:
 
 
 def _nobody_waits() -> None:
-    """While the group is being made."""
+    """Stand in for `on_end` while the group is being made."""
 
 
 class ControlBlocks:
@@ -110,7 +110,7 @@ class ControlBlocks:
         world_size: number of blocks.
 
     Attributes:
-        on_end: called when this rank has left or failed, after that can be read. See [Note: alarm] in `sync.py`.
+        on_end: called when this rank has left or failed and its block says so. See [Note: alarm] in `sync.py`.
     """
 
     def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
@@ -200,9 +200,10 @@ class ControlBlocks:
         return Failure(kind, numbers, message)
 
     def find_damage(self, rank: int, number: int) -> str | None:
-        """What that rank cannot have written, of what it says of collective `number`, which it has entered.
+        """What that rank's block says of collective `number`, which it has entered, and no rank can have written.
 
-        Every rank has a record of it before its step, and the fingerprint in it is that of the text beside it.
+        None if nothing is wrong: a rank writes its record before its step, and the fingerprint in it is that of the
+        text beside it.
         """
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         _, written_number, call, site = self.words[word : word + 4]
@@ -234,7 +235,7 @@ class ControlBlocks:
         self.words[self._starts[self.rank] // 8 + _CONFIRMED_WORD] = time_ns
 
     def withdraw_wait(self) -> None:
-        """This rank does not wait any more."""
+        """Publish that this rank waits no more."""
         self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = 0
         fence()
 

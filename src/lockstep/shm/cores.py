@@ -1,11 +1,11 @@
-"""Giving up the core in a wait: by a yield where it is free or a peer needs it, by sleeping where others compute.
+"""How a wait gives up its core: by a yield where it is free or a peer needs it, by sleep where other programs compute.
 
 [Note: lost cores] A yield takes less than a microsecond where nobody else wants the core, and as long as a peer needs
 where one does. Beside a program that computes it takes one of its time slices, 3 ms and more; a thread that was asleep
 and is woken comes before that program instead. (Measured beside two such programs on two cores: 6.3 ms for an
 all_reduce of 64 KiB with yields, 0.2 ms with sleep.) Nothing tells beforehand who else wants the core. So a thread that
-gets its core back late remembers it for its process: for a while all waits go to sleep at once. Then one tries again.
-As long as the core is soon lost again, the while doubles, so that trying costs one part in a hundred.
+gets its core back late remembers it for its process: for a pause all waits go to sleep at once. Then one wait tries to
+yield again. Each time the core is soon lost again the pause doubles, so that trying costs one part in a hundred.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Cores:
 
         Args:
             now_s: the monotonic time.
-            lost_after_s: who gets the core back later has lost it to somebody else than a peer.
+            lost_after_s: if the yield takes longer, this thread has lost the core to another program, not to a peer.
 
         Returns:
             The monotonic time afterwards.

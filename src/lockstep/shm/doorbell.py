@@ -1,9 +1,9 @@
-"""Waking a rank that sleeps until a peer has done something for it: written a record, or made room for one.
+"""The doorbell wakes a rank that sleeps until a peer has done something for it: written a record, or made room for one.
 
-[Note: bells] A rank that is about to sleep arms its bell, looks once more at what there is to do, and sleeps unless it
-has been rung meanwhile. A peer that has changed something looks at the bell behind its store, and rings if it is armed
-for that. So messages cost one look at a word while nobody sleeps. Of the rare case in which both looks pass the
-stores, [Note: missed wake-ups] in futex.py says what becomes.
+[Note: bells] A rank that is about to sleep arms its bell, looks once more at what there is to do, and sleeps unless a
+peer has rung meanwhile. A peer that has changed something then looks at the bell, and rings it if it is armed for that
+kind of change. So messages cost one look at a word while nobody sleeps. In rare cases both ranks look too early, and
+each misses what the other has stored; [Note: missed wake-ups] in futex.py says what happens then.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _SILENT, _FOR_RECORDS, _FOR_ROOM_TOO = 0, 1, 2
 
 
 class Doorbell:
-    """The bells of the ranks that share a mail area, as one of them uses them.
+    """One rank's access to the bells of all ranks that share a mail area.
 
     Args:
-        area: where they lie.
-        place: of this rank in the area.
+        area: the memory in which the bells lie.
+        local_rank: the index of this rank in the area.
     """
 
-    def __init__(self, area: MailArea, place: int) -> None:
+    def __init__(self, area: MailArea, local_rank: int) -> None:
         self._area = area
-        self._place = place
+        self._local_rank = local_rank
         self._words = area.words
         self._futex = Futex(self._words) if Futex.is_supported() else None
         self._num_rings = 0
 
     def arm(self, wants_room: bool) -> int:
-        """Ask to be rung for. Local; then look once more, then `sleep`.
+        """Ask the peers to ring. Local; the caller then looks once more for work, and then calls `sleep`.
 
         Args:
-            wants_room: also when a peer has only read, or given memory back.
+            wants_room: a peer also rings when it has only read, or given memory back.
 
         Returns:
-            What `sleep` needs.
+            The value of the bell, which `sleep` takes.
         """
-        word = self._area.bell_word(self._place)
+        word = self._area.bell_word(self._local_rank)
         seen = self._words[word]
         fence()
         self._words[word + 1] = _FOR_ROOM_TOO if wants_room else _FOR_RECORDS
@@ -50,48 +50,48 @@ class Doorbell:
         return seen
 
     def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
-        """Sleep until rung for. Local; may return early for no reason.
+        """Sleep until a peer rings. Local; may return early for no reason.
 
         Args:
             seen: what `arm` returned.
-            limit_s: not longer than this.
-            poll_s: not longer than this where nothing can wake this rank.
+            limit_s: the longest sleep, in seconds.
+            poll_s: the longest sleep where this system cannot wake a sleeper.
         """
         if self._futex is None:
             nap(min(limit_s, poll_s))
         elif limit_s > 0:
-            self._futex.sleep(self._area.bell_word(self._place), seen, limit_s)
+            self._futex.sleep(self._area.bell_word(self._local_rank), seen, limit_s)
 
-    def ring(self, place: int, *, wrote: bool) -> None:
-        """Something was done for the rank in that place: wake it if it sleeps until then. Local.
+    def ring(self, local_rank: int, *, wrote: bool) -> None:
+        """Wake a rank that sleeps until something like this has been done for it. Local.
 
         Args:
-            place: in the area.
+            local_rank: the index of that rank in the area.
             wrote: there is a record to read; otherwise there is only more room.
         """
-        bell = self._area.bell_word(place) + 1
+        bell = self._area.bell_word(local_rank) + 1
         armed_for = self._words[bell]
         if armed_for == _FOR_ROOM_TOO or (wrote and armed_for == _FOR_RECORDS):
             self._words[bell] = _SILENT
             fence()
-            self._wake(place)
+            self._wake(local_rank)
 
     def ring_here(self) -> None:
         """Wake the threads of this rank that sleep. Local."""
-        self.ring(self._place, wrote=True)
+        self.ring(self._local_rank, wrote=True)
 
     def ring_all(self) -> None:
-        """Wake all ranks, whatever they sleep for: there is trouble to be looked at. Local, in any thread."""
-        for place in range(self._area.num_places):
-            word = self._area.bell_word(place)
+        """Wake all ranks, whatever they sleep for, to look at a failure. Local, in any thread."""
+        for local_rank in range(self._area.num_ranks):
+            word = self._area.bell_word(local_rank)
             self._words[word] = random_word()
             if self._futex is not None:
                 self._futex.wake(word)
 
-    def _wake(self, place: int) -> None:
-        word = self._area.bell_word(place)
+    def _wake(self, local_rank: int) -> None:
+        word = self._area.bell_word(local_rank)
         self._num_rings += 1
         # Of two that ring, neither repeats what the other wrote.
-        self._words[word] = self._num_rings * self._area.num_places + self._place
+        self._words[word] = self._num_rings * self._area.num_ranks + self._local_rank
         if self._futex is not None:
             self._futex.wake(word)

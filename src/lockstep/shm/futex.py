@@ -1,10 +1,10 @@
 """Sleeping until a word of shared memory changes: Linux's futex.
 
-[Note: missed wake-ups] Who wants to sleep says so in a word beside the one that it waits for, and looks once more; who
-changes the word looks there behind its store, and wakes. A processor may let that look pass the store, for as long as
-the store takes to leave its core: some tens of nanoseconds, while the sleeper still has a system call before it. Should
-it happen nevertheless, the sleeper wakes up by itself after `timeout_s`, 2 ms at first and half a second at most: late,
-not lost.
+[Note: missed wake-ups] A rank that is about to sleep writes so into a word beside the one that it waits for, and looks
+once more. A rank that changes the word then reads that other word, and wakes the sleeper. A processor may carry out
+that read before the store has left the core, which takes some tens of nanoseconds, while the sleeper still has a system
+call before it. Should it happen nevertheless, the sleeper wakes up by itself after `timeout_s`, 2 ms at first and half
+a second at most: late, not lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _number = _NUMBERS.get(platform.machine())
 
 
 class Futex:
-    """The words of a piece of shared memory, to sleep on.
+    """Lets threads sleep on the words of a piece of shared memory, and wakes them.
 
     Args:
         words: the memory as 64-bit words, writable.
@@ -45,7 +45,7 @@ class Futex:
     @staticmethod
     @functools.cache
     def is_supported() -> bool:
-        """Whether it works here: a sandbox may lack the call, and of other processors its number is not known."""
+        """Whether it works here: a sandbox may lack the call, and its number is known for some processors only."""
         if _syscall is None or sys.platform != "linux" or _number is None or sys.byteorder != "little":
             return False
         word = ctypes.c_uint64()
@@ -55,9 +55,9 @@ class Futex:
         """Sleep until woken, if word `index` still is `seen`. Local; may return early for no reason.
 
         Args:
-            index: of the word.
-            seen: what it was.
-            timeout_s: not longer than this.
+            index: index of the word.
+            seen: the value that the caller has read.
+            timeout_s: the longest sleep, in seconds.
         """
         limit = _TIME.pack(*divmod(int(timeout_s * 1e9), 10**9))
         _syscall(

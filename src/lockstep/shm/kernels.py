@@ -2,7 +2,7 @@
 
 [Note: tree order] The parts of ranks 0 … n-1 are combined as neighbours in pairs, then pairs of
 pairs, and so on: ((0 1) (2 3)) 4 for five. The order depends on n only, so every rank and
-every run gets the same bits, whoever does the adding.
+every run gets the same bits, on whichever rank the addition runs.
 
 [Note: dtypes without arithmetic] torch stores unsigned integers of more than 8 bits, and hardly computes with
 them. Their bits can be added as signed numbers, because both wrap around; and compared as such with the highest bit
@@ -26,7 +26,7 @@ _Combine = Callable[..., torch.Tensor]
 
 
 def _dtypes(*names: str) -> tuple[torch.dtype, ...]:
-    """Those that this torch has."""
+    """The dtypes of these names that this torch has."""
     return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
 
 
@@ -112,7 +112,7 @@ class Kernel:
 
 
 def _as_signed(combine: _Combine, signed: torch.dtype) -> _Combine:
-    """`combine` for unsigned integers, where bits that wrap around are all that counts."""
+    """`combine` for unsigned integers, on the same bits as signed ones, which wrap around alike."""
 
     def wrapped(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         combine(left.view(signed), right.view(signed), out=out.view(signed))

@@ -1,12 +1,12 @@
-"""Is that process still there? By pidfd, which also sees a process that nobody has reaped yet.
+"""Tells whether a process is still there: by pidfd, which also sees the end of a process that nobody has reaped yet.
 
 All watches of this process share the pidfds, and a thread that sleeps on them (`sentry.py`). Where pidfds cannot be had
-(an old kernel, a container whose filter does not know the call, no descriptor left), `/proc/<pid>/stat` tells the same,
-to whoever asks, at a higher price and therefore less often.
+(an old kernel, a container whose filter does not know the call, no descriptor left), each wait reads
+`/proc/<pid>/stat` instead, which costs more and is done less often.
 
 [Note: what proves a death] A pid means a process only within its pid namespace, so a process of another one (another
-container) is not watched by its pid: its state word in the shared segment, which it sets when it leaves or fails, and
-the deadline of the wait are what end a wait for it. Within the namespace only a kernel that says "no such process"
+container) is not watched by its pid. A wait for such a process ends by its state word in the shared segment, which it
+sets when it leaves or fails, or by the deadline. Within the namespace only a kernel that says "no such process"
 (ESRCH, ENOENT), a pidfd that became readable, and a zombie prove a death. Any other error (no descriptor left, no
 permission) says something about the process that asks.
 """
@@ -170,14 +170,14 @@ class Watch:
         # Else dead, or this `/proc` counts time or pids differently: nothing to watch by.
 
     def note_end(self, process: ProcessKey) -> None:
-        """A process that the sentry watches has ended."""
+        """Note that a process that the sentry watches has ended."""
         self._dead.update(self._ranks[process])
         tell = self.on_death
         if tell is not None:
             tell()
 
     def dead(self) -> set[int]:
-        """Ranks whose process has ended. A microsecond while all are alive."""
+        """Ranks whose process has ended. Takes a microsecond while all are alive."""
         sentry().look()
         if self._without_pidfd and time.monotonic() >= self._read_proc_at_s:
             self._read_proc_at_s = time.monotonic() + _READ_PROC_EVERY_S

@@ -1,15 +1,15 @@
-"""Where the rings of a team lie: a part of the control segment, which every rank maps from the beginning.
+"""The mail area holds the rings of a team. It is a part of the control segment, which every rank maps from the start.
 
 Layout in bytes, for W ranks::
 
     0        text of rank 0: what it waits for in a send or receive; then of rank 1, …    TEXT_BYTES each
-    …        bell of rank 0, then of rank 1, …: what was rung last, and what for it is armed   BELL_BYTES each
+    …        bell of rank 0, then of rank 1, …: the last ring, and what it is armed for   BELL_BYTES each
     …        ring from rank 0 to rank 0, 0 to 1, …; then from rank 1, …            ring_bytes(capacity) each
 
-[Note: rings from the beginning] Sending is nothing that all ranks do together, so no memory can be made for it when it
-begins; and a rank may send and leave before its peer has come to its receive, so what is sent cannot
-lie in memory that goes with the sender. Hence every pair has a ring, used or not. They take 256 KiB for each rank until
-there are more than 64; then 4 KiB for each pair.
+[Note: rings from the beginning] Ranks do not send all together, so they cannot make memory together when one of them
+begins to send. And a rank may send and leave before its peer comes to its receive, so a message cannot lie in memory
+that goes with the sender. Hence every pair has a ring, used or not. The rings take 256 KiB for each rank of up to 64;
+with more ranks they take 4 KiB for each pair.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MailArea:
 
     Attributes:
         capacity: bytes of each ring, a power of two.
-        num_places: ranks that have one here.
+        num_ranks: number of ranks that have a bell here.
         words: the segment as 64-bit words.
     """
 
@@ -44,7 +44,7 @@ class MailArea:
         self.capacity = self.capacity_of(world_size)
         self._memory = segment.memory
         self._start = start
-        self.num_places = world_size
+        self.num_ranks = world_size
         self.words = segment.memory.cast("q")
 
     @staticmethod
@@ -60,12 +60,12 @@ class MailArea:
 
     def ring_start(self, sender: int, receiver: int) -> int:
         """Offset in the segment of the ring from one rank to another."""
-        rings = self._start + self.num_places * (_TEXT_BYTES + _BELL_BYTES)
-        return rings + (sender * self.num_places + receiver) * ring_bytes(self.capacity)
+        rings = self._start + self.num_ranks * (_TEXT_BYTES + _BELL_BYTES)
+        return rings + (sender * self.num_ranks + receiver) * ring_bytes(self.capacity)
 
-    def bell_word(self, place: int) -> int:
+    def bell_word(self, local_rank: int) -> int:
         """Index of the word that changes when that rank is rung for; behind it is what its bell is armed for."""
-        return (self._start + self.num_places * _TEXT_BYTES + place * _BELL_BYTES) // 8
+        return (self._start + self.num_ranks * _TEXT_BYTES + local_rank * _BELL_BYTES) // 8
 
     def say_waiting(self, rank: int, text: str) -> None:
         """Publish what that rank waits for; empty for nothing. By that rank only."""

@@ -2,22 +2,21 @@
 
 [Note: eager or announced] A small message travels in a record of the ring (`ring.py`) and its send is over as soon as
 it is written; a receiver that has no use for it yet keeps a copy. What a receiver must keep is bounded: it
-publishes how much it has got rid of, and a sender too far ahead of that, or whose message is large, only *announces*
-the message. The receiver *grants* it when a receive matches, and then it is streamed through chunks of the
-sender's pool (`pool.py`). The first chunk goes along with the announcement where one is free, so that a message
-of one chunk needs no round trip when the receiver is there.
+publishes how many bytes it has delivered, and a sender that is too far ahead of that, or whose message is large, only
+*announces* the message. The receiver *grants* it when a receive matches, and then the sender streams it through chunks
+of its pool (`pool.py`). The first chunk goes along with the announcement where one is free, so that a message of one
+chunk needs no round trip when the receiver is there.
 
-[Note: nothing blocks a ring] Whoever has anything pending with a peer reads all records from that peer, whatever they
-are: eager messages into bounded memory, announcements into a queue no longer than what the peer has pending. So a
-grant never sits behind something that cannot be read, and no order of sends and receives that has a way to end gets
-stuck in here.
+[Note: nothing blocks a ring] A rank that has anything pending with a peer reads all records from that peer, of every
+kind: eager messages into bounded memory, announcements into a queue no longer than what the peer has pending. So a
+grant never sits behind a record that cannot be read, and sends and receives that can end in some order do end.
 
 [Note: labels] Each message names its dtype, shape and the line of its send. These repeat, so they are written
 once for each peer and then named by a number. A receiver looks the number up as it reads, so a number can be given to
 another label later.
 
-This module waits for nobody: `progress` does what can be done now. Who calls it, for how long, and what becomes of
-ranks that are gone is the business of `lockstep.comm.p2p`. Not thread-safe.
+This module waits for nobody: `progress` does what can be done now. `lockstep.comm.p2p` calls it, decides for how long,
+and deals with ranks that are gone. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -84,16 +83,16 @@ class Mailbox(BaseMailbox):
     """The messages of one rank.
 
     Args:
-        area: where the rings lie.
+        area: the memory in which the rings lie.
         rank: this rank.
         world_size: number of ranks.
-        places: of those ranks that share the area, this one included; default each in its own place.
-        matcher: what knows messages and receives, where this is not the only mailbox of its rank.
-        bell: wakes the ranks of the area; default by a futex.
+        local_ranks: rank -> index in the area, of the ranks that share it, this one included; default the rank itself.
+        matcher: matches messages and receives, where this is not the only mailbox of its rank.
+        bell: wakes the ranks of the area; default a `Doorbell`.
 
     Attributes:
         pending: the operations that are not done, in the order they were asked for.
-        num_records: read and written so far; who waits can tell by it that something moves.
+        num_records: records read and written so far; it changes while messages move.
     """
 
     num_records = 0
@@ -103,17 +102,17 @@ class Mailbox(BaseMailbox):
         area: MailArea,
         rank: int,
         world_size: int,
-        places: Mapping[int, int] | None = None,
+        local_ranks: Mapping[int, int] | None = None,
         matcher: Matcher | None = None,
         bell: Doorbell | None = None,
     ) -> None:
         super().__init__(matcher)
         self._area = area
         self._rank = rank
-        self._places = dict(zip(range(world_size), range(world_size), strict=True)) if places is None else places
-        self._bell = Doorbell(area, self._places[rank]) if bell is None else bell
+        self._local_ranks = {peer: peer for peer in range(world_size)} if local_ranks is None else local_ranks
+        self._bell = Doorbell(area, self._local_ranks[rank]) if bell is None else bell
         self._touched: dict[int, bool] = {}  # peers to ring for, and whether there is a record for them
-        self._others = [peer for peer in self._places if peer != rank]
+        self._others = [peer for peer in self._local_ranks if peer != rank]
         self._peers: dict[int, _Peer] = {}
         self._streams: deque[Send] = deque()  # granted, and not all of it written yet
         self.pending: dict[Send | Receive, None] = {}
@@ -171,7 +170,7 @@ class Mailbox(BaseMailbox):
     def ring(self) -> None:
         if self._touched:
             for rank, wrote in self._touched.items():
-                self._bell.ring(self._places[rank], wrote=wrote)
+                self._bell.ring(self._local_ranks[rank], wrote=wrote)
             self._touched.clear()
 
     def arm(self) -> int:
@@ -185,7 +184,7 @@ class Mailbox(BaseMailbox):
         self._bell.ring_here()
 
     def close(self) -> None:
-        """Let go of the pool's file. Local; peers that have mapped it go on."""
+        """Close the file of the pool. Local; peers that have mapped it go on."""
         if self._pool is not None:
             self._pool.release()
 
@@ -195,7 +194,7 @@ class Mailbox(BaseMailbox):
         peer = self._peers.get(rank)
         if peer is None:
             area = self._area
-            own, its = self._places[self._rank], self._places[rank]
+            own, its = self._local_ranks[self._rank], self._local_ranks[rank]
             writer = RingWriter(area.segment, area.ring_start(own, its), area.capacity)
             reader = RingReader(area.segment, area.ring_start(its, own), area.capacity)
             peer = self._peers[rank] = _Peer(rank, writer, reader)
@@ -356,7 +355,7 @@ class Mailbox(BaseMailbox):
                 self._finish(send)
 
     def _go_on(self, send: Send) -> None:
-        """A message was granted."""
+        """Go on with a message that the peer has granted."""
         if send.num_sent == send.flat.numel():
             self._finish(send)
         else:

@@ -27,7 +27,7 @@ class Label:
 
     Attributes:
         dtype: name of the dtype.
-        shape: of the tensor.
+        shape: the shape of the tensor.
         site: where the user called send or receive.
     """
 
@@ -77,7 +77,7 @@ class _Operation:
 
     Attributes:
         tag: as the user gave it.
-        label: of this side.
+        label: the label of this side.
         flat: the memory, uint8, shape (n,).
         done: nothing more will happen to it here.
         conflict: what the other side said, where the two do not fit.
@@ -95,7 +95,7 @@ class Send(_Operation):
     """A message on its way.
 
     Attributes:
-        peer: where to.
+        peer: the rank that receives.
         number: its number among all messages to that peer.
         num_sent: bytes written to shared memory so far.
     """
@@ -137,9 +137,9 @@ class Arrival:
     """The first that is heard of a message.
 
     Attributes:
-        peer: where from.
+        peer: the rank that sends.
         tag: as the sender gave it.
-        label: of the sender.
+        label: the label of the sender.
         num_bytes: of the whole message.
         number: its number among all messages of that peer.
         data: what has come of it: all, the first chunk, or nothing.

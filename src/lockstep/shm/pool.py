@@ -1,8 +1,8 @@
 """Chunks of shared memory through which one rank streams large messages to all others.
 
 The sender owns the pool: it fills a free chunk and names it in a record of a ring; the
-receiver copies it out and hands it back by a flag. The receivers map the pool when they first
-hear of it. Layout in bytes::
+receiver copies it out and hands it back by a flag. A receiver maps the pool when it first gets a
+record that names it. Layout in bytes::
 
     0        header of the segment (nonce)           64
     64       one cache line for each chunk: 1 when the receiver has handed it back
@@ -45,10 +45,10 @@ class _Chunks:
 
 
 class Pool(_Chunks):
-    """The sender's end.
+    """The sender's end of a pool.
 
     Raises:
-        SharedMemoryError: no memory for it.
+        SharedMemoryError: there is no memory for it.
 
     Attributes:
         handle: what a receiver hands to `PoolView`.
@@ -89,15 +89,15 @@ class Pool(_Chunks):
                 self._free.append(chunk)
 
     def release(self) -> None:
-        """Close the file. The memory stays for whoever has mapped it."""
+        """Close the file. The memory stays for the receivers that have mapped it."""
         self._segment.release()
 
 
 class PoolView(_Chunks):
-    """A receiver's end.
+    """A receiver's end of a pool.
 
     Args:
-        handle: of a peer's pool.
+        handle: names the pool of a peer.
 
     Raises:
         SharedMemoryError: it cannot be mapped.

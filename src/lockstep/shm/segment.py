@@ -61,7 +61,7 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 @functools.cache
 def boot_id() -> str:
-    """What tells this boot of this host from all others; containers of one host share it."""
+    """The id of this boot of this host; containers of one host share it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -88,7 +88,7 @@ def _open_in(directory: str) -> tuple[int, str]:
             _lock(fd)
             if os.fstat(fd).st_nlink > 0:
                 return fd, path
-            os.close(fd)  # Somebody took it for an orphan before the lock was there.
+            os.close(fd)  # Another process took it for an orphan before it was locked.
     except OSError as error:
         raise SharedMemoryError(
             error.errno,
@@ -128,7 +128,7 @@ def _remove_orphans(directory: str) -> None:
 
 
 def _out_of_descriptors(error: OSError) -> str:
-    """What to do about it, as the end of a message; empty for other errors."""
+    """What to do where descriptors have run out, as the end of a message; empty for other errors."""
     if error.errno == errno.EMFILE:
         import resource
 
@@ -151,7 +151,7 @@ _LONGEST_HANDLE = 1024
 
 
 def _read_handle(handle: str) -> dict[str, Any]:
-    """What a handle says, each value of the type that it has in one of ours. See [Note: forged handles]."""
+    """The fields of a handle, checked to have the types of a handle of ours. See [Note: forged handles]."""
     try:
         found = json.loads(handle) if len(handle) <= _LONGEST_HANDLE else None
     except (ValueError, RecursionError):
@@ -164,8 +164,8 @@ def _read_handle(handle: str) -> dict[str, Any]:
     return found
 
 
-def _place_of(description: dict[str, Any], directory: str | None) -> str:
-    """Where to open what a handle describes. See [Note: forged handles]."""
+def _path_of(description: dict[str, Any], directory: str | None) -> str:
+    """The path at which to open what a handle describes. See [Note: forged handles]."""
     if description["path"] is None:
         return f"/proc/{description['pid']}/fd/{description['fd']}"
     name = os.path.basename(str(description["path"]))
@@ -182,7 +182,7 @@ def _place_of(description: dict[str, Any], directory: str | None) -> str:
 
 def _open_peers(description: dict[str, Any], directory: str | None) -> tuple[int, str]:
     """Open what a peer announced, if it is that at all: its descriptor, and where it lies."""
-    path = _place_of(description, directory)
+    path = _path_of(description, directory)
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK  # Whatever lies there, do not wait for it.
     try:
         fd = os.open(path, flags if description["path"] is None else flags | os.O_NOFOLLOW)
@@ -246,10 +246,10 @@ def can_leave(alignment_bytes: int) -> bool:
 
 
 def leave(piece: torch.Tensor) -> torch.Tensor:
-    """Leave a piece of a segment to whoever looks at it, with what is in it, and have it at another address. Local.
+    """Move a piece of a segment to another address, and leave private memory in its place. Local.
 
-    What is behind the old address becomes private memory with the same content, in one step: tensors, views and bare
-    pointers stay valid, and no rank writes there any more. Peers go on with the segment as it was.
+    The memory at the old address becomes private, with the same content, in one step: tensors, views and bare pointers
+    to it stay valid, and no rank writes there any more. Peers go on with the segment as it was.
 
     Args:
         piece: uint8 tensor that begins at a page, and has the rest of its last page for itself.
@@ -352,7 +352,7 @@ class Segment:
         Args:
             handle: what the peer's segment has as `handle`.
             directory: where its file is, if it has one; default `LOCKSTEP_SHM_DIR`. Not taken from the handle.
-            size_bytes: what the peer gave `create`, as this process works it out; None where nothing is used of it.
+            size_bytes: the size that the peer gave to `create`, as this process computes it; None to take any size.
 
         Raises:
             SharedMemoryError: the peer is on another host, or its segment cannot be opened from here, or it is none,

@@ -1,9 +1,10 @@
-"""One thread of this process that sleeps until a process ends that some group of it shares memory with.
+"""The sentry: one thread of this process that sleeps until a process with which a group shares memory ends.
 
 [Note: one sentry] Each group has a `Watch`, and they watch mostly the same processes. So there is one pidfd for each
 process, whatever the number of groups, and one thread that sleeps on all of them: it costs nothing while nobody dies.
-When somebody does, it tells the watches that asked, which wake those that wait. The thread is there while a process is
-watched. A fork has neither the thread nor the right to the descriptors: the parent's epoll is one with the child's.
+When a process dies, it tells the watches of that process, which wake the ranks that wait. The thread is there while a
+process is watched. A forked child has no such thread, and must not use the descriptors: it shares its epoll with the
+parent.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _END_PATIENCE_S = 1.0
 
 
 class Listener(Protocol):
-    """Wants to know of the end of processes."""
+    """What wants to learn of the end of processes."""
 
     def note_end(self, process: ProcessKey) -> None:
-        """That process has ended. In any thread, at most once for each process; may not wait for anything."""
+        """Note that the process has ended. Called in any thread, once for each process at most; may not wait."""
 
 
 class _Post:
@@ -64,12 +65,12 @@ class Sentry:
         """Listen for the end of a process. Local.
 
         Args:
-            process: which.
-            pidfd: of it. Belongs to the sentry from now on, if it can watch.
-            listener: to be told.
+            process: pid and start time of the process.
+            pidfd: its pidfd, which belongs to the sentry from now on if the result is True.
+            listener: told when the process ends.
 
         Returns:
-            Whether it can: not without a descriptor or a thread to be had.
+            Whether the sentry can watch it: not where there is no descriptor or thread left.
         """
         with self._lock:
             post = self._posts.get(process)
@@ -85,7 +86,7 @@ class Sentry:
             return True
 
     def leave(self, listener: Listener) -> None:
-        """Stop telling it. Local; where nothing is left to watch, the thread ends."""
+        """Tell this listener nothing more. Local; where nothing is left to watch, the thread ends."""
         with self._lock:
             for post in list(self._posts.values()):
                 post.listeners.discard(listener)
@@ -98,7 +99,7 @@ class Sentry:
             thread.join(_END_PATIENCE_S)
 
     def look(self) -> None:
-        """Tell of those that have ended. Local; a microsecond while nobody has."""
+        """Tell the listeners of processes that have ended. Local; takes a microsecond while none has."""
         ended: list[_Post] = []
         with self._lock:
             if self._epoll is None:
@@ -120,7 +121,7 @@ class Sentry:
         os.close(post.fd)
 
     def _mount(self) -> bool:
-        """Have the thread, and what it sleeps on. Under the lock."""
+        """Start the thread, and make what it sleeps on. Under the lock."""
         if self._epoll is not None:
             return True
         epoll, bell = None, -1
@@ -141,7 +142,7 @@ class Sentry:
         return True
 
     def _sleep_and_tell(self, epoll: select.epoll) -> None:
-        """The thread."""
+        """Sleep until processes end, and tell the listeners: what the thread runs."""
         while True:
             epoll.poll()
             self.look()
@@ -167,7 +168,7 @@ _sentry = Sentry()
 
 
 def sentry() -> Sentry:
-    """That of this process. Local."""
+    """The sentry of this process. Local."""
     return _sentry
 
 

@@ -1,4 +1,4 @@
-"""What this system has of what ranks need to share memory, and what is used where a part is missing.
+"""What ranks need of the system to share memory, and what is used where the system lacks it.
 
 | call | without it |
 |---|---|

@@ -10,36 +10,39 @@ the release of the first and the acquire of the second order everything around t
 
 [Note: waiting] First spin (the peer is on another core and microseconds away), then yield the core, then sleep until
 the last peer's step wakes this rank (it computes, and needs the cores; `futex.py`). Where the kernel has no such sleep
-there are short naps. A yield that takes long has let somebody else run here. Where there are cores for all ranks that
-may be the very peer, put on this core by the scheduler, and the two would go on taking turns; so the rank goes to
-sleep, because whoever wakes up is given an idle core. Where another program has the core, no rank yields for
-a while ([Note: lost cores] in cores.py). Only the slow part looks at clocks and at the state of peers, so
-trouble costs nothing when there is none.
+there are short naps. A yield that takes long has let somebody else run here. If there are cores for all ranks, that may
+be the very peer, which the scheduler has put on this core, and the two would go on taking turns. So the rank goes to
+sleep, because the scheduler gives a thread that wakes up an idle core. Where another program has the core, no rank
+yields for a while ([Note: lost cores] in cores.py). Only the slow part looks at clocks and at the state of peers, so
+looking for failures costs nothing while there are none.
 
-[Note: gate] Sleepers of a group sleep on one word, the gate, and one call wakes them all: by the rank whose step was
-the last that they wait for, so nobody wakes up to find that others are missing. A sleeper reads the gate, rings the
-bell with the number of the step, looks once more whether all have come, and sleeps unless the gate has changed.
-Who has seen all ranks come looks at the bell. If two came at the same moment, and each missed the other at first, both
-see it in the end, so a bell that was rung is heard; one for a later step is none of their business.
+[Note: gate] The sleepers of a group sleep on one word, the gate, and one call wakes them all. The rank that takes the
+last missing step makes that call, so nobody wakes up to find that others are still missing. A rank that is about to
+sleep reads the gate, writes the number of the step into the bell, looks once more whether all have come, and sleeps
+unless the gate has changed. A rank that has seen all others come looks at the bell, and opens the gate if the bell
+names this step. If two ranks come at the same moment, and each misses the other at first, both look again and see the
+bell; a bell for a later step they leave alone.
 
 [Note: looks] A look costs a tenth of a millisecond and more, and a sleeper wakes up for it. Where ranks outnumber cores
-that time is the computing rank's: with a look every 2 ms, 31 waiting ranks on two cores took all of both. So looks
-become rarer the longer a wait lasts: the next one after another four times as long, at most half a second. What can be
-told wakes the sleepers at once ([Note: alarm]). Looks are for what cannot: the deadline, ranks that wait for each other
-in different groups (they say when they want the next look), a rank that is stopped. Where deaths are not told
-(`Watch.must_ask`), or a waiter listens in its looks, they stay five a second, and more in the first.
+that time is taken from the rank that computes: with a look every 2 ms, 31 waiting ranks on two cores took all of both.
+So looks become rarer the longer a wait lasts: the next one after another four times as long, at most half a second.
+Failures that an alarm can announce wake the sleepers at once ([Note: alarm]). Looks are for the others: the deadline,
+ranks that wait for each other in different groups (their detector says when it wants the next look), a rank that is
+stopped. Where no alarm tells of deaths (`Watch.must_ask`), or a waiter receives messages in its looks, there stay five
+looks a second, and more in the first second.
 
-[Note: alarm] Whoever knows of a failure writes it down (its state, or in its own process the death of a peer), then
-counts the alarm, then changes the gate and wakes all that sleep there. A sleeper reads the gate, then the alarm, then
-sleeps unless the gate has changed; and it looks whenever the alarm has. So no alarm is missed; of two ranks that count
-at the same moment each has written down its reason before. All ranks wake up for any alarm: of a death the first
-process that is told tells the others. What an alarm writes into the gate is a random number: nobody has slept on it.
+[Note: alarm] A rank that learns of a failure first writes it down (in its state, or, for the death of a peer, in its
+own process), then counts the alarm, then changes the gate and wakes all that sleep there. A sleeper reads the gate,
+then the alarm, then sleeps unless the gate has changed; and it looks at its peers whenever the alarm has changed. So no
+alarm is missed: if two ranks count at the same moment, each has written its reason down before. All ranks wake up for
+any alarm; the first process that learns of a death tells the others. An alarm writes a random number into the gate, on
+which nobody can have slept.
 
 [Note: steps taken back] A rank that gives up waiting takes its own step back: it writes that it is
 giving up, then the count before the step. A peer that comes later finds the step incomplete, waits,
 looks, and learns why: it cannot take a collective for finished that others have given up. Only a
 peer that arrives in the very moment of giving up may still pass; the next step stops it. The reason
-is in the block a little later, so a rank that is giving up is not late: it will have failed soon.
+stands in the block a little later, so a rank that is giving up does not count as late: it will have failed soon.
 """
 
 from __future__ import annotations
@@ -76,8 +79,8 @@ _NAP_AFTER_S = 0.002
 _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
 _SHORTEST_NAP_S = 0.000001
 _LOOK_EVERY_S = 0.002
-# Between two looks passes at most so much of the time waited so far, and at most so long; the latter where a wait
-# is told of a failure.
+# Between two looks passes at most this multiple of the time waited so far, and at most so many seconds. The second of
+# two values holds where an alarm wakes the wait.
 _LOOKS_OF_WAITED, _LOOKS_OF_WAITED_IF_TOLD = 0.3, 4.0
 _LONGEST_LOOK_S, _LONGEST_LOOK_IF_TOLD_S = 0.2, 0.5
 _RANDOM_BITS = 62
@@ -106,10 +109,10 @@ class FailureKind(IntEnum):
 
 
 class PeerFailure(Exception):  # never leaves the package: recorder.explain makes a LockstepError of it
-    """A wait cannot end well.
+    """A wait that cannot end well, because of a peer or of this rank itself.
 
     Attributes:
-        kinds: group rank -> what is wrong with it, for every rank that this one waited for in vain.
+        kinds: group rank -> how it fails, for every rank that this one waited for in vain.
         waited_s: how long this rank had waited.
     """
 
@@ -143,10 +146,10 @@ def next_look(start: float, now: float, timeout_s: float, is_told: bool = False)
     """When a wait that began at `start` looks at its peers again: rarely in the end. See [Note: looks].
 
     Args:
-        start: monotonic time.
-        now: monotonic time.
-        timeout_s: after `start` there is a look in any case.
-        is_told: a failure wakes this wait.
+        start: monotonic time at which the wait began, in seconds.
+        now: monotonic time, in seconds.
+        timeout_s: seconds from `start` to the deadline, at which there is a look in any case.
+        is_told: an alarm wakes this wait, so that its looks may be rarer.
     """
     soon = now + _LOOK_EVERY_S
     if is_told:
@@ -165,14 +168,19 @@ class Overseer(Protocol):
     """Looks at a wait from further away than the waiter does: at what the ranks do in other groups."""
 
     def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> float:
-        """The ranks `missing` have not come yet, of `timeout_s` seconds. Raises PeerFailure if they never will.
+        """Look at a wait for the ranks `missing`; raises PeerFailure if they will never come.
+
+        Args:
+            missing: ranks that have not come.
+            waited_s: seconds waited so far.
+            timeout_s: seconds until the deadline, from the beginning of the wait.
 
         Returns:
             Seconds after which it wants to look again.
         """
 
     def end(self) -> None:
-        """The wait is over."""
+        """Note that the wait is over."""
 
 
 class Waiter:
@@ -183,15 +191,15 @@ class Waiter:
         state_words: index of each rank's state word.
         rank: this rank.
         watch: liveness of the peers' processes.
-        gate_word: index of the gate, on which waits in these words sleep, and behind it of its bell and of its alarm.
-            None: they do not sleep.
+        gate_word: index of the gate, on which waits in these words sleep; its bell and its alarm follow it. None if
+            waits do not sleep.
 
     Attributes:
-        overseer: asked in every look that finds no failure, if there is one.
-        closed: the group was shut down on this rank; every wait ends.
+        overseer: looks further in every look that finds no failure; None for none.
+        closed: whether the group was shut down on this rank, so that every wait ends.
     """
 
-    hears_in_looks = False  # whether looks do more than see what an alarm tells
+    hears_in_looks = False  # whether looks also receive messages, of which no alarm tells
 
     def __init__(
         self,
@@ -256,7 +264,7 @@ class Waiter:
             while words[pending[position][1]] >= target:
                 position += 1
                 if position == count:
-                    # Those who came first may have taken their step back while this rank waited for the last.
+                    # The first to come may have taken their step back while this rank waited for the last.
                     if all(words[index] >= target for _, index in pending):
                         return
                     position = 0
@@ -290,10 +298,10 @@ class Waiter:
             self._futex.sleep(self._gate, gate, max(limit_s, 0.0))
 
     def open_gate(self, count: int) -> None:
-        """Wake those that sleep; all have come to step `count`. Local."""
+        """Wake the ranks that sleep, because all have come to step `count`. Local."""
         self._words[self._gate + 1] = 0
         fence()
-        self._words[self._gate] = count * len(self._state_words) + self._rank  # of two that wake, neither repeats one
+        self._words[self._gate] = count * len(self._state_words) + self._rank  # no two ranks write the same number
         if self._futex is not None:
             self._futex.wake(self._gate)
 
@@ -308,7 +316,7 @@ class Waiter:
         return self._words[self._gate + 2] if self._has_alarm else 0
 
     def sound_alarm(self) -> None:
-        """Have all waits of the group look at once. Local, in any thread; after what there is to see was written."""
+        """Have all waits of the group look at once. Local, in any thread; the failure must be written down before."""
         if self._has_alarm:
             fence()
             self._words[self._gate + 2] += 1
@@ -333,7 +341,7 @@ class Waiter:
         """Raise PeerFailure if a rank that is still awaited cannot come any more.
 
         Returns:
-            Seconds after which there should be another look, whatever else there is.
+            Seconds after which the overseer wants the next look.
         """
         if self.closed:
             raise PeerFailure({self._rank: FailureKind.CLOSED}, waited_s)
@@ -375,12 +383,12 @@ class Channel:
         words: the control segment as 64-bit words.
         step_words: index of each rank's step word.
         rank: this rank.
-        waiter: how to wait.
+        waiter: waits for words of the segment.
         bell_word: index of the bell, which asks for a call of `waiter.open_gate`.
 
     Attributes:
         count: steps taken so far.
-        waiter: how to wait.
+        waiter: waits for words of the segment.
     """
 
     def __init__(self, words: memoryview, step_words: Sequence[int], rank: int, waiter: Waiter, bell_word: int) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of one host that share memory: how they meet, and the memory they move data through.
+"""A team: the connected ranks of one host, and the shared memory through which they move data.
 
 [Note: two slots] Data moves in *transfers*. A transfer writes to the caller's slot, takes at
 least one step, and reads the slots of others. Every rank counts the same transfers, and
@@ -97,8 +97,8 @@ class Team:
     Attributes:
         blocks: the control blocks.
         watch: liveness of the peers.
-        waiter: how to wait for words of shared memory.
-        mail_area: where messages between two ranks travel.
+        waiter: waits for words of shared memory.
+        mail_area: the memory through which messages between two ranks travel.
         after_step: called once after the next step, then forgotten; the flight record sets it
             to compare what the ranks came for before anybody reads a byte.
     """
@@ -153,22 +153,22 @@ class Team:
         return team
 
     def _sound_alarm(self) -> None:
-        """A rank has ended: wake those that wait for it, in collectives and in point to point."""
+        """Wake the ranks that wait, in collectives and in point to point, because a rank has ended."""
         self.waiter.sound_alarm()
         self._doorbell.ring_all()
 
     @property
     def is_told(self) -> bool:
-        """Whether a failure wakes whoever sleeps in a wait of this group."""
+        """Whether a failure wakes the threads that sleep in a wait of this group."""
         return self.waiter.is_told
 
     @property
     def news(self) -> int:
-        """Changes when there is a failure to be looked at."""
+        """A number that changes when there is a failure to look at."""
         return self.waiter.news
 
     def wait_by(self, waiter: Waiter) -> None:
-        """From now on wait by another waiter. Local; nobody waits yet."""
+        """Use another waiter from now on. Local; no wait may be under way."""
         self.waiter = waiter
         self._channel.waiter = waiter
 
@@ -259,7 +259,7 @@ class Team:
         return self._transfers & 1
 
     def realign(self) -> None:
-        """After a step at which the ranks found that they came for different things.
+        """Count transfers alike again, after a step at which the ranks found that they came for different things.
 
         Some may have begun a transfer and some not. All have taken the same steps, so all count
         on from there; nobody reads the slots of the transfer that did not happen.

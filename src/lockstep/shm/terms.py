@@ -1,8 +1,8 @@
 """What the ranks of a group must have alike, compared while the group is made.
 
 Ranks that lay out shared memory differently, or encode sums differently, would read each other's bytes as something
-that they are not, and add them up without an error. So each says beforehand what it goes by: its release of Lockstep,
-the number of the layout, the sizes that it works with, and what the user has chosen.
+that they are not, and add them up without an error. So each rank publishes its terms beforehand: its release of
+Lockstep, the number of the layout, the sizes that it works with, and what the user has chosen.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lockstep.errors import SetupError
 
 __all__ = ["Terms", "common_terms", "disagreement"]
 
-# Of everything that lies in a segment, and of what ranks of several hosts say to each other: raised by whoever moves a
-# field, adds one, or gives one another meaning.
+# The number of the layout of everything that lies in a segment, and of the messages between ranks of several hosts.
+# Raise it when you move a field, add one, or change what one means.
 LAYOUT = 1
 Terms = Mapping[str, "str | int"]
 
@@ -35,9 +35,9 @@ def disagreement(own_name: str, own: Terms, other_name: str, other: Any) -> Setu
 
     Args:
         own_name: how to call this rank.
-        own: its terms.
+        own: the terms of this rank.
         other_name: how to call the other.
-        other: what the other said, which may be anything.
+        other: the terms that the other rank has published, which may be anything.
     """
     theirs = other if isinstance(other, dict) else {}
     names = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]

@@ -160,13 +160,13 @@ def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, reduction: Reductio
         part = tensor[starts[chunk] :]
         return {channel: [part[bounds[channel] : bounds[channel + 1]]] for channel in range(team.layout.num_channels)}
 
-    def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
+    def target(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
         return {channel: parts[0] for channel, parts in load(chunk, bounds).items()}
 
     def store(chunk: int, bounds: Sequence[int]) -> None:
         """It is where it belongs."""
 
-    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s, in_place=in_place)
+    reduce_pipelined(team, reduction, numels, load, target, store, timeout_s, in_place=in_place)
 
 
 def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
@@ -185,12 +185,12 @@ def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reducti
                 low, high = bounds[channel], bounds[channel + 1]
                 views[local.rank][low:high].copy_(part[low:high])
         local.step(timeout_s)
-        sources = [part if place == local.rank else view for place, view in enumerate(views)]
+        sources = [part if peer == local.rank else view for peer, view in enumerate(views)]
         return {each: [source[bounds[each] : bounds[each + 1]] for source in sources] for each in own_channels}
 
     slots: list[torch.Tensor] = []
 
-    def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
+    def target(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
         slots[:] = local.views(local.begin_transfer(), num_bytes, tensor.dtype, numels[chunk])
         return {channel: slots[local.rank][bounds[channel] : bounds[channel + 1]] for channel in own_channels}
 
@@ -201,7 +201,7 @@ def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reducti
             low, high = bounds[channel], bounds[channel + 1]
             part[low:high].copy_(slots[owner][low:high])
 
-    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s)
+    reduce_pipelined(team, reduction, numels, load, target, store, timeout_s)
 
 
 def all_reduce_symmetric(
@@ -241,16 +241,16 @@ def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], reduction: 
         spans = {each: (starts[chunk] + bounds[each], starts[chunk] + bounds[each + 1]) for each in own_channels}
         return {channel: [part[low:high] for part in parts] for channel, (low, high) in spans.items()}
 
-    def place(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
-        return {channel: places[team.local.rank] for channel, places in load(chunk, bounds).items()}
+    def target(chunk: int, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
+        return {channel: pieces[team.local.rank] for channel, pieces in load(chunk, bounds).items()}
 
     def store(chunk: int, bounds: Sequence[int]) -> None:
-        for places in load(chunk, bounds).values():
-            for peer, other in enumerate(places):
+        for pieces in load(chunk, bounds).values():
+            for peer, other in enumerate(pieces):
                 if peer != team.local.rank:
-                    other.copy_(places[team.local.rank])
+                    other.copy_(pieces[team.local.rank])
 
-    reduce_pipelined(team, reduction, numels, load, place, store, timeout_s)
+    reduce_pipelined(team, reduction, numels, load, target, store, timeout_s)
 
 
 def _bytes_that_fit(team: HostsTeam, timeout_s: float) -> int:

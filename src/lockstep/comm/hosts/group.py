@@ -47,7 +47,7 @@ class HostsEngine(MessageEngine):
     def __init__(self, team: HostsTeam, recorder: FlightRecorder, timeout_s: float) -> None:
         super().__init__(team, recorder, timeout_s, algorithms, functools.partial(HostsMailbox, team), RuntimeError)
         self.hosts_team = team
-        self._place = team.local.rank
+        self._part = team.local.rank
 
     def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
         """Protocols over a region of one host's memory are none of several hosts.

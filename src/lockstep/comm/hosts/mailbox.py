@@ -26,9 +26,9 @@ class _LinkBell(Doorbell):
     """Wakes ranks of this host through their connections, by which they sleep: other hosts can wake them so, too."""
 
     def __init__(self, area: MailArea, team: HostsTeam) -> None:
-        super().__init__(area, team.places[team.rank])
+        super().__init__(area, team.local_rank_of[team.rank])
         self._team = team
-        self._ranks = {place: rank for rank, place in team.places.items()}
+        self._ranks = {local_rank: rank for rank, local_rank in team.local_rank_of.items()}
 
     def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
         """Sleep until a message comes, a nudge or any other."""
@@ -38,8 +38,8 @@ class _LinkBell(Doorbell):
         """Wake the threads of this rank that sleep."""
         self._team.wake_here()
 
-    def _wake(self, place: int) -> None:
-        self._team.nudge(self._ranks[place])
+    def _wake(self, local_rank: int) -> None:
+        self._team.nudge(self._ranks[local_rank])
 
 
 class HostsMailbox(BaseMailbox):
@@ -51,10 +51,10 @@ class HostsMailbox(BaseMailbox):
 
     def __init__(self, team: HostsTeam) -> None:
         super().__init__()
-        self._places = team.places
+        self._local_ranks = team.local_rank_of
         area = team.local.mail_area
         bell = _LinkBell(area, team)
-        self._near = Mailbox(area, team.rank, team.world_size, self._places, self._matcher, bell)
+        self._near = Mailbox(area, team.rank, team.world_size, self._local_ranks, self._matcher, bell)
         # A HostsTeam has all that this mailbox uses of a team over MPI.
         self._far = MpiMailbox(cast(MpiTeam, team), self._matcher)
 
@@ -73,7 +73,7 @@ class HostsMailbox(BaseMailbox):
         self._for(arrival.peer).deliver(receive, arrival)
 
     def expect(self, receive: Receive) -> None:
-        if receive.source == ANY_SOURCE or receive.source in self._places:
+        if receive.source == ANY_SOURCE or receive.source in self._local_ranks:
             self._near.expect(receive)
 
     def forget(self, operation: Send | Receive) -> None:
@@ -105,4 +105,4 @@ class HostsMailbox(BaseMailbox):
         self._far.close()
 
     def _for(self, peer: int) -> BaseMailbox:
-        return self._near if peer in self._places else self._far
+        return self._near if peer in self._local_ranks else self._far

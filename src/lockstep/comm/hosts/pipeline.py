@@ -257,7 +257,7 @@ def reduce_pipelined(
     reduction: Reduction,
     chunk_numels: Sequence[int],
     load: Callable[[int, Sequence[int]], Mapping[int, Sequence[torch.Tensor]]],
-    place: Callable[[int, Sequence[int]], Mapping[int, torch.Tensor]],
+    target: Callable[[int, Sequence[int]], Mapping[int, torch.Tensor]],
     store: Callable[[int, Sequence[int]], None],
     timeout_s: float,
     in_place: bool = False,
@@ -270,7 +270,7 @@ def reduce_pipelined(
         chunk_numels: elements of each chunk; the same on all ranks.
         load: given the number of a chunk and the bounds of its channels (one more than channels), returns for each
             channel that this rank owns the parts of the ranks of its host. All ranks of a host call it together.
-        place: given the same, returns for each channel that this rank owns where its result goes.
+        target: given the same, returns for each channel that this rank owns where its result goes.
         store: given the same, hands the results to the ranks of the host. All of them call it together.
         timeout_s: of each wait.
         in_place: `load` and `place` give the same memory, and may be called at any time.
@@ -304,9 +304,9 @@ def reduce_pipelined(
             for exchange in exchanges[reducing].values():
                 exchange.reduce_part(timeout_s)
         if 0 <= finishing < num_chunks:
-            places = place(finishing, bounds[finishing])
+            targets = target(finishing, bounds[finishing])
             for channel, exchange in exchanges[finishing].items():
-                exchange.finish(places[channel], timeout_s)
+                exchange.finish(targets[channel], timeout_s)
             store(finishing, bounds[finishing])
             for exchange in exchanges[finishing].values():
                 exchange.release(timeout_s)

@@ -171,13 +171,13 @@ class HostsTeam(MessageTeam):
         """Raise PeerFailure if a rank of this host that is awaited cannot come any more. Local.
 
         Args:
-            missing: who is awaited, by place on this host. Asked after the news: who came and left has kept its word.
+            missing: who is awaited, by local rank. Asked after the news: who came and left has kept its word.
             waited_s: seconds waited so far.
             timeout_s: seconds until PeerFailure of kind LATE.
         """
         self.listen()
         dead = self.watch.dead()
-        ranks = [self._here[place] for place in missing()]
+        ranks = [self._here[local_rank] for local_rank in missing()]
         if ranks:
             kinds = dict.fromkeys(dead.intersection(ranks), FailureKind.DEAD)
             # What a rank said before it died says more than its death.
@@ -237,8 +237,8 @@ class HostsTeam(MessageTeam):
         own = torch.tensor([self.local.slot_bytes(_LARGE_BYTES)])
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         sizes[self.rank] = own
-        places = [(peer, sizes[peer : peer + 1]) for peer in self._others]
-        self.exchange([(peer, own) for peer in self._others], places, timeout_s)
+        outputs = [(peer, sizes[peer : peer + 1]) for peer in self._others]
+        self.exchange([(peer, own) for peer in self._others], outputs, timeout_s)
         self.chunk_bytes = int(sizes.min())
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
@@ -256,8 +256,8 @@ class HostsTeam(MessageTeam):
             problem = error
         own = torch.tensor([problem is not None])
         failed = torch.empty(self.world_size, dtype=torch.bool)
-        places = [(peer, failed[peer : peer + 1]) for peer in self._others]
-        self.exchange([(peer, own) for peer in self._others], places, timeout_s)
+        outputs = [(peer, failed[peer : peer + 1]) for peer in self._others]
+        self.exchange([(peer, own) for peer in self._others], outputs, timeout_s)
         failed[self.rank] = own
         if problem is not None:
             raise problem
@@ -341,6 +341,6 @@ class HostsTeam(MessageTeam):
         self._pool.clear()
 
     @property
-    def places(self) -> Mapping[int, int]:
-        """For each rank of this host its place in the local team."""
+    def local_rank_of(self) -> Mapping[int, int]:
+        """For each rank of this host its rank in the local team."""
         return {rank: place for place, rank in enumerate(self._here)}
