@@ -112,7 +112,7 @@ class Section:
         """Put a call site into the ring of call sites."""
         self._write(_SITES_START + index * TEXT_BYTES, TEXT_BYTES, text)
 
-    def say_waiting(self, text: str) -> None:
+    def publish_waiting(self, text: str) -> None:
         """Say which send or receive this rank waits in; empty when it does not any more."""
         self._write(*_WAITING, text)
 

@@ -109,7 +109,7 @@ def premultiplied_late(late: int) -> float:
             arrive(timeout_s)
             until = time.monotonic() + 0.2
             while time.monotonic() < until:
-                team.listen()
+                team.poll()
 
         if opened.rank == late:
             team.arrive = arrive_and_linger

@@ -67,11 +67,11 @@ def _between_hosts() -> dict[str, Any]:
     try:
         from lockstep.rendezvous import mpi
 
-        place, mpi._place = mpi._place, place
+        place, mpi._meeting_point = mpi._meeting_point, place
         with lockstep.init(backend="mpi", timeout=limit_s(30)) as world:
             return {"place": (world.local_rank, world.local_world_size, world.node_rank), "sum": sum_of_ranks()}
     finally:
-        mpi._place = place
+        mpi._meeting_point = place
         socket.gethostname = true_name
 
 

@@ -47,7 +47,7 @@ def test_peers_read_what_a_rank_said_it_came_for() -> None:
     one, other = blocks_of()
     assert other.latest_record(0) is None
     notice = enter(one, 1, 77, one.add_call("barrier()"), one.add_site("train.py:3"))
-    other.hear(0, memoryview(notice))
+    other.receive(0, memoryview(notice))
     record = other.record(0, 1)
     assert (record.fingerprint, record.number, record.call, record.site) == (77, 1, "barrier()", "train.py:3")
     assert other.latest_record(0) == one.latest_record(0) == record
@@ -60,7 +60,7 @@ def test_a_text_is_told_once() -> None:
     first, second = enter(one, 1, 77, call, site), enter(one, 2, 77, call, site)
     assert len(second) < len(first)
     for notice in (first, second):
-        other.hear(0, memoryview(notice))
+        other.receive(0, memoryview(notice))
     assert other.record(0, 2).site == "train.py:3"
 
 
@@ -78,7 +78,7 @@ def test_texts_are_cut_at_whole_characters(text: str) -> None:
     one, other = blocks_of()
     notice = enter(one, 1, 1, one.add_call(text), one.add_site(text))
     assert len(notice) <= NOTICE_BYTES
-    other.hear(0, memoryview(notice))
+    other.receive(0, memoryview(notice))
     assert text.startswith(other.record(0, 1).call)
     assert len(other.record(0, 1).site.encode()) in (len(text.encode()), 255, 256)
 
@@ -87,13 +87,13 @@ def test_a_rank_that_left_and_one_that_failed() -> None:
     one, other = blocks_of()
     left = one.final_notice(5)
     assert notice_kind(memoryview(left)) is NoticeKind.LEFT
-    other.hear(0, memoryview(left))
+    other.receive(0, memoryview(left))
     assert other.state(0) is PeerState.LEFT
     assert other.finished == {0: 5}
     other.fail(Failure("CollectiveTimeout", (0, 3), "waited | in vain"))
     other.fail(Failure("", (), "a consequence of the first"))
     failed = other.final_notice(4)
-    one.hear(1, memoryview(failed))
+    one.receive(1, memoryview(failed))
     assert one.state(1) is PeerState.FAILED
     assert one.failure(1) == Failure("CollectiveTimeout", (0, 3), "waited | in vain")
     assert one.all_final([1])
@@ -102,7 +102,7 @@ def test_a_rank_that_left_and_one_that_failed() -> None:
 def test_a_rank_that_went_after_its_part_is_still_waited_for() -> None:
     """What it owes to the collective that it has finished is on its way."""
     one, other = blocks_of()
-    other.hear(0, memoryview(one.final_notice(5)))
+    other.receive(0, memoryview(one.final_notice(5)))
     for number, failure in ((5, None), (6, FailureKind.LEFT)):
         team = cast(MpiTeam, SimpleNamespace(blocks=other, _number=number))
         assert MpiTeam._will_not_finish(team, 0) is failure

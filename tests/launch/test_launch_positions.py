@@ -202,7 +202,7 @@ def test_status_file_keeps_each_groups_last_call(status_folder: Path) -> None:
         enter(default, number, f"all_reduce(float32[{number}])", float(number))
         default.words[rank_status.FINISHED] = number
     enter(other, 1, "barrier()", 50.0)
-    other.say_waiting("recv(float32[3], src=0, tag=0) at train.py:3 in main")
+    other.publish_waiting("recv(float32[3], src=0, tag=0) at train.py:3 in main")
     positions = rank_status.read_positions(status_folder, [0, 1])[0]
     assert [(one.group, one.number, one.inside) for one in positions] == [
         ("group 1", 1, True),
@@ -223,7 +223,7 @@ def test_status_file_is_no_necessity(status_folder: Path, monkeypatch: pytest.Mo
     (status_folder / "position-rank0").write_bytes(b"not ours")
     section = rank_status.open_section("the default group")
     enter(section, 1, "barrier()", 1.0)
-    section.say_waiting("recv")
+    section.publish_waiting("recv")
     section.close()
     assert rank_status.read_positions(status_folder, [0]) == {}
     monkeypatch.delenv("LOCKSTEP_RENDEZVOUS")

@@ -103,8 +103,8 @@ def heard(links: Links, count: int, sender: Links | None = None) -> list[tuple[i
     found: list[tuple[int, bytes]] = []
     while len(found) < count and not links.lost:
         if sender is not None:
-            list(sender.listen())
-        found += [(peer, bytes(message)) for peer, message in links.listen()]
+            list(sender.poll())
+        found += [(peer, bytes(message)) for peer, message in links.poll()]
         links.wait(0.01)
     return found
 

@@ -71,7 +71,7 @@ _Check = Callable[[object, str], torch.Tensor]
 
 
 def _timeout_s(options: Any) -> float | None:
-    """Seconds that the caller of one collective asked for, or None for the group's own."""
+    """The timeout in seconds that the caller of one collective gave, or None for the group's own."""
     timeout = getattr(options, "timeout", None)
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
@@ -87,9 +87,9 @@ class EngineProcessGroup(ProcessGroup):
     """torch's verbs, handed to an engine.
 
     Args:
-        engine: does them.
+        engine: runs the collectives.
         backend: the registered name of the backend.
-        store: where the ranks met.
+        store: the store in which the ranks met.
         rank: rank in the group.
         world_size: ranks in the group.
         group_name: torch's name for the group.
@@ -225,7 +225,7 @@ class EngineProcessGroup(ProcessGroup):
         """`dist.monitored_barrier`: a barrier whose error names every rank that did not come. Collective.
 
         Args:
-            timeout: instead of the group's own.
+            timeout: until a rank that does not come is an error; default the group's own.
             wait_all_ranks: whether the error's first sentence, which is gloo's, names all of them or the first. Either
                 way the sentences after it and `culprits` name all.
 
@@ -248,7 +248,7 @@ class EngineProcessGroup(ProcessGroup):
         return self.engine.receive(tensor, peer, tag)
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Work:
-        """`dist.recv` and `dist.irecv` from whoever sends."""
+        """`dist.recv` and `dist.irecv` from any rank."""
         (tensor,) = tensors
         return self.engine.receive(tensor, None, tag)
 
@@ -299,7 +299,7 @@ class EngineProcessGroup(ProcessGroup):
     # ---- life ------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """From now on wait this long for a rank that does not come. Local; calls under way keep theirs."""
+        """Set how long later calls wait for a rank that does not come. Local; calls under way keep theirs."""
         self.engine.timeout_s = timeout.total_seconds()
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
@@ -343,7 +343,7 @@ class EngineProcessGroup(ProcessGroup):
         return [torch.device("cpu")]
 
     def get_backend(self, device: torch.device) -> EngineProcessGroup:
-        """Who moves tensors of that device: the group itself. Public since torch 2.14."""
+        """The group that moves tensors of that device: this one. Public since torch 2.14."""
         return self
 
     _get_backend = get_backend
@@ -383,14 +383,14 @@ def make_group(kind: Callable[[Store, int, int, timedelta, str, Sequence[int]], 
 
 
 def _blocks_of_default_group() -> ControlBlocks | None:
-    """What all ranks write down and read, if the default group is one of shared memory."""
+    """The control blocks of the default group, if its ranks share memory; None otherwise."""
     group = dist.group.WORLD
     team = group.engine.team if isinstance(group, LockstepProcessGroup) else None
     return team.blocks if isinstance(team, Team) else None
 
 
 def _connect(store: BootstrapStore, rank: int, ranks: Sequence[int], timeout_s: float) -> Team | HostsTeam:
-    """The ranks of a new group, on one host or several. Collective."""
+    """Connect the ranks of a new group, on one host or several. Collective."""
     # What is needed only between hosts is loaded only there.
     default_group = dist.group.WORLD
     with LivenessCheck(default_group, ranks) as check_peers:
@@ -430,7 +430,7 @@ class LockstepProcessGroup(EngineProcessGroup):
     Made by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
 
     Args:
-        store: where the ranks meet; keys are already private to this group.
+        store: the store in which the ranks meet; its keys are already private to this group.
         rank: rank in the group.
         world_size: ranks in the group.
         timeout: until a rank that does not come is an error.
@@ -460,7 +460,7 @@ class LockstepProcessGroup(EngineProcessGroup):
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:
-        """The group that moves tensors of that device in the place of this one; None for this one."""
+        """The group that moves tensors of that device instead of this one; None for this one."""
         return None
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

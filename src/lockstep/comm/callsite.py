@@ -1,10 +1,11 @@
 """Where in the user's code something happened.
 
-[Note: frames] Python makes the object of a frame when somebody asks for it, which costs more than all else here. So one
-frame is asked for, where the last call had its user; the user's own lives through many calls and is there already.
-An instruction of the user's that once led straight to a collective from there is taken to do so again. Only if it
-is not known does a search go through all frames. Instructions are known by the identity of their code, which is kept
-alive: to hash a code object is to read all of its bytecode.
+[Note: frames] Python makes the object of a frame when code asks for it, which costs more than all else here. So one
+frame only is asked for, at the depth at which the last call had the user's; the frame of the user's function lives
+through many calls, so its object is mostly there already. An instruction of the user's that once led straight to a
+collective from that depth is taken to do so again. Only for an unknown instruction does a search go through all frames.
+Instructions are known by the identity of their code object, which is kept alive, because hashing a code object reads
+all of its bytecode.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ name is `main (checkpoint.save)`. No code object: hashing one reads all of its b
 
 _UNKNOWN: CallSite = ("", 0, "")
 _SITE_BYTES = 250
-# Of the user's frame, counted from the finder of call sites. From farther away no instruction leads straight here.
+# Depths of the user's frame, counted from the finder of call sites. From deeper no instruction leads straight here.
 _FIRST_DEPTH, _DEEPEST = 7, 10
 _MAX_KNOWN = 4096
 _getframe = sys._getframe

@@ -1,8 +1,8 @@
-"""The collectives of one group on one rank: checks, flight record, and who runs them.
+"""The collectives of one group on one rank: checks, flight record, and which thread runs them.
 
-This is the op table; `backend.py` only translates torch's names into these. A call that nobody
-queued before runs in the caller's thread; an asynchronous one, or one behind an asynchronous
-one, runs in the group's thread. Either way calls run one at a time, in the order made.
+This is the op table; `backend.py` only translates torch's names into these. A synchronous call runs
+in the caller's thread, unless asynchronous calls are still queued; these, and calls behind them, run
+in the group's thread. Either way calls run one at a time, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Engine:
         team: the ranks of the group.
         recorder: its flight recorder.
         timeout_s: default seconds until a rank that does not come is an error.
-        algorithms: how the team moves data: a module with the functions of `lockstep.shm.algorithms`.
+        algorithms: moves the data of the team: a module with the functions of `lockstep.shm.algorithms`.
 
     Attributes:
-        locate: finds the user's line that made a call; benchmarks put something in its place.
+        locate: finds the user's line that made a call; benchmarks replace it.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Engine:
         self._regions: list[tuple[int, Region]] = []
 
     def watch_others(self, blocks: ControlBlocks) -> None:
-        """Notice ranks that wait for this one in another group. Local.
+        """Detect deadlocks with other groups from now on. Local.
 
         Args:
-            blocks: of the default group, indexed by global rank.
+            blocks: the control blocks of the default group, indexed by global rank.
         """
         recorder = self.recorder
         recorder.deadlock_detector = self.team.waiter.overseer = DeadlockDetector(
@@ -109,13 +109,13 @@ class Engine:
         """Run or queue one collective.
 
         Args:
-            key: decides the fingerprint.
-            describe: the text behind the fingerprint.
-            body: does it, given seconds until the deadline of a wait.
-            result: the tensors it writes.
+            key: what decides the fingerprint; equal keys stand for equal descriptions.
+            describe: makes the text behind the fingerprint.
+            body: runs the collective; gets the seconds until the deadline of each wait.
+            result: the tensors that it writes.
             is_async: whether to queue it.
-            timeout_s: instead of the group's own, if given.
-            touched: the tensors that it reads or writes, if not those of `result`.
+            timeout_s: seconds until the deadline of each wait; None for those of the group.
+            touched: the tensors that it reads or writes; None for those of `result`.
         """
         if self._closed:
             raise NotInitialized(f"{describe()} on {self.recorder.group_name}: {self._closed}")
@@ -294,7 +294,7 @@ class Engine:
                 for item in items:
                     item.write_back()
 
-        # The input is described by the output for its rank, so that uneven gathers agree.
+        # The output for this rank describes the input, so that uneven gathers have equal fingerprints.
         sizes = [[output.numel() for output in row] for row in outputs]
         return self._submit(
             ("all_gather", tuple(map(tuple, sizes)), *((tensor.dtype, tensor.shape) for tensor in inputs)),
@@ -498,12 +498,12 @@ class Engine:
         return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
-        """One collective of two steps with work in between, for protocols over a region of their own. Collective.
+        """Run one collective of two steps with work in between, for protocols over a region of their own. Collective.
 
         Args:
-            key: decides the fingerprint.
-            describe: the text behind the fingerprint.
-            between: called when all ranks have come; all have done with it when this returns.
+            key: what decides the fingerprint; equal keys stand for equal descriptions.
+            describe: makes the text behind the fingerprint.
+            between: called when all ranks have come; on all ranks it is over when this returns.
         """
 
         def body(limit_s: float) -> None:

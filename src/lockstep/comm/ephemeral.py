@@ -16,12 +16,12 @@ __all__ = ["extend"]
 
 
 def extend(engine: Engine, extra_s: float) -> None:
-    """Wait so much longer for others, until a collective called from now on is through. Local.
+    """Wait longer for other ranks, until a collective that is called from now on is through. Local.
 
     Collectives that were called before keep their deadline, as do those that bring one of their own. Extensions add up.
 
     Args:
-        engine: of the group.
+        engine: the engine of the group.
         extra_s: seconds on top of the group's timeout.
     """
     before = vars(engine).get("_submit")  # an extension that still lasts

@@ -1,9 +1,9 @@
 """Tells the peers how this process ends, so that they need not find out by waiting.
 
-Installed when the first group is made, once: an exit handler that leaves every group still open,
-an exception hook that first writes what was raised into the flight record, and a fork handler by
-which a child (a worker of a DataLoader, say) gives up what it inherited: its end, however it
-comes, is not the end of the rank.
+Installed once, when the first group is made: an exit handler that leaves every group still open,
+an exception hook that first writes the exception into the flight record, and a fork handler by
+which a child (a worker of a DataLoader, say) gives up the groups that it inherited, because its end
+is not the end of the rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _installed = False
 
 
 def register(group: _Group) -> None:
-    """Have `group` told when this process ends. Local."""
+    """Tell `group` when this process ends. Local."""
     global _installed
     _groups.add(group)
     if not _installed:

@@ -1,9 +1,9 @@
-"""The flight record: what every rank is doing, from which line, readable by all the others.
+"""The flight recorder writes what this rank is doing, and from which line, where all other ranks can read it.
 
 Before its first step in a collective, a rank writes a fingerprint of the call (operation, shapes, dtype,
 reduce op, root), its number, and where in the user's code it was made. After the step every rank
-compares fingerprints: a mismatch raises on all of them, before anybody has read a byte. When a
-wait cannot end, the same records say who is where.
+compares fingerprints: a mismatch raises on all of them, before any rank has read a byte. When a
+wait cannot end, the same records say where each rank is.
 
 [Note: cost] Calls and call sites repeat, so their texts are written once and then named by an
 index. A collective writes nine words, five of them for the launcher (`lockstep.rank_status`), and compares one for each
@@ -39,7 +39,7 @@ _logger = get_logger(__name__)
 __all__ = ["FlightRecorder", "fingerprint"]
 
 
-# What a rank may have given up with that is no failure of its own: those who waited for it raise the same.
+# Errors with which a rank gives up, and which are no failure of its own: the ranks that waited for it raise the same.
 _GIVEN_UP: dict[str, type[CollectiveError]] = {
     error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch, SegmentDamaged)
 }
@@ -67,13 +67,13 @@ _LINE_MASK = (1 << _LINE_BITS) - 1
 
 
 class _RecordSlot:
-    """What this rank wrote last for even, or for odd collectives.
+    """The record slot of even, or of odd collectives, with what this rank wrote into it last.
 
     Args:
         parity: 0 for even ones.
-        words: its record.
-        fingerprint_word: where its fingerprint goes.
-        peers: where the others' fingerprints are.
+        words: the record in the control block of this rank.
+        fingerprint_word: index of the word of its fingerprint.
+        peers: indices of the words of the other ranks' fingerprints.
     """
 
     __slots__ = ("fingerprint", "fingerprint_word", "key", "parity", "peers", "site", "words")
@@ -89,7 +89,7 @@ class _RecordSlot:
 
 
 class FlightRecorder:
-    """The flight record of one group on one rank.
+    """Writes and reads the flight record of one group, on one rank.
 
     Args:
         team: the ranks that take part.
@@ -101,8 +101,8 @@ class FlightRecorder:
         number: collectives entered so far.
         status_words: of the status file; the engine puts `number` at FINISHED when a collective has ended well.
         broken: the error that every further call repeats, or None.
-        waiting_in: tells which send or receive a rank waits in; empty for none. Set where there is point to point.
-        deadlock_detector: sees ranks that wait for each other in different groups; None where nothing does.
+        waiting_in: names the send or receive that a rank waits in; empty for none. Set where there is point to point.
+        deadlock_detector: finds ranks that wait for each other in different groups; None where there is none.
     """
 
     def __init__(self, team: Team, group_name: str, global_ranks: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class FlightRecorder:
         """Record that this rank enters its next collective. Local.
 
         Args:
-            key: whatever decides the fingerprint; equal keys have equal descriptions.
+            key: what decides the fingerprint; equal keys stand for equal descriptions.
             describe: the text that peers compare and people read, such as
                 `all_reduce(float32[10], SUM)`.
             site: where the user called it.
@@ -167,12 +167,12 @@ class FlightRecorder:
         self.status_words[CALL + 2 * slot.parity], self.status_words[SITE + 2 * slot.parity] = call[1], line[1]
         slot.key, slot.site = key, site
 
-    def say_waiting(self, text: str) -> None:
-        """Let the launcher know which send or receive this rank waits in; empty when it does not any more. Local."""
-        self._status.say_waiting(text)
+    def publish_waiting(self, text: str) -> None:
+        """Tell the launcher which send or receive this rank waits in; empty for none. Local."""
+        self._status.publish_waiting(text)
 
     def close(self) -> None:
-        """The group is no more. Local."""
+        """Take the group off the status file. Local."""
         self._status.close()
 
     def _add_call(self, key: object, text: str) -> tuple[int, int]:
@@ -211,7 +211,7 @@ class FlightRecorder:
                 return
 
     def _compare(self) -> None:
-        """Not all came for the same from the same line."""
+        """Find out why fingerprints differ: other calls, reordered calls, or only other lines."""
         found = [self._words[words[self.number & 1]] for words in self._fingerprint_words]
         calls, lines = {one & ~_LINE_MASK for one in found}, [one & _LINE_MASK for one in found]
         if len(calls) > 1:
@@ -228,9 +228,9 @@ class FlightRecorder:
             )
 
     def _damaged(self) -> CollectiveError | None:
-        """The error if a rank cannot have written what stands there of this collective; breaks the group."""
+        """The error if a record of this collective is none that a rank writes; breaks the group. None otherwise."""
         if not isinstance(self._blocks, ControlBlocks):
-            return None  # type: ignore[unreachable]  # ranks that say by messages what they came for
+            return None  # type: ignore[unreachable]  # records that came in messages are checked on arrival
         for rank in range(self._team.world_size):
             what = self._blocks.find_damage(rank, self.number)
             record = None if what else self._blocks.record(rank, self.number)
@@ -243,7 +243,7 @@ class FlightRecorder:
         return None
 
     def _reordered(self, lines: Sequence[int]) -> CollectiveMismatch:
-        """Some ranks made the last two calls in the other order."""
+        """The error for ranks that made their last two calls in the other order."""
         now = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()
         parties: dict[int, list[int]] = {}
@@ -284,14 +284,14 @@ class FlightRecorder:
         """The error for a wait that cannot end; breaks the group.
 
         Args:
-            failure: why.
+            failure: how the awaited ranks fail.
             activity: what this rank was waiting in; default the current collective.
-            hint: what else to say should a rank be late.
+            hint: more to say if a rank is late.
         """
         if activity is None:
             activity = self.describe_activity()
         if failure.ranks(FailureKind.DEADLOCKED):
-            return self._explain_crossed()
+            return self._explain_deadlock()
         if failure.ranks(FailureKind.CLOSED):
             return CollectiveAborted(f"{self.group_name} was shut down on {self.name(self._rank)} during {activity}")
         if failure.ranks(FailureKind.LATE):
@@ -303,7 +303,7 @@ class FlightRecorder:
             return self.break_with(error, reason)
         return self.break_with(self._explain_loss(failure, failures, activity))
 
-    def _explain_crossed(self) -> CollectiveMismatch:
+    def _explain_deadlock(self) -> CollectiveMismatch:
         assert self.deadlock_detector is not None
         text, culprits = self.deadlock_detector.explain()
         error = CollectiveMismatch(text, culprits)
@@ -327,7 +327,7 @@ class FlightRecorder:
     def _explain_given_up(
         self, failure: PeerFailure, failures: Mapping[int, Failure], activity: str
     ) -> tuple[CollectiveError, str] | None:
-        """The error where all that is wrong is that others gave up, and why they did, or None."""
+        """The error where the other ranks only gave up, and their reason; None where a rank failed of itself."""
         kinds = {reported.kind for reported in failures.values()}
         error = _GIVEN_UP.get(next(iter(kinds), ""))
         gave_up = list(failures)
@@ -340,7 +340,7 @@ class FlightRecorder:
         return error(text, tuple(blamed)), first.message
 
     def _explain_loss(self, failure: PeerFailure, failures: Mapping[int, Failure], activity: str) -> RankLost:
-        """Name whoever caused it: the ranks missing here may only follow another's failure."""
+        """Name the ranks that caused the failure: those that are missing here may only follow them."""
         raised = [
             rank
             for rank, reported in failures.items()
@@ -357,7 +357,7 @@ class FlightRecorder:
         return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}{advice}", culprits)
 
     def _advice_against(self, missing: Sequence[int]) -> str:
-        """What to write where this rank called a function of ours that is for all, and the missing ones did not."""
+        """What to write if this rank called a function of ours that is for all ranks, and the missing ones did not."""
         if not self.number:
             return ""
         latest = (self._blocks.latest_record(rank) for rank in missing)
@@ -387,11 +387,11 @@ class FlightRecorder:
     # ---- the end of the group --------------------------------------------------------------------
 
     def break_with(self, error: CollectiveError, reason: str | None = None) -> CollectiveError:
-        """Make `error` the fate of this group on this rank, and tell the peers.
+        """Break the group on this rank: every further call repeats `error`. Tells the peers.
 
         Args:
             error: what this rank raises.
-            reason: what the peers hear; default the first line of `error`.
+            reason: what the peers are told; default the first line of `error`.
         """
         if self.broken is None:
             self.broken = error
@@ -400,9 +400,9 @@ class FlightRecorder:
         return error
 
     def interrupt(self, error: BaseException) -> None:
-        """An exception that no other rank raises cut a collective short here: the ranks are out of step for good.
+        """Break the group, because an exception that no other rank raises has cut a collective short here.
 
-        Such as a KeyboardInterrupt, or memory running out. Breaks the group and tells the peers.
+        Such as a KeyboardInterrupt, or memory running out. The ranks are out of step for good. Tells the peers.
         """
         message = describe_exception(error)
         self.broken = CollectiveAborted(
@@ -449,7 +449,7 @@ class FlightRecorder:
         return f"rank {self._global_ranks[rank]} ({identity.host}, pid {identity.pid})"
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Several ranks, by name."""
+        """The names of several ranks, as `name` gives them."""
         return ", ".join(self.name(rank) for rank in ranks)
 
 
@@ -468,7 +468,7 @@ def _advice(sites: Iterable[str]) -> str:
 
 
 def _minority(parties: Iterable[list[int]]) -> list[int]:
-    """The ranks that are not of the largest party: the culprits. With no majority nobody is singled out."""
+    """The culprits: the ranks that are not of the largest party. Empty if no party is the largest."""
     ordered = sorted(parties, key=len, reverse=True)
     if len(ordered) > 1 and len(ordered[0]) == len(ordered[1]):
         return []

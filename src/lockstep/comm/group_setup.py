@@ -22,19 +22,19 @@ from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["BootstrapStore", "LivenessCheck"]
 
-# Until a value of others is an error: whoever has written the true one writes it again before that.
+# Seconds until a value of others is an error: the rank that wrote the true one writes it again before that.
 _PATIENCE_S = 10.0
 
 
 class BootstrapStore:
     """A torch store with keys of its own for each attempt of a job, and values under a seal (`lockstep.secret`).
 
-    A restarted job may find its store as the attempt before it left it. What has no seal of this job counts as not
-    there: whoever wrote a value writes it again while it waits for others.
+    A restarted job may find its store as the attempt before it left it. A value without a seal of this job counts as
+    not there: a rank writes its own values again while it waits for others.
 
     Args:
-        store: whose keys nobody else uses within the attempt.
-        scope: what the keys belong to, the same on all ranks, such as the name of the group.
+        store: a torch store; nobody else uses its keys within the attempt.
+        scope: names what the keys belong to, such as the group; the same on all ranks.
     """
 
     def __init__(self, store: Store, *scope: str) -> None:
@@ -50,7 +50,7 @@ class BootstrapStore:
         return self._store
 
     def below(self, prefix: str) -> BootstrapStore:
-        """A store for keys of its own."""
+        """A store with keys of its own, under a prefix."""
         return BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix)
 
     def set(self, key: str, value: str) -> None:
@@ -61,7 +61,7 @@ class BootstrapStore:
         """Read a value that is there.
 
         Raises:
-            RendezvousError: it is one of somebody who is not of this job.
+            RendezvousError: a process that is not of this job wrote it.
         """
         value = self._find(key)
         if value is None:
@@ -72,7 +72,7 @@ class BootstrapStore:
         """Whether a value is there.
 
         Raises:
-            RendezvousError: for some time now there has been one of somebody who is not of this job.
+            RendezvousError: a value that a process of another job wrote has been there for some time.
         """
         return self._find(key) is not None
 
@@ -103,12 +103,12 @@ class BootstrapStore:
 class LivenessCheck:
     """Looks in the default group for ranks that cannot come to a new one, because they died, left or raised.
 
-    Without it nobody would know before the deadline, because a rank that has not come yet has
-    nothing to be watched by. Called while waiting; a context manager.
+    Without it a wait would learn of them only at the deadline, because a rank that has not come to the new group yet
+    cannot be watched there. Called while waiting; a context manager.
 
     Args:
         default_group: the default group; watched only if it is one of ours.
-        global_ranks: of the new group.
+        global_ranks: global ranks of the new group.
     """
 
     def __init__(self, default_group: Any, global_ranks: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class LivenessCheck:
         if team is None:
             return
         if isinstance(team, MessageTeam):
-            team.listen()
+            team.poll()
             dead = team.watch.dead()
         else:
             dead = self._watch.dead()
@@ -153,7 +153,7 @@ class LivenessCheck:
             return "left the default group"
         if state == PeerState.FAILED:
             failure = blocks.failure(rank)
-            # Who only gave up waiting for others lives on, and may make a group without them.
+            # A rank that only gave up waiting for others lives on, and may make a group without them.
             if failure.kind == "":
                 return f"failed: it {failure.message}"
         return "died: its process is gone" if is_dead else None

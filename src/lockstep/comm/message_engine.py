@@ -1,4 +1,4 @@
-"""The engine of a group whose ranks talk in messages, over MPI or between hosts."""
+"""The engine of a group whose ranks exchange messages, over MPI or between hosts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["MessageEngine"]
 
 
 class MessageEngine(Engine):
-    """The op table of such a group.
+    """The op table of a group whose ranks exchange messages.
 
     Args:
         team: the ranks of the group.
         recorder: its flight recorder.
         timeout_s: default seconds until a rank that does not come is an error.
         algorithms: as for `Engine`.
-        make_mailbox: makes what moves messages of point to point, when the first is sent.
-        failure: what the library raises that moves tensors; a call that it comes out of is aborted.
-        library: begins what is said of such a failure.
+        make_mailbox: makes the mailbox of point to point, at the first send or receive.
+        failure: the exception that the library raises that moves tensors; it aborts the call.
+        library: how errors call that library; comes before its message.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MessageEngine(Engine):
             message = f"{describe()} of {self.recorder.group_name}: {self._library}{error}"
             raise CollectiveAborted(message) from error
         finally:
-            # What a rank that gave up has told its peers about this is said before.
+            # The notices of a rank that gave up explain this better.
             self._message_team.finished = self.recorder.number
 
     def _make_point_to_point(self) -> PointToPoint:

@@ -1,14 +1,14 @@
-"""The ranks of one group that tell each other in messages what they are doing. What a team over MPI and one over
-several hosts have in common: notices, arrival, waits with a deadline, and how a rank leaves.
+"""A team whose ranks tell each other in messages what they are doing: what a team over MPI and one over several hosts
+have in common. Notices, arrival, waits with a deadline, and how a rank leaves.
 
 [Note: one channel] All short messages of a group (the notices of `mpi/control_blocks.py`, and those of point to point)
 go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a
 rank is its final notice. A rank that waits for anything receives them, so any wait learns of a rank that failed.
 
-[Note: arrival] A rank comes to a collective by sending its record to all peers, and goes on when it has
-heard all of theirs. Only then do tensors move, straight between the memories of users, in messages whose sizes all
-ranks know. A rank that gives up says so, and how many collectives it had finished: a peer that hears this
-knows whether what it still waits for will come.
+[Note: arrival] A rank comes to a collective by sending its record to all peers, and goes on when it has received
+theirs. Only then do tensors move, straight between the memories of users, in messages whose sizes all ranks know. The
+final notice of a rank that gives up holds how many collectives it has finished, so a peer knows whether the data that
+it still waits for will come.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _ALIGNMENT_BYTES = 64
 
 
 class _WaitingText:
-    """What a rank waits for in a send or receive. Others are not told: it is not worth a message to each."""
+    """What this rank waits for in a send or receive. Peers do not learn it: it is not worth a message to each."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._text = ""
 
-    def say_waiting(self, rank: int, text: str) -> None:
+    def publish_waiting(self, rank: int, text: str) -> None:
         """Keep what this rank waits for; empty for nothing."""
         assert rank == self._rank
         self._text = text
@@ -62,15 +62,15 @@ class MessageTeam(abc.ABC):
     Attributes:
         rank: this rank in the group.
         world_size: ranks in the group.
-        blocks: what all ranks have said.
+        blocks: the control blocks of all ranks, as far as their notices have arrived.
         watch: liveness of the peers.
-        lock: held around whatever takes in or sends messages.
-        mail: messages for point to point that were heard, as (rank, bytes), in order.
+        lock: held while messages are received or sent.
+        mail: received messages of point to point, as (rank, bytes), in order.
         mail_area: what this rank waits for in point to point.
-        after_step: called once when all have come to a collective, then forgotten; the flight record sets it.
+        after_step: called once when all have come to a collective, then forgotten; the flight recorder sets it.
         finished: number of the last collective that this rank has finished.
-        is_told: whether a failure wakes whoever sleeps in a wait of this group, so that it need not look often.
-        news: would change with a failure then.
+        is_told: whether an alarm wakes the waits of this group, so that they need not look often: never.
+        news: would change with every alarm.
     """
 
     is_told = False
@@ -80,7 +80,7 @@ class MessageTeam(abc.ABC):
         self.rank = rank
         self.world_size = len(identities)
         self._others = tuple(peer for peer in range(self.world_size) if peer != self.rank)
-        self.blocks = MessageControlBlocks(self.rank, identities, on_failure=self._tell_failure)
+        self.blocks = MessageControlBlocks(self.rank, identities, on_failure=self._send_failure)
         self.watch = watch
         self.lock = threading.RLock()
         self.mail: deque[tuple[int, bytes]] = deque()
@@ -100,28 +100,28 @@ class MessageTeam(abc.ABC):
         """Send at most `MESSAGE_BYTES` to a peer. Local."""
 
     @abc.abstractmethod
-    def listen(self) -> None:
-        """Take in what the peers have said. Local; waits for nothing."""
+    def poll(self) -> None:
+        """Receive the messages that have come. Local; waits for nothing."""
 
     @abc.abstractmethod
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
-        """Return when nobody is awaited any more; `_look` now and then, and raise what it raises."""
+        """Return when `awaited` names no rank any more; call `_look` now and then, which may raise."""
 
     @property
     @abc.abstractmethod
     def _is_closed(self) -> bool:
         """Whether the group was shut down on this rank."""
 
-    def _hear(self, peer: int, message: memoryview) -> None:
+    def _receive_message(self, peer: int, message: memoryview) -> None:
         kind = notice_kind(message)
         if kind is None:
             self.mail.append((peer, bytes(message)))
             return
-        self.blocks.hear(peer, message)
+        self.blocks.receive(peer, message)
         if kind is NoticeKind.ENTER:
             self._arrived[peer] = self.blocks.number(peer)
         else:
-            # Everybody's last message is a final notice.
+            # The last message of every rank is a final notice.
             self._is_listening = not self.blocks.all_final(self._others)
 
     # ---- collectives -----------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class MessageTeam(abc.ABC):
             self.send_message(peer, notice)
 
         def awaited() -> list[int]:
-            self.listen()
+            self.poll()
             return [peer for peer in self._others if self._arrived[peer] < number]
 
         self._wait(awaited, timeout_s)
-        # Whoever came first may have given up since.
+        # A rank that came first may have given up since.
         gave_up = [peer for peer in self._others if self._will_not_finish(peer) is FailureKind.FAILED]
         if gave_up:
             raise PeerFailure(dict.fromkeys(gave_up, FailureKind.FAILED), 0.0)
@@ -180,22 +180,22 @@ class MessageTeam(abc.ABC):
             raise PeerFailure(kinds, waited_s)
 
     def _will_not_finish(self, rank: int) -> FailureKind | None:
-        """What is wrong with a rank that said it goes without finishing this collective, or None."""
+        """How a rank fails whose final notice says that it has not finished this collective; None for others."""
         if self.blocks.finished.get(rank, self._number) >= self._number:
             return None
         return FailureKind.FAILED if self.blocks.state(rank) == PeerState.FAILED else FailureKind.LEFT
 
     # ---- end -------------------------------------------------------------------------------------------
 
-    def _tell_failure(self, _: Failure) -> None:
-        self._say_goodbye()
+    def _send_failure(self, _: Failure) -> None:
+        self._send_final_notice()
 
     @property
     def has_left(self) -> bool:
-        """Whether this rank has said its last word in the group."""
+        """Whether this rank has sent its final notice."""
         return self._has_left
 
-    def _say_goodbye(self) -> None:
+    def _send_final_notice(self) -> None:
         with self.lock:
             if not self._has_left:
                 self._has_left = True
@@ -205,5 +205,5 @@ class MessageTeam(abc.ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether any rank has, so that others may never be done with this group."""
+        """Whether any rank has failed, so that others may never finish with this group."""
         return any(self.blocks.state(rank) == PeerState.FAILED for rank in range(self.world_size))

@@ -1,10 +1,10 @@
 """Has torch make the groups beside ours in "cpu:lockstep,cuda:nccl".
 
-[Note: mixed groups] torch keeps one backend for each kind of device inside of a group of its own, but puts a group
-written in Python in the place of the whole: tensors of GPUs would come to ours, though the user has named NCCL for
-them. So the function that makes groups is called again for each of the other kinds, and ours (`mixed_group.py`) hands
-on to what it returns whatever is not its own. torch knows the group behind by the name of ours with the device added,
-and ends it with all groups, or ours does when it is destroyed alone.
+[Note: mixed groups] torch keeps one backend for each kind of device inside of a group of its own, but lets a group
+written in Python replace the whole: tensors of GPUs would come to ours, though the user has named NCCL for them. So
+torch's function that makes groups is called again for each of the other kinds, and our group (`mixed_group.py`) hands
+the tensors of those kinds on to the groups that it returns. torch knows such a group by the name of ours with the
+device added, and destroys it with all groups; or ours does, when it is destroyed alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _local = threading.local()
 
 
 def kinds_beside(name: str) -> dict[str, str]:
-    """Of the group that torch is making: kind of device -> backend, for those that are not of that name.
+    """For the group that torch is making: kind of device -> backend, for the kinds with a backend of another name.
 
     >>> kinds_beside("lockstep")
     {}
@@ -35,7 +35,7 @@ def kinds_beside(name: str) -> dict[str, str]:
 
 
 def _kinds(backend: object) -> dict[str, str]:
-    """What torch's form "cpu:lockstep,cuda:nccl" names for each kind of device; empty for one name for all."""
+    """The backend that "cpu:lockstep,cuda:nccl" names for each kind of device; empty for one name for all."""
     parts = [part.partition(":") for part in str(backend).lower().split(",")]
     return {device: kind for device, _, kind in parts} if all(colon for _, colon, _ in parts) else {}
 
@@ -46,7 +46,7 @@ def _is_there(device: str) -> bool:
 
 
 def _making_all(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
-    """The same; and behind a group of ours that takes some kinds of devices only, the groups for the others."""
+    """`torchs_own`, which also makes the groups behind a group of ours that takes some kinds of devices only."""
     signature = inspect.signature(torchs_own)
 
     @functools.wraps(torchs_own)

@@ -52,10 +52,10 @@ class MixedProcessGroup(LockstepProcessGroup):
 
     Args:
         kinds_behind: kind of device -> backend, of the groups that are to be put behind it.
-        arguments: of a `LockstepProcessGroup`.
+        arguments: the arguments of a `LockstepProcessGroup`.
 
     Attributes:
-        kinds_behind: as given.
+        kinds_behind: kind of device -> backend.
     """
 
     def __init__(self, kinds_behind: dict[str, str], *arguments: Any) -> None:
@@ -65,12 +65,12 @@ class MixedProcessGroup(LockstepProcessGroup):
         self._global_ranks: Sequence[int] = arguments[-1] or range(self.size())
 
     def put_behind(self, device: str, group: dist.ProcessGroup) -> None:
-        """From now on hand tensors of that kind of device to a group. Local."""
+        """Hand tensors of that kind of device to a group from now on. Local."""
         self._behind[device] = group
         note_ranks(group, self._global_ranks)
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:
-        """Who moves tensors of that device; None for this group itself."""
+        """The group that moves tensors of that device; None for this one."""
         return self._behind.get(device.type)
 
     @property
@@ -79,18 +79,18 @@ class MixedProcessGroup(LockstepProcessGroup):
         return [torch.device("cpu"), *(torch.device(device) for device in self._behind if device != "cpu")]
 
     def get_backend(self, device: torch.device) -> Any:
-        """Who moves tensors of that device."""
+        """The group that moves tensors of that device."""
         group = self.behind(torch.device(device))
         return self if group is None else backend_of(group, device)
 
     _get_backend = get_backend
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Several collectives in one, of tensors of that device."""
+        """Begin to collect several collectives of tensors of that device into one."""
         start_coalescing(self.behind(device) or self, device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        """Those are all."""
+        """Run the collectives that were collected."""
         return end_coalescing(self.behind(device) or self, device)
 
     def shutdown(self) -> None:

@@ -1,12 +1,12 @@
 """Collectives that torch calls from C++, for the flight record of torch's own groups (`torch_record.py`).
 
 torch's DDP reduces gradients from C++, past every method of Python's. From 2.14 on a group has hooks that its
-dispatcher calls, whoever called it. They add what the methods do not see; they do not replace the wrapped methods:
+dispatcher calls, for calls from Python and from C++. They see more than the wrapped methods, but do not replace them:
 
 * no hook says when a call is over: gloo reports no completion, and a completion hook must not take the GIL. So a rank
   that waits could not be told from one that has gone on. The wrapped `Work.wait` does so for calls from Python;
 * `monitored_barrier` and the tag of a message do not pass them;
-* they belong to one group each, so that something has to notice every new group anyway.
+* each hook belongs to one group, so something has to notice every new group anyway.
 
 A call from C++ therefore counts as over when it is issued, and errors about it say "after". On a GPU, backward passes
 run in threads without Python frames: there the user's line is not known.
@@ -47,7 +47,7 @@ _hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _CalledFromPython:
-    """Not a generator: those leave frames in the traceback of an error on Python 3.10."""
+    """Marks calls that come from Python. No generator: on Python 3.10 those leave frames in an error's traceback."""
 
     def __enter__(self) -> None:
         _python.depth = getattr(_python, "depth", 0) + 1
@@ -85,7 +85,7 @@ def watch(group_class: Any, note: _Note) -> None:
 
 
 def _let_go() -> None:
-    """A group that outlives the interpreter with a hook written in Python ends the process with SIGSEGV."""
+    """Remove all hooks: a group that outlives the interpreter with a hook in Python ends the process with SIGSEGV."""
     for group in list(_hooked):
         group.unregister_pre_hook(_HOOK_ID)
 

@@ -1,13 +1,13 @@
-"""send, recv and their kin for one group on one rank: who moves messages along, deadlines, errors.
+"""Point to point, for one group on one rank: which thread moves messages, deadlines, errors.
 
-`shm/mailbox.py` knows how messages move, and has to be called for them to do so. Whoever waits for a
-message calls it (`PointToPoint.drive`), so that a message that is there costs no change of threads. While
-nobody waits, a thread calls it: it exists from the first operation on that could not be
-finished at once. So operations go on while this rank computes or is in a collective. Both sleep when nothing has moved
-for a while, until a peer rings (`shm/doorbell.py`), and look at the peers as rarely as a collective does.
+A mailbox (`shm/mailbox.py`) moves messages only while a thread calls it. A thread that waits for a message calls it
+(`PointToPoint.drive`), so that a message that is there costs no change of threads. While none waits, a thread of the
+group calls it; it starts with the first operation that cannot finish at once. So operations go on while this rank
+computes or is in a collective. Both kinds of thread sleep when nothing has moved for a while, until a peer rings
+(`shm/doorbell.py`), and look at the peers as rarely as a collective does.
 
-[Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment
-somebody waits for it. An operation that nobody waits for ends with its peer, or with the group.
+[Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment at which a
+thread waits for it. An operation that no thread waits for ends with its peer, or with the group.
 
 [Note: what breaks a group] A pair that disagrees about a message (CollectiveMismatch) has lost that message
 and nothing else. A rank that is gone, or did not come in time, is an error that breaks the group on this rank as it
@@ -40,12 +40,12 @@ __all__ = ["PointToPoint"]
 _YIELD_FOR_S = 0.001
 _NAP_S = 0.0005
 _SHORTEST_NAP_S = 0.000001
-# A yield that takes this long has gone to another process. Whoever wakes up from sleep comes before it.
+# A yield that takes this long has gone to another process. A thread that wakes up from sleep runs before that one.
 _SHARED_CORE_S = 0.00002
 _THREAD_NAPS_FOR_S = 0.002
 _IDLE_NAP_S = 0.002
 _THREAD_RESTS_AFTER_S = 0.02
-_THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # who waits that long wakes it behind its wait, if need be
+_THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # a wait that took that long wakes it afterwards, if need be
 _TRY_AGAIN_S = 0.002
 _CLOSE_PATIENCE_S = 1.0
 _LABEL_CACHE_ENTRIES = 1024
@@ -58,7 +58,7 @@ class PointToPoint:
     Args:
         team: the ranks of the group.
         recorder: its flight recorder.
-        mailbox: what moves messages; default through the memory of the team.
+        mailbox: moves the messages; default through the memory of the team.
     """
 
     def __init__(self, team: Team, recorder: FlightRecorder, mailbox: BaseMailbox | None = None) -> None:
@@ -154,7 +154,7 @@ class PointToPoint:
         return label
 
     def _refuse_if_gone(self, send: Send) -> None:
-        """A small message would be written to the ring of a rank that is gone as if that read it."""
+        """Raise if the peer is gone: a small message would else be written into its ring as if it read it."""
         gone = self._gone([send.peer])
         if gone:
             raise self._recorder.explain(PeerFailure(gone, 0.0), self.name_of(send))
@@ -215,8 +215,8 @@ class PointToPoint:
                 if now >= look_at:
                     if not is_said:
                         text = _call_at(transfer.operation, self._recorder)
-                        area.say_waiting(rank, text)
-                        self._recorder.say_waiting(text)
+                        area.publish_waiting(rank, text)
+                        self._recorder.publish_waiting(text)
                         is_said = True
                     news = self._team.news
                     look_at = next_look(began, now, left_s, is_told) if self._look() else now + _TRY_AGAIN_S
@@ -233,8 +233,8 @@ class PointToPoint:
                         look_at = now
         finally:
             if is_said:
-                area.say_waiting(rank, "")
-                self._recorder.say_waiting("")
+                area.publish_waiting(rank, "")
+                self._recorder.publish_waiting("")
 
     def _sleep(self, is_over: Callable[[], bool], news: int, limit_s: float, waited_s: float) -> bool:
         """Sleep until a peer rings or `limit_s` is over, unless something moves now: then True, at once."""
@@ -279,7 +279,7 @@ class PointToPoint:
             time.sleep(_NAP_S if self._is_needed() else _IDLE_NAP_S)
 
     def _advance(self) -> bool:
-        """Do what can be done now, unless another thread is at it. Whether something moved."""
+        """Move what can move now, unless another thread does so; whether something moved."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -310,7 +310,7 @@ class PointToPoint:
                 raise
 
     def _take_finished(self) -> list[Transfer]:
-        """The handles of what has become done. Under the lock."""
+        """The handles of operations that have finished. Under the lock."""
         done = self._mailbox.take_finished()
         return [self._transfers.pop(operation) for operation in done if operation in self._transfers]
 
@@ -329,7 +329,7 @@ class PointToPoint:
     # ---- failures ------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """End the transfers that cannot finish any more. False, and nothing done, if another thread is at it."""
+        """End the transfers that cannot finish any more. False, with nothing done, if another thread does so."""
         if not self._lock.acquire(blocking=False):
             return False
         failed: list[tuple[Transfer, PeerFailure | None]] = []

@@ -1,9 +1,10 @@
 """Makes torch.distributed know the names "lockstep" and "mpi4py", without importing torch before the user does.
 
-`import lockstep` calls `ensure`. If torch.distributed is loaded the names are registered at once;
-else when it is. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported by
-who makes a group with it; "mpi" means the same where torch has no MPI (`mpi/name.py`). `dist.monitored_barrier` learns
-of the groups on the same occasion (`monitored.py`), and the end of the interpreter of gloo's threads (`gloo.py`).
+`import lockstep` calls `ensure`. If torch.distributed is loaded, `ensure` registers the names at once; otherwise as
+soon as it is loaded. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported when a
+group over it is made; "mpi" means the same where torch has no MPI (`mpi/name.py`). On the same occasion
+`dist.monitored_barrier` learns of our groups (`monitored.py`), and the interpreter is made to wait for gloo's threads
+when it ends (`gloo.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ __all__ = ["ensure"]
 
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
-# What layers above have to register with torch.
+# Functions of layers above that register something with torch.
 _registrars: list[Callable[[ModuleType], None]] = []
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What torch calls to make a group of shared memory."""
+    """Make a group of shared memory, for torch."""
     from lockstep.comm.creation import create
 
     _warn_if_untested(options)
@@ -35,7 +36,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def _create_mpi(options: Any, backend_options: Any) -> Any:
-    """What torch calls to make a group over MPI."""
+    """Make a group over MPI, for torch."""
     from lockstep.comm.mpi.group import create
 
     _warn_if_untested(options)

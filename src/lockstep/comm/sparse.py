@@ -50,8 +50,8 @@ def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, 
     """Reduce a sparse COO tensor in place over all ranks. Collective.
 
     Args:
-        algorithms: how the team moves data.
-        team: the ranks.
+        algorithms: moves the data of the team.
+        team: the ranks of the group.
         tensor: the same shape and number of sparse dimensions on all ranks; entries may differ. Coalesced after it.
         op: SUM or AVG.
         timeout_s: seconds until a rank that does not come is an error.

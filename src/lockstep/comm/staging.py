@@ -1,13 +1,13 @@
 """Tensors of a GPU on a group that moves memory of the host.
 
 [Note: staging] A tensor on a GPU is copied to pinned memory of the host, moved there as any other, and copied back. A
-call that has finished has left nothing queued on the GPU: its copies are waited for. So whatever the caller queues
-behind it sees the result, on any stream, and no memory of the tensor has to be kept for a stream. What the caller had
-queued before the call is seen by a call in another thread too: it runs on a stream of its own, behind an event that the
-caller's stream had reached. Not behind the caller's stream itself, which goes on computing meanwhile.
+call waits for its copies before it finishes, and leaves nothing queued on the GPU. So all work that the caller queues
+behind it sees the result, on any stream, and no memory of the tensor has to be kept for a stream. A call in another
+thread runs on a stream of its own, behind an event in the caller's stream, so it sees all work that the caller queued
+before the call. It does not wait for the caller's stream itself, which goes on computing meanwhile.
 
-It is for tensors that come now and then, and for ranks that share one GPU, which NCCL refuses. Between GPUs NCCL is
-faster: "cpu:lockstep,cuda:nccl", or `lockstep.init()`, which chooses it.
+Staging is for tensors that come now and then, and for ranks that share one GPU, which NCCL refuses. Between GPUs NCCL
+is faster: "cpu:lockstep,cuda:nccl", or `lockstep.init()`, which chooses it.
 """
 
 from __future__ import annotations

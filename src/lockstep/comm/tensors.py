@@ -1,4 +1,4 @@
-"""What a group takes for a tensor, and how it gets at the memory."""
+"""Checks the tensors that a group is given, and gets at their memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_tensor(tensor: object, operation: str) -> torch.Tensor:
 
 
 def check_output(tensor: object, operation: str) -> torch.Tensor:
-    """The same for a tensor that is written: its elements must be elements of their own.
+    """Check a tensor that is written: also, no two of its elements may share memory.
 
     Raises:
         InputError: an expanded tensor, as well.
@@ -95,7 +95,7 @@ def check_row(
 
 
 def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
-    """Outputs and inputs of several calls in one.
+    """Check that several calls in one have as many outputs as inputs.
 
     Raises:
         InputError: their numbers differ.
@@ -105,7 +105,7 @@ def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[obje
 
 
 def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch.Tensor) -> None:
-    """Numbers of elements between each pair of ranks, (sender, receiver), the same on all ranks: so all raise or none.
+    """Check the numbers of elements from each sender to each receiver; the same on all ranks, so that all raise.
 
     Raises:
         CollectiveMismatch: a sender and a receiver disagree.
@@ -120,7 +120,7 @@ def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch
 
 
 class FlatTensor:
-    """A tensor as flat contiguous memory of the host: itself if it is that, else a copy to be written back.
+    """A tensor as flat contiguous memory of the host: the tensor itself if it is that, else a copy to write back.
 
     Args:
         tensor: on the CPU or a GPU; see [Note: staging].
@@ -143,7 +143,7 @@ class FlatTensor:
             plain = plain.view(torch.uint8)
         self._event = None
         if not plain.is_cpu:  # not by is_cuda, which a stand-in of a rehearsal says of memory of the host
-            # Who writes back may be another thread, whose stream knows nothing of what is queued here.
+            # Another thread may write back, whose stream does not wait for what is queued here.
             self._event = staging.mark_now(plain.device)
             plain = staging.host_memory(plain, is_read)
         plain = plain.contiguous()

@@ -1,13 +1,13 @@
 """The flight record of torch's own groups (gloo, nccl, …), for the launcher.
 
-Such groups have no flight record that others could read, and do not ask for one: their errors say that somebody is
-late, not who. Under our launcher every rank writes into its status file (`lockstep.rank_status`) which collective it
-enters, from which line; when one of them times out or is killed, the launcher compares and names who is missing.
+Such groups have no flight record that others could read, and do not ask for one: their errors say that a rank is
+late, not which. Under our launcher every rank writes into its status file (`lockstep.rank_status`) which collective it
+enters, from which line; when one of them times out or is killed, the launcher compares and names the missing ranks.
 
 [Note: where the record is taken] Python calls the verbs of a group as methods of torch's class `ProcessGroup`, and
 waits by its class `Work`. Those methods are wrapped, on the classes, once. That sees what `torch.distributed`, our
 engine, FSDP2 and scripts do, and changes nothing of what the group does: arguments, results and errors pass through
-untouched. Not seen is what C++ calls by itself, which is the reducer of torch's DDP; its forward pass is recorded
+untouched. They do not see what C++ calls by itself, which is the reducer of torch's DDP; its forward pass is recorded
 instead, and from torch 2.14 on its collectives too (`native_calls.py`).
 
 Rejected: a group of our own around torch's, which DDP's reducer would go through, but which would have to stand for
@@ -84,7 +84,7 @@ class _Record:
         self._lock = threading.Lock()
 
     def enter(self, text: str, site: CallSite) -> int:
-        """This rank calls something; the number of the call."""
+        """Record that this rank calls something; returns the number of the call."""
         status = self._status
         with self._lock:
             number = status.words[NUMBER] + 1
@@ -96,7 +96,7 @@ class _Record:
         return number
 
     def _index(self, known: dict[Any, int], key: Any, write: Callable[[int, str], None], text: str) -> int:
-        """Where in its ring the text stands. A full ring starts again: only the latest call needs its texts."""
+        """The index of the text in its ring. A full ring starts again: only the latest call needs its texts."""
         index = known.get(key)
         if index is None:
             if len(known) == RING:
@@ -106,13 +106,13 @@ class _Record:
         return index
 
     def finish(self, number: int) -> None:
-        """This rank has come out of that call, and so of all before it."""
+        """Record that this rank has come out of that call, and so of all before it."""
         with self._lock:
             self._status.words[FINISHED] = max(self._status.words[FINISHED], number)
 
-    def say_waiting(self, text: str) -> None:
-        """This rank waits for a message; empty when it does not any more."""
-        self._status.say_waiting(text)
+    def publish_waiting(self, text: str) -> None:
+        """Record which message this rank waits for; empty for none."""
+        self._status.publish_waiting(text)
 
 
 _records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
@@ -145,7 +145,7 @@ def register(module: ModuleType) -> None:
 
 
 def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_process_group`, which has the launcher told, so that it can tell of ranks that never joined a group."""
+    """`init_process_group` that tells the launcher, which can then name ranks that never joined a group."""
 
     def init_process_group(*values: Any, **options: Any) -> Any:
         result = original(*values, **options)
@@ -203,13 +203,13 @@ def _recorded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _note_native(group: Any, name: str, tensors: tuple[Any, ...]) -> None:
-    """A collective that C++ calls: nobody says when it is over."""
+    """Record a collective that C++ calls. Nothing tells when it is over."""
     record = _record_of(group)
     record.finish(record.enter(_describe(name, tensors), call_site()))
 
 
 def _recorded_message(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A send or receive is no step of the group: it has no number, and is said only while it is waited for."""
+    """Record a send or receive: no step of the group, without a number, shown only while a thread waits for it."""
 
     @functools.wraps(original)
     def call(group: Any, *values: Any, **options: Any) -> Any:
@@ -227,10 +227,10 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(work: Any, *values: Any, **options: Any) -> Any:
         message = _messages.get(work)
         if message is not None:
-            message[0].say_waiting(message[1])
+            message[0].publish_waiting(message[1])
         done = original(work, *values, **options)
         if message is not None:
-            message[0].say_waiting("")
+            message[0].publish_waiting("")
         call = _numbers.get(work)
         if call is not None:
             call[0].finish(call[1])
@@ -240,7 +240,7 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_pass(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's DDP reduces gradients from C++: what can be known is after which forward pass."""
+    """Record a forward pass of torch's DDP, which reduces gradients from C++: more cannot be known."""
 
     @functools.wraps(original)
     def prepare(reducer: Any, *values: Any, **options: Any) -> Any:

@@ -53,13 +53,13 @@ class Transfer(PendingWork):
     """A send or receive under way.
 
     Args:
-        owner: moves it along.
-        operation: what the mailbox knows of it.
-        item: the tensor.
+        owner: moves the messages of the group.
+        operation: the operation of the mailbox.
+        item: the tensor that is sent, or received into.
         timeout_s: seconds from the first wait to the deadline.
 
     Attributes:
-        awaited_since_s: when somebody began to wait for it, on the monotonic clock; None if nobody has.
+        awaited_since_s: monotonic time at which a thread began to wait for it; None if none has.
     """
 
     def __init__(self, owner: _Owner, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ class Transfer(PendingWork):
         self._item = item
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Keep the outcome and hand it to whoever waits. Once, and under no lock: callbacks run in here."""
+        """Keep the outcome and hand it to the waiting threads. Once, and under no lock: callbacks run in here."""
         if error is None and isinstance(self.operation, Receive):
             self._item.write_back()
         self._error = error
@@ -104,7 +104,7 @@ class Transfer(PendingWork):
         return super().get_future()
 
     def start_deadline(self) -> None:
-        """Somebody waits from now on."""
+        """Let the deadline run from now on, if it does not run yet."""
         if self.awaited_since_s is None:
             self.awaited_since_s = time.monotonic()
 
@@ -114,4 +114,4 @@ class Transfer(PendingWork):
 
 
 def _nothing() -> None:
-    """The mailbox does the work."""
+    """Do nothing: the mailbox does the work."""

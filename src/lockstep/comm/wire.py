@@ -52,7 +52,7 @@ class Wire(abc.ABC):
     """One format. Stateless; all of it local.
 
     Attributes:
-        name: as users give it.
+        name: the name by which users choose it.
         is_exact: whether what is decoded is what was encoded.
     """
 
@@ -86,7 +86,7 @@ class Wire(abc.ABC):
 
     @abc.abstractmethod
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest error that one encoding may make in each place.
+        """The largest error that one encoding may make in each value.
 
         Args:
             values: finite, float32, shape (n,).
@@ -245,7 +245,7 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 
 
 def _per_block(values: torch.Tensor, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """One number for each block, at the place of each of its values."""
+    """One number for each block, repeated for each of its values."""
     return measure(_padded(values)).repeat_interleave(BLOCK)[: values.numel()] if values.numel() else values.clone()
 
 
@@ -267,7 +267,7 @@ def find_wire(name: object) -> Wire:
 
 
 def choose_wire(name: str | None) -> None:
-    """What groups made from now on use instead of what LOCKSTEP_WIRE says; None: what it says. Same on all ranks.
+    """Choose the format of groups made from now on; None for that of LOCKSTEP_WIRE. The same on all ranks.
 
     Raises:
         SetupError: there is no such format.

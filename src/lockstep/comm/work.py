@@ -23,7 +23,7 @@ Result = list[torch.Tensor]
 
 
 def _devices(result: Result) -> list[int | str | torch.device] | None:
-    """What torch wants to be told of a future: the GPUs of its tensors."""
+    """The GPUs of the tensors, which torch wants to know of a future."""
     return [*staging.cuda_devices(result)] or None
 
 
@@ -73,8 +73,8 @@ class PendingWork(_TorchWork):
 
     Args:
         call: does the work; runs in the group's thread.
-        result: the tensors it writes.
-        describe: names the call in errors.
+        result: the tensors that it writes.
+        describe: names the call, for errors.
     """
 
     def __init__(self, call: Callable[[], None], result: Result, describe: Callable[[], str]) -> None:
@@ -96,7 +96,7 @@ class PendingWork(_TorchWork):
             # writes it is no operation to differentiate. Grad mode is a thread's own: the caller's stays.
             with torch.no_grad():
                 self._call()
-        except BaseException as error:  # carried over to whoever waits
+        except BaseException as error:  # raised by `wait`
             self._error = error
         self._finish()
 
@@ -123,7 +123,7 @@ class PendingWork(_TorchWork):
 
         Raises:
             CollectiveTimeout: it has not within `timeout` (zero or None: the group's own timeout rules).
-            CollectiveError: whatever the call raised.
+            CollectiveError: the error that the call raised.
         """
         limit_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
         if not self._await(limit_s):
@@ -205,11 +205,11 @@ class Runner:
     """Runs calls in the order they were submitted, in a thread that exists from the first call on.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
 
     Attributes:
         unfinished: calls that are queued or running.
-        is_awaited_by_main: the main thread waits for one of them, without a limit.
+        is_awaited_by_main: whether the main thread waits for one of them, without a limit.
     """
 
     def __init__(self, name: str) -> None:

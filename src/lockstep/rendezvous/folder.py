@@ -57,12 +57,12 @@ def open_store(name: str, rank: int, world_size: int, timeout: timedelta) -> Sto
     if name not in _stores:
         path = os.path.join(tempfile.gettempdir(), name)
         deadline = time.monotonic() + timeout.total_seconds()
-        _stores[name] = _invite(path, world_size, timeout) if rank == 0 else _join(path, rank, timeout, deadline)
+        _stores[name] = _publish(path, world_size, timeout) if rank == 0 else _join(path, rank, timeout, deadline)
     _openings[name] += 1
     return PrefixStore(f"world{_openings[name]}", _stores[name])
 
 
-def _invite(path: str, world_size: int, timeout: timedelta) -> Store:
+def _publish(path: str, world_size: int, timeout: timedelta) -> Store:
     """Rank 0's part of [Note: meeting in a folder]."""
     with contextlib.suppress(FileExistsError), _explained(path, FileExistsError):
         os.mkdir(path, 0o700)

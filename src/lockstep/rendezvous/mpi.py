@@ -41,7 +41,7 @@ _POLL_S = 0.001
 _LAUNCHER = "mpirun"
 
 # On rank 0: where to meet, and what listens there until the store takes it over.
-_place: dict[str, Any] = {}
+_meeting_point: dict[str, Any] = {}
 _listeners: dict[int, socket.socket] = {}
 
 
@@ -99,14 +99,16 @@ def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
     if world_size == 1:
         return Topology(0, 1, 0, 1), HashStore()
     deadline = _Deadline(timeout)
-    place = _invite(world, deadline) if rank == 0 else _join(world, deadline)
-    if place.get("token"):
-        env.LOCKSTEP_TOKEN.set(str(place["token"]))
-    topology = _locate(rank, place["hosts"])
-    if "name" in place:
-        return topology, folder.open_store(place["name"], rank, world_size, timeout)
-    listener = _listeners.pop(place["port"], None) if rank == 0 else None
-    return topology, tcp.open_store(place["address"], place["port"], rank, world_size, timeout, listener)
+    meeting_point = _publish(world, deadline) if rank == 0 else _join(world, deadline)
+    if meeting_point.get("token"):
+        env.LOCKSTEP_TOKEN.set(str(meeting_point["token"]))
+    topology = _locate(rank, meeting_point["hosts"])
+    if "name" in meeting_point:
+        return topology, folder.open_store(meeting_point["name"], rank, world_size, timeout)
+    listener = _listeners.pop(meeting_point["port"], None) if rank == 0 else None
+    return topology, tcp.open_store(
+        meeting_point["address"], meeting_point["port"], rank, world_size, timeout, listener
+    )
 
 
 class _Deadline:
@@ -128,7 +130,7 @@ class _Deadline:
             time.sleep(_POLL_S)
 
 
-def _invite(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
+def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
     """Rank 0's part of [Note: with MPI]; what it told the others."""
     mpi = load()
     peers = range(1, world.Get_size())
@@ -150,11 +152,11 @@ def _invite(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
             request.Cancel()
         raise
     hosts = [socket.gethostname(), *(bytes(buffer).rstrip(b"\0").decode() for buffer in buffers)]
-    place = {"hosts": hosts, **_open_place(hosts)}
-    message = json.dumps(place).encode()
+    meeting_point = {"hosts": hosts, **_open_meeting_point(hosts)}
+    message = json.dumps(meeting_point).encode()
     answers = [world.Isend([message, mpi.BYTE], peer, _TAG) for peer in peers]
     deadline.wait(lambda: bool(mpi.Request.Testall(answers)), lambda: "the other ranks came, and did not go on")
-    return place
+    return meeting_point
 
 
 def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
@@ -169,23 +171,23 @@ def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
     )
     message = bytearray(status.Get_count(mpi.BYTE))
     world.Recv([message, mpi.BYTE], 0, _TAG)
-    place: dict[str, Any] = json.loads(message)
-    return place
+    meeting_point: dict[str, Any] = json.loads(message)
+    return meeting_point
 
 
-def _open_place(hosts: Sequence[str]) -> dict[str, Any]:
-    """Where to meet; the same place for all worlds of this process."""
-    if not _place and len(set(hosts)) == 1:
-        _place["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
-    elif not _place:
+def _open_meeting_point(hosts: Sequence[str]) -> dict[str, Any]:
+    """Where to meet; the same point for all worlds of this process."""
+    if not _meeting_point and len(set(hosts)) == 1:
+        _meeting_point["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
+    elif not _meeting_point:
         address = _address_towards(host for host in hosts if host != hosts[0])
         listener = tcp.listen(address, 0)
         port = listener.getsockname()[1]
-        _place.update(address=address, port=port)
+        _meeting_point.update(address=address, port=port)
         if env.LOCKSTEP_TOKEN.get() is None:
-            _place["token"] = new_token()  # by MPI's own messages, which no store sees
+            _meeting_point["token"] = new_token()  # by MPI's own messages, which no store sees
         _listeners[port] = listener
-    return _place
+    return _meeting_point
 
 
 def _address_towards(hosts: Iterable[str]) -> str:

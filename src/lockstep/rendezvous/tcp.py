@@ -54,11 +54,11 @@ def open_store(
     Raises:
         RendezvousError: the port is taken, or not all came in time.
     """
-    place = (address, port)
-    if place not in _stores:
-        _stores[place] = open_brief_store(address, port, rank, world_size, timeout, listener)
-    _openings[place] += 1
-    return PrefixStore(f"world{_openings[place]}", _stores[place])
+    endpoint = (address, port)
+    if endpoint not in _stores:
+        _stores[endpoint] = open_brief_store(address, port, rank, world_size, timeout, listener)
+    _openings[endpoint] += 1
+    return PrefixStore(f"world{_openings[endpoint]}", _stores[endpoint])
 
 
 def open_brief_store(

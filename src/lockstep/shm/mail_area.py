@@ -67,7 +67,7 @@ class MailArea:
         """Index of the word that changes when that rank is rung for; behind it is what its bell is armed for."""
         return (self._start + self.num_ranks * _TEXT_BYTES + local_rank * _BELL_BYTES) // 8
 
-    def say_waiting(self, rank: int, text: str) -> None:
+    def publish_waiting(self, rank: int, text: str) -> None:
         """Publish what that rank waits for; empty for nothing. By that rank only."""
         start = self._start + rank * _TEXT_BYTES
         data = text.encode(errors="replace")[: _TEXT_BYTES - 2]

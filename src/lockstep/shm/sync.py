@@ -199,7 +199,7 @@ class Waiter:
         closed: whether the group was shut down on this rank, so that every wait ends.
     """
 
-    hears_in_looks = False  # whether looks also receive messages, of which no alarm tells
+    polls_in_looks = False  # whether looks also receive messages, of which no alarm tells
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class Waiter:
     @property
     def is_told(self) -> bool:
         """Whether a failure wakes a wait, so that it need not look often."""
-        return self._futex is not None and not self.hears_in_looks and not self._watch.must_ask
+        return self._futex is not None and not self.polls_in_looks and not self._watch.must_ask
 
     @property
     def news(self) -> int:

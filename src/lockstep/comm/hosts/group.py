@@ -181,7 +181,7 @@ def _await_ready(
     for peer in waiting:
         links.send(peer, _READY)
     while waiting:
-        waiting -= {peer for peer, message in links.listen() if bytes(message) == _READY}
+        waiting -= {peer for peer, message in links.poll() if bytes(message) == _READY}
         gone = sorted(links.lost & waiting)
         if gone or time.monotonic() > deadline:
             late = gone or sorted(waiting)

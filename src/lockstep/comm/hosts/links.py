@@ -67,7 +67,7 @@ class Links:
             self._poll.register(link.socket, select.EPOLLIN)
 
     def send(self, peer: int, message: bytes) -> None:
-        """Send a message, or as much of it as goes; `listen` sends the rest."""
+        """Send a message, or as much of it as goes; `poll` sends the rest."""
         link = self._links[peer]
         link.unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         self._flush(link)
@@ -86,7 +86,7 @@ class Links:
             else:
                 link.unsent.popleft()
 
-    def listen(self) -> Iterator[tuple[int, memoryview]]:
+    def poll(self) -> Iterator[tuple[int, memoryview]]:
         """The messages that have come, as (rank, bytes)."""
         for link in self._links.values():
             if link.unsent:

@@ -31,7 +31,7 @@ class _LinkBell(Doorbell):
         self._ranks = {local_rank: rank for rank, local_rank in team.local_rank_of.items()}
 
     def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
-        """Sleep until a message comes, a nudge or any other."""
+        """Sleep until a message comes, a wake or any other."""
         self._team.sleep(limit_s)
 
     def ring_here(self) -> None:
@@ -39,7 +39,7 @@ class _LinkBell(Doorbell):
         self._team.wake_here()
 
     def _wake(self, local_rank: int) -> None:
-        self._team.nudge(self._ranks[local_rank])
+        self._team.wake(self._ranks[local_rank])
 
 
 class HostsMailbox(BaseMailbox):

@@ -35,7 +35,7 @@ _TENSOR_TAG, _P2P_TAG, _CHUNK_TAG = 1, 2, 3
 _LARGE_BYTES = SMALL_SLOT_BYTES + 1
 # A tensor of up to this size travels as a message.
 _EAGER_BYTES = 4 << 10
-_EAGER_KIND, _NUDGE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")  # none of a notice's or the mailbox's
+_EAGER_KIND, _WAKE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")  # none of a notice's or the mailbox's
 assert _EAGER_BYTES + len(_EAGER_KIND) <= MESSAGE_BYTES
 
 _POOL_BYTES = 64 << 20
@@ -46,7 +46,7 @@ _Parts = Sequence[tuple[int, torch.Tensor]]
 class _LocalWaiter(Waiter):
     """Waits for ranks of this host, and hears what those of all hosts say meanwhile."""
 
-    hears_in_looks = True
+    polls_in_looks = True
 
     def __init__(self, team: HostsTeam) -> None:
         local, blocks = team.local, team.local.blocks
@@ -108,7 +108,7 @@ class HostsTeam(MessageTeam):
         self._here = here
         self._links = links
         self._gloo = gloo
-        self._watchdog = Watchdog(self._look_and_listen, gloo.abort)
+        self._watchdog = Watchdog(self._poll_and_look, gloo.abort)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
         self._abandoned: list[object] = []  # memory that Gloo may still touch
         self._pool: dict[int, list[torch.Tensor]] = {}
@@ -125,20 +125,20 @@ class HostsTeam(MessageTeam):
         with self.lock:
             self._links.send(peer, message)
 
-    def listen(self) -> None:
+    def poll(self) -> None:
         """Take in what the peers have said. Local; waits for nothing."""
         with self.lock:
-            for peer, message in self._links.listen():
+            for peer, message in self._links.poll():
                 if message[:8] == _EAGER_KIND:
                     self._eager_messages[peer].append(bytes(message[8:]))
-                elif message != _NUDGE:
-                    self._hear(peer, message)
+                elif message != _WAKE:
+                    self._receive_message(peer, message)
                 if self._links.has_sleepers:
                     self._links.interrupt()  # What was heard here another thread may be waiting for.
 
-    def nudge(self, peer: int) -> None:
+    def wake(self, peer: int) -> None:
         """Wake a rank that sleeps in `sleep`. Local."""
-        self.send_message(peer, _NUDGE)
+        self.send_message(peer, _WAKE)
 
     def wake_here(self) -> None:
         """End the sleep of this rank's other threads. Local."""
@@ -163,8 +163,8 @@ class HostsTeam(MessageTeam):
                 look_at = next_look(start, now, timeout_s)
             self._links.wait(look_at - now)
 
-    def _look_and_listen(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
-        self.listen()
+    def _poll_and_look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        self.poll()
         self._look(ranks, waited_s, timeout_s)
 
     def look_locally(self, missing: Callable[[], list[int]], waited_s: float, timeout_s: float) -> None:
@@ -175,7 +175,7 @@ class HostsTeam(MessageTeam):
             waited_s: seconds waited so far.
             timeout_s: seconds until PeerFailure of kind LATE.
         """
-        self.listen()
+        self.poll()
         dead = self.watch.dead()
         ranks = [self._here[local_rank] for local_rank in missing()]
         if ranks:
@@ -223,7 +223,7 @@ class HostsTeam(MessageTeam):
 
             def awaited(peer: int = peer, inbox: deque[bytes] = inbox) -> list[int]:
                 if not inbox:
-                    self.listen()
+                    self.poll()
                 return [] if inbox else [peer]
 
             self._wait(awaited, timeout_s)
@@ -331,7 +331,7 @@ class HostsTeam(MessageTeam):
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
         self.waiter.close()
         in_good_order = not self.has_failed and not self._abandoned
-        self._say_goodbye()
+        self._send_final_notice()
         self._watchdog.close()
         self._gloo.close(in_good_order)
         self.local.close()

@@ -3,7 +3,7 @@
 General layout:
 
 * `name`: the plain name "mpi", where torch has no MPI.
-* `control_blocks`: what every rank is doing, as it has told the others in messages.
+* `control_blocks`: what every rank is doing, as it told the others in messages.
 * `waiter`: waiting without blocking in MPI.
 * `team`: the ranks of one group, connected: notices, exchanges of tensors, and how a rank leaves.
 * `algorithms`: the collectives, as exchanges between the ranks of a team.
@@ -20,9 +20,9 @@ every rank, in every run, and on a group of shared memory. A large all_reduce mo
 [Note: nobody blocks] All calls into MPI return at once and are asked again until they are done, because a
 call that blocks has no deadline and keeps a core busy. A rank begins a collective by telling all others what it
 came for; data moves only when all have come for the same. So a mismatch is an error before a byte is
-written, a rank that does not come is named at the deadline, and one that fails or leaves says so.
+written, the error at the deadline names a rank that does not come, and a rank that fails or leaves says so.
 
-[Note: one communicator] Each group has a communicator, and whatever thread calls MPI on it holds the lock of its team:
+[Note: one communicator] Each group has a communicator, and a thread that calls MPI on it holds the lock of its team:
 two threads at a time on one communicator corrupt data silently (Open MPI 4.1). Collectives run one at a time,
 in the thread that calls them or, if asynchronous, in the group's own thread.
 """

@@ -4,9 +4,9 @@ The same functions, with the same arguments, as in `lockstep.shm.algorithms`: fl
 by every rank with the same sizes, in one thread at a time. Each begins with `team.arrive`, which in a call of
 several tensors does something only once. All may raise `PeerFailure`.
 
-[Note: shares] A large all_reduce is two exchanges: every rank gets its share of everybody's tensor, reduces it, and
+[Note: shares] A large all_reduce is two exchanges: every rank gets its share of all ranks' tensors, reduces it, and
 hands the result to all. Each byte crosses between two ranks 2 (W - 1) / W times, the least there is, and
-is added by one rank only, in the fixed tree of `Kernel.reduce`.
+one rank only adds it, in the fixed tree of `Kernel.reduce`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def all_reduce(team: MpiTeam, tensor: torch.Tensor, kernel: Kernel, timeout_s: f
 
 
 def _all_reduce_redundant(team: MpiTeam, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-    """Every rank gets everybody's tensor and does all the adding."""
+    """Every rank gets the tensors of all ranks and does all the adding."""
     parts = team.scratch(tensor)
     parts[team.rank].copy_(tensor)
     others = _others(team)
@@ -76,14 +76,14 @@ def _all_reduce_shared(team: MpiTeam, tensor: torch.Tensor, kernel: Kernel, time
 def _reduce_share(
     team: MpiTeam, shares: Sequence[torch.Tensor], out: torch.Tensor, kernel: Kernel, timeout_s: float
 ) -> None:
-    """Reduce this rank's share of everybody's tensor into `out`, which may be that share itself."""
+    """Reduce this rank's share of all ranks' tensors into `out`, which may be that share itself."""
     own = shares[team.rank]
     parts = team.scratch(own)
     others = _others(team)
     team.exchange([(peer, shares[peer]) for peer in others], [(peer, parts[peer]) for peer in others], timeout_s)
     result = out
     if team.world_size > 2:
-        # The tree may not build its result in one of its parts; nobody's is that of this rank, whose part is its share.
+        # The tree must not build its result in one of its parts, and `out` may be the share of this rank.
         result = parts[team.rank]
     parts[team.rank] = own
     kernel.reduce(parts, result)

@@ -1,4 +1,4 @@
-"""What every rank of a group is doing, as it told the others in messages.
+"""The control blocks of a group over messages: what every rank is doing, as it told the others.
 
 The counterpart of the control segment of one host (`lockstep.shm.control_blocks`), read by the same flight recorder.
 Each rank keeps a copy of all control blocks, and writes into it what it sends and what it receives.
@@ -6,7 +6,7 @@ Each rank keeps a copy of all control blocks, and writes into it what it sends a
 A *notice* is one message to every peer::
 
     kind, fingerprint, number, call, site    64 bit each
-    length of the call's text, of the site's   32 bit each; -1 if the peer has heard it before
+    length of the call's text, of the site's   32 bit each; -1 if the peer has received it before
     both texts                               UTF-8
 
 A rank sends one ENTER notice for each collective, and at its end one LEFT or FAILED, the last that it
@@ -39,7 +39,7 @@ _NO_TEXT = -1
 
 
 class NoticeKind(IntEnum):
-    """What a rank tells the others."""
+    """The kinds of notices."""
 
     ENTER = 1  # it has come to a collective
     LEFT = 2  # it left the group in good order
@@ -50,7 +50,7 @@ _KINDS = {int(kind): kind for kind in NoticeKind}
 
 
 class MessageControlBlocks:
-    """What this rank knows of all ranks of the group.
+    """This rank's copy of the control blocks of all ranks of the group.
 
     Args:
         rank: this rank.
@@ -78,7 +78,7 @@ class MessageControlBlocks:
         self._calls: list[list[str]] = [[""] * RING for _ in range(world_size)]
         self._sites: list[list[str]] = [[""] * RING for _ in range(world_size)]
         self._ring_counts = [0, 0]
-        # Texts that the peers have not heard yet.
+        # Texts that the peers have not received yet.
         self._new_call: str | None = None
         self._new_site: str | None = None
 
@@ -124,19 +124,19 @@ class MessageControlBlocks:
         return index
 
     def record(self, rank: int, number: int) -> Record:
-        """What is known of that rank in collectives of `number`'s parity."""
+        """The latest record of that rank for collectives of `number`'s parity."""
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         fingerprint, written_number, call, site = self.words[word : word + 4]
         return Record(fingerprint, written_number, self._calls[rank][call], self._sites[rank][site])
 
     def latest_record(self, rank: int) -> Record | None:
-        """The last collective that rank said it had entered, or None before its first."""
+        """The record of the last collective that rank entered, or None before its first."""
         even, odd = self.record(rank, 0), self.record(rank, 1)
         latest = even if even.number >= odd.number else odd
         return latest if latest.number > 0 else None
 
     def number(self, rank: int) -> int:
-        """Number of the last collective that rank said it had entered; 0 before its first."""
+        """Number of the last collective that rank entered; 0 before its first."""
         word = self.record_words[rank] + 1
         return max(self.words[word], self.words[word + _RECORD_WORDS])
 
@@ -169,11 +169,11 @@ class MessageControlBlocks:
         """Whether all of these ranks have sent their final notice."""
         return all(rank in self.finished for rank in ranks)
 
-    def hear(self, rank: int, notice: memoryview) -> None:
-        """Write down what that rank said.
+    def receive(self, rank: int, notice: memoryview) -> None:
+        """Write a notice of that rank into its block.
 
         Raises:
-            ValueError: no rank says such a thing.
+            ValueError: no rank sends such a notice.
         """
         if len(notice) < _HEADER.size:
             raise ValueError(f"a notice of {len(notice)} bytes")

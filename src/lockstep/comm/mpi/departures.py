@@ -26,7 +26,7 @@ _owner_pid = 0
 
 
 def register(team: MpiTeam) -> None:
-    """Have a team looked after until all its ranks have left. Local."""
+    """Keep a team until all its ranks have left. Local."""
     global _owner_pid
     if _owner_pid == 0:
         _owner_pid = os.getpid()
@@ -35,14 +35,14 @@ def register(team: MpiTeam) -> None:
 
 
 def release() -> None:
-    """Give back what belongs to groups that all ranks have left. Local; waits for nothing."""
+    """Release the communicators of groups that all ranks have left. Local; waits for nothing."""
     _teams[:] = [team for team in _teams if not (team.has_left and team.try_release())]
 
 
 def _leave() -> None:
-    """Before MPI is finalized, which mpi4py does at the very end of the interpreter."""
+    """Leave all groups, before mpi4py finalizes MPI at the very end of the interpreter."""
     if os.getpid() != _owner_pid:
-        return  # A fork of a rank is none.
+        return  # This is a fork of a rank, and no rank.
     try:
         mpi = load()
     except NotInitialized:

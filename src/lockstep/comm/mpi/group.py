@@ -34,7 +34,7 @@ _founding = threading.Lock()
 
 @dataclass(frozen=True)
 class _Member:
-    """What a rank of a new group tells the others: who it is, and which rank of MPI's world."""
+    """What a rank of a new group publishes: its process, and its rank in MPI's world."""
 
     mpi_rank: int
     mpi_size: int
@@ -79,7 +79,7 @@ def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
     with _founding:
         everybody = mpi.COMM_WORLD.Get_group()
         chosen = everybody.Incl([member.mpi_rank for member in members])
-        tag = zlib.crc32(name.encode()) & 0x7FFF  # every MPI has tags up to that
+        tag = zlib.crc32(name.encode()) & 0x7FFF  # every MPI has tags up to 32767
         comm = mpi.COMM_WORLD.Create_group(chosen, tag)
         chosen.Free()
         everybody.Free()
@@ -124,7 +124,7 @@ class MpiProcessGroup(EngineProcessGroup):
     Made by `dist.init_process_group("mpi4py")` or `dist.new_group(backend="mpi4py")`, not by hand.
 
     Args:
-        store: where the ranks meet; keys are already private to this group.
+        store: the store in which the ranks meet; its keys are already private to this group.
         rank: rank in the group.
         world_size: ranks in the group.
         timeout: until a rank that does not come is an error.

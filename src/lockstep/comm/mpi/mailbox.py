@@ -6,7 +6,7 @@ The counterpart of `lockstep.shm.mailbox`, moved along by the same `lockstep.com
 send is over at once, and a receiver that has no use for it yet keeps it. A large one is announced there. When a
 receive matches and the labels fit, the receiver *grants* it: it has posted an MPI receive into the user's memory, and
 the sender sends right into it. The send is over when the receiver has confirmed that all has come, so a rank that
-waits for its sends may leave. Grants to one rank, and what they let come, go in one order, so one MPI tag is enough
+waits for its sends may leave. Granted messages come from one rank in the order of its grants, so one MPI tag is enough
 and torch's tags need not be tags of MPI.
 """
 
@@ -57,9 +57,9 @@ class _Movement:
 
     Attributes:
         operation: this rank's side of it.
-        number: of the message.
-        requests: MPI's.
-        confirmed: the receiver has said that all has come.
+        number: number of the message.
+        requests: the requests of MPI.
+        confirmed: whether the receiver has confirmed that all has come.
     """
 
     operation: Send | Receive
@@ -82,10 +82,10 @@ class MpiMailbox(BaseMailbox):
 
     Args:
         team: the ranks of the group.
-        matcher: what knows messages and receives, where this is not the only mailbox of its rank.
+        matcher: matches messages and receives, where this is not the only mailbox of its rank.
 
     Attributes:
-        num_records: heard, said and moved so far; who waits can tell by it that something goes on.
+        num_records: messages received, sent and moved so far; it changes while messages move.
     """
 
     num_records = 0
@@ -115,10 +115,10 @@ class MpiMailbox(BaseMailbox):
         return send
 
     def progress(self) -> None:
-        self._team.listen()
+        self._team.poll()
         mail = self._team.mail
         while mail:
-            self._hear(*mail.popleft())
+            self._receive_message(*mail.popleft())
         if self._moving:
             self._moving = [movement for movement in self._moving if not self._has_arrived(movement)]
 
@@ -135,7 +135,7 @@ class MpiMailbox(BaseMailbox):
         self._team.send_message(peer, _HEADER.pack(kind, number, tag, num_bytes, len(text)) + text + data)
         self.num_records += 1
 
-    def _hear(self, peer: int, message: bytes) -> None:
+    def _receive_message(self, peer: int, message: bytes) -> None:
         kind, number, tag, num_bytes, label_bytes = _HEADER.unpack_from(message)
         start = _HEADER.size + label_bytes
         text = message[_HEADER.size : start]

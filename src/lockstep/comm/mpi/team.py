@@ -36,7 +36,7 @@ class MpiTeam(MessageTeam):
         identities: the process of each rank.
 
     Attributes:
-        waiter: how to wait.
+        waiter: waits without blocking in MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm, identities: Sequence[PeerIdentity]) -> None:
@@ -69,12 +69,12 @@ class MpiTeam(MessageTeam):
         self._mpi.Request.Testsome(self._sending)
         self._sending = [request for request in self._sending if request]
 
-    def listen(self) -> None:
+    def poll(self) -> None:
         """Take in what the peers have said. Local; waits for nothing."""
         with self.lock:
             while self._is_listening and self._receiving.Test(self._status):
                 num_bytes = self._status.Get_count(self._mpi.BYTE)
-                self._hear(self._status.Get_source(), memoryview(self._buffer)[:num_bytes])
+                self._receive_message(self._status.Get_source(), memoryview(self._buffer)[:num_bytes])
                 if self._is_listening:
                     self._receiving.Start()
 
@@ -122,7 +122,7 @@ class MpiTeam(MessageTeam):
                 self._mpi.Request.Testsome(pending)
                 if not any(pending):
                     return []
-                self.listen()
+                self.poll()
                 return sorted({peer for request, peers in requests if request for peer in peers})
 
         try:
@@ -168,14 +168,14 @@ class MpiTeam(MessageTeam):
         self.waiter.close()
         self.watch.close()
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._say_goodbye()
+        self._send_final_notice()
 
     def try_release(self) -> bool:
         """After `close`: give the communicator back if all ranks have left, and say whether that is so. Local."""
         with self.lock:
             if self._comm == self._mpi.COMM_NULL:
                 return True
-            self.listen()
+            self.poll()
             self._forget_sent()
             if self._is_listening or self._sending:
                 return False

@@ -1,4 +1,4 @@
-"""Waiting without blocking in MPI: ask, give up the core, nap; look at the deadline now and then."""
+"""Waits without blocking in MPI: asks, gives up the core, naps, and looks at the deadline now and then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MpiWaiter"]
 _LOOK_EVERY_S = 0.002
 _NAP_AFTER_S = 0.002
 _LONGEST_NAP_S = 0.0005
-# A yield that takes this long has gone to another process. Whoever wakes up from a nap comes before it.
+# A yield that takes this long has gone to another process. A thread that wakes up from a nap runs before that one.
 _SHARED_CORE_S = 0.00002
 _SHORTEST_NAP_S = 0.000001
 
