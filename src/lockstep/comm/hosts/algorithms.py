@@ -75,20 +75,20 @@ def _all_reduce_redundant(team: HostsTeam, tensor: torch.Tensor, reduction: Redu
     reduction.within_host(parts, own)
     wanted = dict.fromkeys((team.rank, *_represented(team)), own)
     result = torch.empty(numel, dtype=reduction.dtype)
-    reduction.over_hosts(_swap_sums(team, reduction, wanted, timeout_s), result)
+    reduction.over_hosts(_exchange_sums(team, reduction, wanted, timeout_s), result)
     tensor.copy_(result)
 
 
-def _swap_sums(
+def _exchange_sums(
     team: HostsTeam, reduction: Reduction, sums: Mapping[int, torch.Tensor], timeout_s: float
 ) -> list[torch.Tensor]:
-    """Give sums of this host to the ranks of others that this rank is the proxy of, and get what is for this one.
+    """Send sums of this host to the ranks whose proxy this rank is, and receive the sums of other hosts for this rank.
 
     Args:
         team: the ranks of the group.
-        reduction: how sums travel.
-        sums: by the rank that wants them; this rank and those that it represents.
-        timeout_s: of the wait.
+        reduction: has the wire format of the sums.
+        sums: rank that needs the sum -> sum; for this rank and those that it represents.
+        timeout_s: seconds until the wait is an error.
 
     Returns:
         The sum of each host, in order, as every rank sees it.
@@ -140,7 +140,7 @@ def _proxy_on(team: HostsTeam, host: int) -> int:
 
 
 def _rounds(team: HostsTeam) -> list[list[int | None]]:
-    """Whom the ranks of this host stand for, themselves first: one each in a round, None where nobody is left."""
+    """The ranks that those of this host represent, themselves first: one for each in a round, None for none left."""
     layout = team.layout
     own = layout.local_ranks(team.rank)
     stands_for: list[list[int]] = [[rank] for rank in own]
@@ -164,13 +164,13 @@ def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, reduction: Reductio
         return {channel: parts[0] for channel, parts in load(chunk, bounds).items()}
 
     def store(chunk: int, bounds: Sequence[int]) -> None:
-        """It is where it belongs."""
+        """Do nothing: the result is already in the tensor."""
 
     reduce_pipelined(team, reduction, numels, load, target, store, timeout_s, in_place=in_place)
 
 
 def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
-    """The ranks of this host meet in its slots. See [Note: two slots] in `shm/team.py`."""
+    """The ranks of this host share their parts through its slots. See [Note: two slots] in `shm/team.py`."""
     local = team.local
     num_bytes = tensor.numel() * tensor.element_size()
     starts, numels = _chunks(team, tensor, _bytes_that_fit(team, timeout_s))
@@ -231,8 +231,8 @@ def reduce_symmetric(team: HostsTeam, parts: Sequence[torch.Tensor], reduction: 
     Args:
         team: the ranks of the group.
         parts: one flat tensor for each rank of this host, the same numel and dtype.
-        reduction: how.
-        timeout_s: of each wait.
+        reduction: how to combine the parts.
+        timeout_s: seconds until each wait is an error.
     """
     starts, numels = _chunks(team, parts[0], LARGEST_CHUNK_BYTES)
     own_channels = team.layout.channels_of(team.rank)
@@ -279,7 +279,7 @@ def _local_ranks_of_owners(team: HostsTeam) -> list[int]:
 def reduce(team: HostsTeam, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
     """Reduce over all ranks into `tensor` of the root; other ranks keep theirs.
 
-    Both directions of a network are there anyway, so it takes no longer than handing the result to one.
+    A network carries both directions at once, so it takes no longer than to hand the result to one rank.
     """
     all_reduce(team, tensor if team.rank == root else tensor.clone(), kernel, timeout_s)
 
@@ -304,7 +304,7 @@ def reduce_scatter(
         if wanted_by is not None:
             sums[wanted_by] = out
     result = torch.empty(tensor.numel(), dtype=reduction.dtype)
-    reduction.over_hosts(_swap_sums(team, reduction, sums, timeout_s), result)
+    reduction.over_hosts(_exchange_sums(team, reduction, sums, timeout_s), result)
     tensor.copy_(result)
 
 
@@ -388,11 +388,11 @@ def all_to_all(
         outputs: one for each rank.
         inputs: one for each rank.
         largest: numel of the largest tensor that any rank sends, the same on all ranks.
-        timeout_s: of each wait.
+        timeout_s: seconds until each wait is an error.
     """
     team.arrive(timeout_s)
     here = team.layout.local_ranks(team.rank)
-    # Beginning with the next rank, so that not all turn to one first.
+    # Beginning with the next rank, so that not all ranks send to the same one first.
     others = [(team.rank + distance) % team.world_size for distance in range(1, team.world_size)]
     far = [rank for rank in others if rank not in here]
     team.exchange([(rank, inputs[rank]) for rank in far], [(rank, outputs[rank]) for rank in far], timeout_s)

@@ -1,4 +1,4 @@
-"""Finding out which ranks of a new group share a host, and at which address each host listens.
+"""Finds out which ranks of a new group share a host, and at which address each host listens.
 
 Ranks share a host if they have the same boot id and process ids, or if the one can open a segment of shared memory of
 the other: two containers of one machine that share neither are two hosts.
@@ -6,7 +6,6 @@ the other: two containers of one machine that share neither are two hosts.
 Then the first rank of each host listens on every address of its host that others might reach (`network_interfaces.py`),
 and probes the addresses of all other hosts. A host's address is the one that most others reach; among equals the one
 that its host ranks first. A host that nobody reaches is an error that names what was tried.
-
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["find_members"]
 
 @dataclass(frozen=True)
 class _RankInfo:
-    """What a rank says of itself."""
+    """What a rank publishes of itself."""
 
     identity: PeerIdentity
     boot_id: str
@@ -48,7 +47,7 @@ class _RankInfo:
 
 
 def find_members(exchange: StoreExchange, rank: int, world_size: int) -> list[Member]:
-    """All ranks of a new group. Collective.
+    """Find out where all ranks of a new group are. Collective.
 
     Raises:
         RendezvousError: a rank did not come, or a host cannot be reached.
@@ -90,7 +89,7 @@ def _first_on_host(own: _RankInfo, infos: Sequence[_RankInfo], rank: int) -> int
 def _find_addresses(
     exchange: StoreExchange, rank: int, hosts: Sequence[int], names: Sequence[str]
 ) -> dict[int, tuple[str, str]]:
-    """Address and interface of each host, by its first rank. Collective."""
+    """Find the address and interface of each host: first rank of the host -> both. Collective."""
     listener: ProbeListener | None = None
     try:
         if rank in hosts:

@@ -1,12 +1,12 @@
-"""Gloo, as the carrier of everything large between the ranks of a group over several hosts.
+"""Moves large data between the ranks of a group over several hosts, by Gloo.
 
-Only its sends and receives are used: they go straight from one memory to another without the GIL, and
-what is added to what, and in which order, stays Lockstep's business (`wire.py`, `pipeline.py`).
+Only sends and receives of Gloo are used: they go straight from one memory to another without the GIL. What is added to
+what, and in which order, stays Lockstep's business (`wire.py`, `pipeline.py`).
 
-[Note: waits] A send or receive of Gloo can be waited for, not asked; and a wait that reaches a deadline closes the
-connection for good. So whoever needs data waits without a deadline, which costs nothing while all is well, and a
-second thread, the `Watchdog`, looks after the peers meanwhile. Should one of them not come any more, it closes
-the connections, which ends the wait.
+[Note: waits] A thread can wait for a send or receive of Gloo, but not ask whether it is done; and a wait that reaches a
+deadline closes the connection for good. So a thread that needs data waits without a deadline, which costs nothing
+while all is well, and a second thread, the `Watchdog`, watches the peers meanwhile. If one of them fails, the watchdog
+closes the connections, which ends the wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CLOSE_PATIENCE_S = 2.0
 
 
 class GlooTransfer:
-    """A send or receive under way.
+    """A send or receive of Gloo under way.
 
     Attributes:
         peer: the rank at the other end.
@@ -68,7 +68,7 @@ class GlooTransfer:
 
 
 class _Refused:
-    """A send or receive that could not even begin, because the connection is gone: waiting for it says so."""
+    """A send or receive that could not begin, because the connection is gone; its wait raises that."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -78,14 +78,14 @@ class _Refused:
 
 
 class GlooTransport:
-    """Gloo between the ranks of one group. Collective to make.
+    """Gloo connections between the ranks of one group. Collective to make.
 
     Args:
-        store: nobody else uses its keys.
-        rank: this rank.
-        world_size: number of ranks.
-        address: of this host; Gloo listens and connects there only.
-        timeout_s: for the connections to be made.
+        store: through which Gloo connects; nobody else uses its keys.
+        rank: this rank in the group.
+        world_size: number of ranks of the group.
+        address: address of this host; Gloo listens and connects there only.
+        timeout_s: seconds until missing connections are an error.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout_s: float) -> None:
@@ -112,14 +112,14 @@ class GlooTransport:
         return self._begin(self._group.recv, peer, memory, tag)
 
     def _begin(self, verb: Callable[..., Any], peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
-        # A peer that died is noticed here as well as in a wait; the wait is where it is explained.
+        # The death of a peer shows here or in a wait; the wait explains it.
         try:
             return GlooTransfer(verb([memory], peer, tag), peer, memory)
         except RuntimeError as error:
             return GlooTransfer(_Refused(error), peer, memory)
 
     def watch(self, transfer: GlooTransfer, on_done: Callable[[], None]) -> GlooTransfer:
-        """Have a thread wait for it, for who can only ask `is_done`, and then call `on_done`. Local."""
+        """Have a thread wait for a transfer and then call `on_done`; meanwhile the caller asks `is_done`. Local."""
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._wait_for_watched, name="lockstep-gloo-wait", daemon=True)
             self._watcher.start()
@@ -129,19 +129,19 @@ class GlooTransport:
     def _wait_for_watched(self) -> None:
         while (item := self._watched.get()) is not None:
             transfer, on_done = item
-            with contextlib.suppress(RuntimeError):  # The connection is gone, which others notice and explain.
+            with contextlib.suppress(RuntimeError):  # The connection is gone; the waits of others explain that.
                 transfer.wait()
             on_done()
 
     def abort(self, peers: Iterable[int] | None = None) -> None:
-        """Close the connections, to all if not to some, so that every wait for them ends. Local."""
+        """Close the connections to these peers, None for all, so that every wait for them ends. Local."""
         # See [Note: waits]; Gloo's own abort() lets waits go on.
         for peer in self._peers if peers is None else peers:
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
 
     def close(self, in_good_order: bool) -> None:
-        """Let go. Local."""
+        """Release the connections. Local."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -156,11 +156,11 @@ class GlooTransport:
 
 
 class Watchdog:
-    """Looks after the peers while this rank waits for data from them.
+    """Watches the peers while this rank waits for data from them.
 
     Args:
-        look: called with ranks, seconds waited and the limit; raises PeerFailure if one of them will not come.
-        abort: ends the wait.
+        look: called with ranks, seconds waited and the limit; raises PeerFailure if one of the ranks will not come.
+        abort: closes the connections, which ends the wait.
     """
 
     def __init__(self, look: Callable[[Sequence[int], float, float], None], abort: Callable[[], None]) -> None:
@@ -173,7 +173,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def wait(self, transfers: Sequence[GlooTransfer], timeout_s: float) -> None:
-        """Return when all of these have finished.
+        """Return when all of these transfers have finished.
 
         Raises:
             PeerFailure: a peer died, failed or left, or was not done in time.

@@ -1,4 +1,4 @@
-"""Making a group over several hosts, and its engine."""
+"""Makes a group over several hosts, and its engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HostsEngine(MessageEngine):
         self._part = team.local.rank
 
     def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
-        """Protocols over a region of one host's memory are none of several hosts.
+        """Refuse protocols over a region of one host's memory: the ranks are on several hosts.
 
         Raises:
             InputError: always.
@@ -59,7 +59,7 @@ class HostsEngine(MessageEngine):
 
 
 def known_members(default_group: object, ranks: Sequence[int]) -> list[Member] | None:
-    """What the default group knows of these global ranks; None if it is of another kind."""
+    """The members of these global ranks, if the default group is one over several hosts; None otherwise."""
     engine = getattr(default_group, "engine", None)
     if not isinstance(engine, HostsEngine):
         return None
@@ -78,12 +78,12 @@ def connect(
     """Connect the ranks of a new group that may be on several hosts. Collective.
 
     Args:
-        store: where they meet; nobody else uses its keys.
-        rank: this rank.
-        ranks: the global rank of each.
+        store: through which the ranks find each other; nobody else uses its keys.
+        rank: this rank in the group.
+        ranks: the global rank of each rank of the group.
         timeout_s: until a rank that does not come is an error.
         check_peers: called while waiting; raises if a rank cannot come.
-        known: what is known of them already, from another group.
+        known: the members, if another group knows them already.
 
     Returns:
         A team of shared memory after all, where all turn out to be on one host.
@@ -142,7 +142,7 @@ def _connect(
 def _open_links(
     exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str, check_peers: Callable[[], None]
 ) -> tuple[Links, str]:
-    """The connections to all others, and a word that only this group knows. Collective."""
+    """Connect to all other ranks; also returns a word that only this group knows. Collective."""
     terms = common_terms() | {"wire": current_wire().name}
     listener = PeerListener(address)
     try:
@@ -171,7 +171,7 @@ def _open_links(
 def _await_ready(
     links: Links, ranks: Sequence[int], rank: int, timeout_s: float, check_peers: Callable[[], None]
 ) -> None:
-    """Wait until the memory of all hosts is there: what comes next cannot be cut short.
+    """Wait until the memory of all hosts is there, because the next step cannot be cut short.
 
     Raises:
         RankLost: a rank is gone.
@@ -195,7 +195,7 @@ def _await_ready(
 def announce(team: HostsTeam) -> None:
     """Say in one line which hosts there are, and how they reach each other. By one rank."""
     print(f"[lockstep] {len(team.layout.hosts)} hosts: {team.layout.describe()}", file=sys.stderr, flush=True)
-    is_said = env.LOCKSTEP_RENDEZVOUS.get() is not None  # by our launcher, to whom no token was given
+    is_said = env.LOCKSTEP_RENDEZVOUS.get() is not None  # our launcher has said that there is no token
     if not secret_of_ranks().is_given and not is_said:
         warn_once(
             get_logger(__name__),

@@ -1,4 +1,4 @@
-"""How two ranks that have just been connected prove to each other who they are.
+"""The handshake by which two ranks that have just been connected prove to each other who they are.
 
 The client has connected to the listener of the server::
 
@@ -7,12 +7,12 @@ The client has connected to the listener of the server::
     client → server    an HMAC over the same and the server's challenge
     server → client    whether it is admitted
 
-Both HMACs are made with a key derived from the job's secret and the word of this listener, which stands in the store.
-The secret itself does not, so who reads the store can neither pass for a rank nor have one talk to it. Where the job
-has no secret, the word is all there is to know; a client must then also come from the address that its rank has
-published.
+The key of both HMACs is derived from the job's secret and the word of the server's listener, which stands in the store.
+The secret itself does not stand there, so a process that reads the store can neither pass for a rank nor have one talk
+to it. Where the job has no secret, the word is all there is to know; a client must then also come from the address that
+its rank has published.
 
-Nothing here waits: bytes are taken in as they come, none beyond what the next message has.
+Nothing here waits: it reads bytes as they come, and none beyond the end of the next message.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _TRY_AGAIN_AFTER_S = 0.05
 
 
 class Stranger(Exception):
-    """What speaks at the other end is no rank that is awaited. The message is a clause."""
+    """The process at the other end is no rank that is awaited. The message is a clause."""
 
 
 class _Reader:
-    """What has come of a message of known size."""
+    """Collects the bytes of a message of known size."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -81,8 +81,8 @@ class IncomingHandshake:
     Args:
         link: the connection that was accepted.
         address: where it came from.
-        rank: this rank.
-        key: of this listener.
+        rank: this rank in the group.
+        key: the key of this listener.
         admits: raises Stranger if a rank from that address is not awaited.
     """
 
@@ -100,10 +100,10 @@ class IncomingHandshake:
         self._hello: tuple[int, bytes, bytes] | None = None
 
     def advance(self) -> int | None:
-        """Take in what has come; the client's rank once it has proved it.
+        """Handle the bytes that have come; returns the client's rank once the client has proved it.
 
         Raises:
-            Stranger: it is none.
+            Stranger: the client is no rank that is awaited.
         """
         try:
             if self._hello is None and (data := self._reader.take(_HELLO.size)) is not None:
@@ -147,10 +147,10 @@ class OutgoingHandshake:
     """The client's side of a handshake; connects again where the connection breaks before the server has answered.
 
     Args:
-        rank: this rank.
+        rank: this rank in the group.
         peer: the rank to connect to.
-        endpoint: its address and port.
-        key: of its listener.
+        endpoint: address and port of that rank.
+        key: the key of its listener.
         source: the address of this host, from which it connects.
     """
 
@@ -177,11 +177,11 @@ class OutgoingHandshake:
 
     @property
     def events(self) -> int:
-        """What to poll its socket for."""
+        """The events to poll the socket for."""
         return select.POLLOUT if self._step is _Step.CONNECT else select.POLLIN
 
     def begin_again(self, now_s: float) -> bool:
-        """Connect anew if that is due; whether there is another socket now."""
+        """Connect anew if that is due; returns whether there is a new socket."""
         if self.socket is not None or now_s < self._again_s:
             return False
         try:
@@ -197,7 +197,7 @@ class OutgoingHandshake:
         self.socket, self._again_s = None, now_s + _TRY_AGAIN_AFTER_S
 
     def advance(self) -> bool:
-        """Take in what has come; whether both have proved who they are.
+        """Handle the bytes that have come; returns whether both ranks have proved who they are.
 
         Raises:
             RendezvousError: what listens there is not that rank, or refuses this one.

@@ -26,8 +26,8 @@ class Member:
 
     Attributes:
         identity: its process, and the name of its host.
-        host: which host, by the lowest global rank on it.
-        address: where its host listens for the others.
+        host: its host, named by the lowest global rank on it.
+        address: the address at which its host listens for the others.
         interface: name of the interface with that address.
     """
 

@@ -1,8 +1,8 @@
-"""The connections through which the ranks of a group over several hosts talk: one for each pair.
+"""The connections between the ranks of a group over several hosts: one for each pair.
 
-They carry short messages and the end of a process: when a process dies, the kernel closes its side, and the peer
-reads that at once. Where a whole host vanishes, keepalive probes find it out within half a minute.
-They are made by `peer_listener.py`.
+They carry short messages, and tell of the end of a process: when a process dies, the kernel closes its side, and the
+peer reads that at once. If a whole host vanishes, keepalive probes find it out within half a minute.
+`peer_listener.py` makes the connections.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLUSH_S = 2.0
 
 
 class _Link:
-    """One connection: what has come of a message, and what could not be sent yet."""
+    """One connection, with the part of a message that has come, and the bytes that could not be sent yet."""
 
     def __init__(self, peer: int, link: socket.socket) -> None:
         self.peer = peer
@@ -42,7 +42,7 @@ class Links:
     """The connections of one rank. Not thread-safe, apart from `wait` and `interrupt`.
 
     Args:
-        sockets: one for each other rank.
+        sockets: the connected socket of each other rank.
 
     Attributes:
         lost: ranks whose end of the connection is closed.
@@ -67,7 +67,7 @@ class Links:
             self._poll.register(link.socket, select.EPOLLIN)
 
     def send(self, peer: int, message: bytes) -> None:
-        """Send a message, or as much of it as goes; `poll` sends the rest."""
+        """Send a message, or as much of it as the connection takes; `poll` sends the rest."""
         link = self._links[peer]
         link.unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         self._flush(link)
@@ -79,7 +79,7 @@ class Links:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                link.unsent.clear()  # What it said before may still be there to be read.
+                link.unsent.clear()  # Messages that came before may still be there to read.
                 return
             if sent < len(link.unsent[0]):
                 link.unsent[0] = link.unsent[0][sent:]
@@ -120,7 +120,7 @@ class Links:
         while len(received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(received, start)
             if length > _LONGEST_MESSAGE_BYTES:
-                self.lost.add(link.peer)  # What speaks there is no rank.
+                self.lost.add(link.peer)  # No rank sends that.
                 break
             end = start + _LENGTH.size + length
             if len(received) < end:
@@ -131,7 +131,7 @@ class Links:
             del received[:start]
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until there is something to read, somebody interrupts, or the time is up."""
+        """Sleep until there is something to read, another thread interrupts, or the time is up."""
         self._sleepers.add(threading.get_ident())
         try:
             with contextlib.suppress(OSError, ValueError):
@@ -151,14 +151,14 @@ class Links:
             os.eventfd_write(self._interrupts, 1)
 
     def close(self) -> None:
-        """Send what is left to send, within a moment, and close."""
+        """Send the rest, within two seconds, and close."""
         deadline = time.monotonic() + _FLUSH_S
         while any(link.unsent for link in self._links.values()) and time.monotonic() < deadline:
             for link in self._links.values():
                 self._flush(link)
             time.sleep(0.001)
         for link in self._links.values():
-            # Data that nobody has read would make the kernel reset the connection; our last word might be lost.
+            # Unread data would make the kernel reset the connection, and the peer might lose our last message.
             with contextlib.suppress(OSError):
                 while link.socket.recv(_READ_BYTES):
                     pass

@@ -1,7 +1,7 @@
 """Point to point in a group on several hosts: through shared memory within a host, by messages between hosts.
 
-One matcher knows all messages and all receives, so that a receive from any source takes what came first,
-wherever it came from. How a message moves is up to the mailbox for its peer.
+One matcher knows all messages and all receives, so a receive from any source takes the first message of any host. The
+mailbox for the peer of a message moves it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["HostsMailbox"]
 
 
 class _LinkBell(Doorbell):
-    """Wakes ranks of this host through their connections, by which they sleep: other hosts can wake them so, too."""
+    """Wakes ranks of this host through their connections, on which they sleep, because other hosts wake them so too."""
 
     def __init__(self, area: MailArea, team: HostsTeam) -> None:
         super().__init__(area, team.local_rank_of[team.rank])
@@ -31,7 +31,7 @@ class _LinkBell(Doorbell):
         self._ranks = {local_rank: rank for rank, local_rank in team.local_rank_of.items()}
 
     def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
-        """Sleep until a message comes, a wake or any other."""
+        """Sleep until a message comes, be it only one that wakes."""
         self._team.sleep(limit_s)
 
     def ring_here(self) -> None:
@@ -79,7 +79,7 @@ class HostsMailbox(BaseMailbox):
     def forget(self, operation: Send | Receive) -> None:
         self._near.forget(operation)
 
-    # What comes from other hosts wakes this rank without being asked.
+    # Messages of other hosts wake this rank without a bell.
 
     def arm(self) -> int:
         return self._near.arm()
@@ -100,7 +100,7 @@ class HostsMailbox(BaseMailbox):
         return self._near.take_finished() + far
 
     def close(self) -> None:
-        """Let go of shared memory, and leave what is under way to Gloo. Local."""
+        """Release shared memory, and leave to Gloo what is under way. Local."""
         self._near.close()
         self._far.close()
 

@@ -1,10 +1,10 @@
-"""Where the ranks of a new group over several hosts connect to each other.
+"""Listens for the other ranks of a new group over several hosts, and connects to them.
 
 A rank listens while the group is being made, on the chosen address of its host and a free port, and no longer: once all
-are connected there is no listening port. Whoever connects has to prove who it is (`handshake.py`).
+are connected there is no listening port. A process that connects has to prove who it is (`handshake.py`).
 
-[Note: strangers] All handshakes go on at the same time, each with a deadline of its own. So whoever connects and says
-nothing, or says it byte by byte, keeps nobody else waiting. It is let go of in the end, and said once.
+[Note: strangers] All handshakes go on at the same time, each with a deadline of its own. So a stranger that connects
+and sends nothing, or single bytes, keeps no rank waiting. Its connection is closed in the end, with one warning.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _Endpoint = tuple[str, int, str]
 
 
 class PeerListener:
-    """Where the other ranks of a new group connect to this one. Closed once they have.
+    """Listens until all other ranks of a new group have connected to this one.
 
     Args:
-        address: of this host.
-        secret: of the job.
+        address: address of this host.
+        secret: the secret of the job; default that of the environment.
 
     Attributes:
-        endpoint: what the others must know, to be published: address, port and word.
+        endpoint: what the other ranks must know, for the caller to publish: address, port and word.
     """
 
     def __init__(self, address: str, secret: Secret | None = None) -> None:
@@ -54,11 +54,11 @@ class PeerListener:
     def connect(
         self, rank: int, endpoints: Mapping[int, _Endpoint], timeout_s: float, check_peers: Callable[[], None]
     ) -> Links:
-        """Connect to all others: to those of lower rank, and let in those of higher. Collective.
+        """Connect to the ranks below this one, and accept those above. Collective.
 
         Args:
-            rank: this rank.
-            endpoints: of the other ranks.
+            rank: this rank in the group.
+            endpoints: rank -> endpoint, of the other ranks.
             timeout_s: until a rank that does not come is an error.
             check_peers: called while waiting; raises if a rank cannot come.
 
@@ -88,11 +88,11 @@ class _Handshakes:
     """All handshakes of one rank, under way at the same time. See [Note: strangers]. A context manager.
 
     Args:
-        listener: where the ranks of higher number come; closed in the end.
-        key: of this listener.
-        rank: this rank.
-        endpoints: of the others.
-        address: of this host.
+        listener: accepts the ranks above this one; closed in the end.
+        key: the key of this listener.
+        rank: this rank in the group.
+        endpoints: rank -> endpoint, of the other ranks.
+        address: address of this host.
 
     Attributes:
         sockets: the connections that are made, by rank.
@@ -135,7 +135,7 @@ class _Handshakes:
             self._outgoing[peer] = OutgoingHandshake(self._rank, peer, endpoint, key, self._address)
 
     def go_on(self) -> None:
-        """Do what can be done now; waits a moment if there is nothing."""
+        """Advance the handshakes that can go on now; waits a moment if none can."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         for descriptor in self._incoming:
@@ -212,7 +212,7 @@ class _Handshakes:
             )
 
     def strangers(self) -> str:
-        """Who was refused, as the end of a message."""
+        """The connections that were refused, as the end of a message."""
         return "".join(f"; one from {address} was refused: {why}" for address, why in self._refused.items())
 
     @contextlib.contextmanager

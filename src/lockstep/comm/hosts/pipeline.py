@@ -13,16 +13,15 @@ longer than the slowest of its stages; and because every channel has an owner of
 [Note: exchange] With two hosts, owners exchange whole sums and both add: each byte crosses once in each direction. With
 more, each owner of a channel adds up one part of it and hands the result to the others: 2 (H - 1) / H of the bytes.
 
-[Note: order] Sums are added in the fixed pairwise tree over the ranks of a host, then over hosts, in their order in the
-layout. Every value is added up by owners that hold the same parts in the same order, so all ranks and all runs get the
-same bits.
+[Note: order] The fixed pairwise tree adds over the ranks of a host, then over hosts, in their order in the layout. All
+owners of a value add the same parts in the same order, so all ranks and all runs get the same bits.
 
 [Note: in place] Where a host has one rank, and sums travel as they are, an exchange sends from the tensor itself and
 receives into it. With more than two hosts a result arrives in memory that was sent from before; but the owner that
 sends it has received what was sent. Two hosts swap whole sums: there a result waits for the end of the sends.
 
-[Note: posted ahead] Gloo sends only when it knows that the receiver is ready. So receives are posted some chunks
-ahead, and no send waits for the news that they are.
+[Note: posted ahead] Gloo sends only when it knows that the receiver is ready. So an owner posts its receives some
+chunks ahead, and no send waits for the news that the receiver is ready.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ _FLOAT_SUMS = ("SUM", "AVG", "PREMUL_SUM")
 
 @dataclass(frozen=True)
 class Reduction:
-    """How parts become one, within a host and between hosts.
+    """How to combine parts, within a host and between hosts.
 
     Attributes:
-        dtype: in which partial sums are kept.
-        kernel: combines them, undivided.
-        divisor: of the last result; 1 for none.
-        wire: what they travel as.
+        dtype: the dtype of partial sums.
+        kernel: combines parts, without the division of an average.
+        divisor: divides the last result; 1 for none.
+        wire: the wire format of partial sums between hosts.
     """
 
     dtype: torch.dtype
@@ -65,7 +64,7 @@ class Reduction:
 
     @classmethod
     def by(cls, kernel: Kernel, dtype: torch.dtype, team: HostsTeam) -> Reduction:
-        """What a reduction of tensors of `dtype` by `kernel` takes."""
+        """The reduction of tensors of `dtype` by `kernel`."""
         accumulate = kernel.accumulate or dtype
         may_round = accumulate is torch.float32 and kernel.name in _FLOAT_SUMS
         return cls(
@@ -101,13 +100,13 @@ class Reduction:
 
 
 class _Exchange:
-    """One channel of one chunk on its way between hosts.
+    """The exchange of one channel of one chunk between its owners.
 
     Args:
         team: the ranks of the group.
-        reduction: how.
-        channel: which.
-        numel: of the channel in this chunk.
+        reduction: how to combine the parts.
+        channel: number of the channel.
+        numel: elements of the channel in this chunk.
         memory: where the only part and the result of the channel lie; see [Note: in place]. None elsewhere.
     """
 
@@ -143,19 +142,19 @@ class _Exchange:
         return self._take(numel * self._reduction.dtype.itemsize).view(self._reduction.dtype)
 
     def _span(self, host: int) -> tuple[int, int]:
-        """What that host's owner adds up."""
+        """Bounds of the part that the owner on that host adds up."""
         return self._spans[0] if self._is_direct else self._spans[host]
 
     def _expect(
-        self, host: int, numel: int, phase: int, place: torch.Tensor | None = None
+        self, host: int, numel: int, phase: int, target: torch.Tensor | None = None
     ) -> tuple[GlooTransfer | None, torch.Tensor]:
-        buffer = self._take(self._reduction.num_bytes(numel)) if place is None else place.view(torch.uint8)
+        buffer = self._take(self._reduction.num_bytes(numel)) if target is None else target.view(torch.uint8)
         if not numel:
             return None, buffer
         return self._team.receive_chunk(self._owners[host], buffer, phase), buffer
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        """What is sent of these values, which may be their own memory."""
+        """The bytes to send for these values, which may be their own memory."""
         wire = self._reduction.wire
         if wire.is_exact:
             return values.view(torch.uint8)
@@ -177,15 +176,15 @@ class _Exchange:
     # ---- stages ----------------------------------------------------------------------------------------
 
     def post(self) -> None:
-        """Get ready to receive. Local."""
+        """Post the receives. Local."""
         low, high = self._span(self._own)
         for host in self._others:
             self._coming[host] = self._expect(host, high - low, 0)
         if not self._is_direct:
             for host in self._others:
                 low, high = self._spans[host]
-                place = None if self._memory is None else self._memory[low:high]
-                self._returning[host] = self._expect(host, high - low, 1, place)
+                target = None if self._memory is None else self._memory[low:high]
+                self._returning[host] = self._expect(host, high - low, 1, target)
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Add up the parts of this host's ranks, and send the sum. Local."""
@@ -245,7 +244,7 @@ class _Exchange:
         self._reduction.over_hosts([self._sum, theirs] if self._own == 0 else [theirs, self._sum], out)
 
     def release(self, timeout_s: float) -> None:
-        """Wait until all is sent, and give the memory back."""
+        """Wait until all is sent, and give the buffers back."""
         self._team.wait_for(self._sends, timeout_s)
         for buffer in self._buffers:
             self._team.give_buffer(buffer)
@@ -266,14 +265,14 @@ def reduce_pipelined(
 
     Args:
         team: the ranks of the group.
-        reduction: how.
+        reduction: how to combine the parts.
         chunk_numels: elements of each chunk; the same on all ranks.
         load: given the number of a chunk and the bounds of its channels (one more than channels), returns for each
             channel that this rank owns the parts of the ranks of its host. All ranks of a host call it together.
         target: given the same, returns for each channel that this rank owns where its result goes.
         store: given the same, hands the results to the ranks of the host. All of them call it together.
-        timeout_s: of each wait.
-        in_place: `load` and `place` give the same memory, and may be called at any time.
+        timeout_s: seconds until each wait is an error.
+        in_place: whether `load` and `target` give the same memory, and may be called at any time.
 
     Raises:
         PeerFailure: a peer failed or left, or was not done in time.
@@ -287,7 +286,7 @@ def reduce_pipelined(
     def post(until: int) -> None:
         while len(exchanges) < min(until, num_chunks):
             at = bounds[len(exchanges)]
-            memory = place(len(exchanges), at) if in_place else {}
+            memory = target(len(exchanges), at) if in_place else {}
             exchanges.append(
                 {each: _Exchange(team, reduction, each, at[each + 1] - at[each], memory.get(each)) for each in channels}
             )

@@ -1,4 +1,4 @@
-"""What the ranks of a new group tell each other through the store, under keys of this group that each deletes again."""
+"""Exchanges values between the ranks of a new group through the store, under keys that each rank deletes again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LOOK_AGAIN_S = 0.5
 
 
 class StoreExchange:
-    """What the ranks of a new group tell each other through the store.
+    """Writes values of this rank into the store, and reads those of the others.
 
     Args:
-        store: nobody else uses its keys.
-        rank: this rank.
-        global_ranks: the global rank of each.
+        store: the store; nobody else uses its keys.
+        rank: this rank in the group.
+        global_ranks: the global rank of each rank of the group.
         timeout_s: until a rank that does not come is an error.
         check_peers: called while waiting; raises if a rank that is awaited cannot come.
     """
@@ -45,16 +45,16 @@ class StoreExchange:
         self._look_again_s = 0.0
 
     def write(self, topic: str, value: Any) -> None:
-        """Tell all ranks something: JSON."""
+        """Publish a value of JSON for all ranks, under a topic."""
         key, text = f"{topic}{self._rank}", json.dumps(value)
         self._ask(lambda: self._store.set(key, text))
         self._written[key] = text
 
     def read(self, topic: str, ranks: Sequence[int]) -> list[Any]:
-        """What these ranks told about a topic, in order.
+        """The values that these ranks published under a topic, in order; waits for them.
 
         Raises:
-            RendezvousError: a rank said nothing in time; names it.
+            RendezvousError: a rank published nothing in time, or gave up; names it.
             RankLost: a rank cannot come.
         """
         found: dict[int, Any] = {}
@@ -88,7 +88,7 @@ class StoreExchange:
             ) from None
 
     def _write_again(self) -> None:
-        """What somebody has written over: he may have had his reasons, and the others wait for it."""
+        """Write values of this rank again that another process has removed or replaced: the others wait for them."""
         now_s = time.monotonic()
         if now_s > self._look_again_s:
             for key, text in self._written.items() if self._look_again_s else ():
@@ -97,24 +97,24 @@ class StoreExchange:
             self._look_again_s = now_s + _LOOK_AGAIN_S
 
     def part(self, ranks: Sequence[int]) -> None:
-        """Before all raise the same: wait a moment until all know. The store may go with the first that ends."""
+        """Wait a moment until all ranks know why they raise. The store may go with the first rank that ends."""
         self._deadline = min(self._deadline, time.monotonic() + _PARTING_S)
         with contextlib.suppress(LockstepError):
             self.write("parting", True)
             self.read("parting", ranks)
 
     def give_up(self, error: Exception) -> None:
-        """Let the others know that this rank will not join, so that they need not wait for it."""
+        """Publish that this rank will not join, so that the others need not wait for it."""
         name = f"rank {self._global_ranks[self._rank]}"
         with contextlib.suppress(RuntimeError):
             self._store.set(_FAILURE, f"{name} could not join: {str(error).splitlines()[0]}")
 
     def _said(self, key: str) -> str | None:
-        """What stands under that key, if anything does."""
+        """The value under that key; None if there is none."""
         return self._ask(lambda: self._store.get(key) if self._store.has(key) else None)
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """Put a question to the store, which may be gone: it ends with the rank that has it."""
+        """Ask the store, which is gone if the rank that holds it has ended."""
         try:
             return question()
         except RuntimeError as error:
@@ -128,7 +128,7 @@ class StoreExchange:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def erase(self) -> None:
-        """Delete what this rank has told. Once all have read it."""
+        """Delete the values of this rank. Call it once all ranks have read them."""
         for key in self._written:
             self._store.delete(key)
         self._written.clear()

@@ -1,13 +1,13 @@
-"""The ranks of one group on several hosts: what they tell each other, and the memory of those that share a host.
+"""The team of a group on several hosts: messages between all ranks, and shared memory within each host.
 
 Every rank has a connection to every other (`links.py`), for short messages: what it has come for, that it
-leaves, that it has failed. So each knows by itself, and soon, of whoever dies, wherever that is.
-The ranks of one host have a team of shared memory among them (`local`), through which data moves there. What is large
-goes between hosts by Gloo (`gloo_transport.py`).
+leaves, that it has failed. So each rank learns soon, and by itself, that any other dies.
+The ranks of one host form a team of shared memory (`local`), through which data moves there. Between hosts, Gloo moves
+large data (`gloo_transport.py`).
 
 [Note: who waits for whom] A rank that waits in a step of its local team, or for data of another host, waits for ranks
-that may themselves wait for others. Whoever notices a failure breaks the group and tells all. So it is enough that a
-wait looks after the ranks that it waits for, and hears what they say.
+that may themselves wait for others. A rank that notices a failure breaks the group and tells all. So it is enough that
+a wait watches the ranks that it waits for, and receives their messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _TENSOR_TAG, _P2P_TAG, _CHUNK_TAG = 1, 2, 3
 _LARGE_BYTES = SMALL_SLOT_BYTES + 1
 # A tensor of up to this size travels as a message.
 _EAGER_BYTES = 4 << 10
-_EAGER_KIND, _WAKE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")  # none of a notice's or the mailbox's
+_EAGER_KIND, _WAKE = (
+    (31).to_bytes(8, "little"),
+    (30).to_bytes(8, "little"),
+)  # unlike those of notices and of the mailbox
 assert _EAGER_BYTES + len(_EAGER_KIND) <= MESSAGE_BYTES
 
 _POOL_BYTES = 64 << 20
@@ -44,7 +47,7 @@ _Parts = Sequence[tuple[int, torch.Tensor]]
 
 
 class _LocalWaiter(Waiter):
-    """Waits for ranks of this host, and hears what those of all hosts say meanwhile."""
+    """Waits for ranks of this host, and receives the messages of all hosts meanwhile."""
 
     polls_in_looks = True
 
@@ -67,7 +70,7 @@ class _LocalWaiter(Waiter):
 
 
 class _FarWatch(Watch):
-    """Also sees the end of processes on other hosts: their connections are closed."""
+    """Also sees the end of processes on other hosts, by their closed connections."""
 
     def __init__(self, near: dict[int, PeerIdentity], links: Links) -> None:
         super().__init__(near)
@@ -79,22 +82,22 @@ class _FarWatch(Watch):
 
 
 class HostsTeam(MessageTeam):
-    """The ranks of one group on several hosts, for an engine, a flight record and point to point.
+    """The ranks of one group on several hosts, for an engine, a flight recorder and point to point.
 
     Args:
         rank: this rank in the group.
-        layout: who is where.
-        links: the connections to the others.
-        local: the team of this host.
-        gloo: Gloo.
-        wire: what float sums travel as between hosts.
+        layout: which ranks share a host.
+        links: the connections to the other ranks.
+        local: the team of shared memory of this host.
+        gloo: moves large data between hosts.
+        wire: the wire format of float sums between hosts.
 
     Attributes:
-        layout: who is where.
+        layout: which ranks share a host.
         local: the team of shared memory of this host.
-        waiter: how to wait for ranks of this host.
-        wire: what float sums travel as between hosts.
-        chunk_bytes: of a large tensor that moves at a time; 0 before `prepare`.
+        waiter: waits for ranks of this host.
+        wire: the wire format of float sums between hosts.
+        chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
     """
 
     def __init__(self, rank: int, layout: Layout, links: Links, local: Team, gloo: GlooTransport, wire: Wire) -> None:
@@ -126,7 +129,7 @@ class HostsTeam(MessageTeam):
             self._links.send(peer, message)
 
     def poll(self) -> None:
-        """Take in what the peers have said. Local; waits for nothing."""
+        """Receive the messages that have come. Local; waits for nothing."""
         with self.lock:
             for peer, message in self._links.poll():
                 if message[:8] == _EAGER_KIND:
@@ -134,7 +137,7 @@ class HostsTeam(MessageTeam):
                 elif message != _WAKE:
                     self._receive_message(peer, message)
                 if self._links.has_sleepers:
-                    self._links.interrupt()  # What was heard here another thread may be waiting for.
+                    self._links.interrupt()  # Another thread may wait for what was received here.
 
     def wake(self, peer: int) -> None:
         """Wake a rank that sleeps in `sleep`. Local."""
@@ -145,7 +148,7 @@ class HostsTeam(MessageTeam):
         self._links.interrupt()
 
     def sleep(self, limit_s: float) -> None:
-        """Sleep until a peer has said something, or another thread of this rank has heard it. Local."""
+        """Sleep until a message comes, or another thread of this rank has received one. Local."""
         self._links.wait(limit_s)
 
     # ---- waiting ---------------------------------------------------------------------------------------
@@ -171,7 +174,8 @@ class HostsTeam(MessageTeam):
         """Raise PeerFailure if a rank of this host that is awaited cannot come any more. Local.
 
         Args:
-            missing: who is awaited, by local rank. Asked after the news: who came and left has kept its word.
+            missing: tells the local ranks that are awaited. Called after messages are received, since a rank that came
+                and then left is awaited no more.
             waited_s: seconds waited so far.
             timeout_s: seconds until PeerFailure of kind LATE.
         """
@@ -269,7 +273,7 @@ class HostsTeam(MessageTeam):
         return region
 
     def wait_for(self, transfers: Sequence[GlooTransfer], timeout_s: float) -> None:
-        """Return when these have finished.
+        """Return when these transfers have finished.
 
         Raises:
             PeerFailure: a peer failed or left, or was not done in time.
@@ -289,7 +293,7 @@ class HostsTeam(MessageTeam):
         return self._gloo.receive(peer, memory, _CHUNK_TAG + phase)
 
     def take_buffer(self, num_bytes: int) -> torch.Tensor:
-        """A uint8 tensor of that many bytes for a while. Local; fresh memory costs more than what is done with it."""
+        """A uint8 tensor of that many bytes, from a pool. Local; fresh memory costs more than the work on it."""
         waiting = self._pool.get(num_bytes)
         if waiting:
             self._pool_bytes -= num_bytes
@@ -297,7 +301,7 @@ class HostsTeam(MessageTeam):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give_buffer(self, buffer: torch.Tensor) -> None:
-        """Give it back. Local."""
+        """Give a tensor back to the pool. Local."""
         num_bytes = buffer.numel()
         if self._pool_bytes + num_bytes > _POOL_BYTES:
             self._pool.clear()
@@ -318,11 +322,11 @@ class HostsTeam(MessageTeam):
         return [self._gloo.watch(self._gloo.receive(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
     def are_done(self, requests: Sequence[GlooTransfer]) -> bool:
-        """Whether these have finished. Local; waits for nothing."""
+        """Whether these transfers have finished. Local; waits for nothing."""
         return all(transfer.is_done for transfer in requests)
 
     def abandon(self, memory: object) -> None:
-        """Give up what is under way: keep the memory that Gloo may touch. Local."""
+        """Keep memory alive that Gloo may still touch, for transfers that are given up. Local."""
         self._abandoned.append(memory)
 
     # ---- end -------------------------------------------------------------------------------------------
