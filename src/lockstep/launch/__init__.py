@@ -7,11 +7,11 @@ General layout, from the bottom up:
   the launcher itself was killed.
 * `attempt_folder`, `free_port`: the private folder of one attempt, and the port of its rank 0.
 * `environment`: the variables that each rank gets.
-* `report`, `root_cause`, `headline`: how a failing rank says why, which failure was the first, and its one line.
+* `report`, `root_cause`, `headline`: the error report of a failing rank, which failure was the first, and its one line.
 * `positions`, `stacks`: where every rank is, from its status file, and from py-spy.
 * `streams`, `terminal`, `screen`, `output`: the lines of each rank, and many ranks on one terminal.
 * `signals`, `process`, `attempt`: one start of all ranks, from the first fork to the last process gone.
-* `logs`, `local_workers`: the ranks of one attempt on this host, with what they say and how they end.
+* `logs`, `local_workers`: the ranks of one attempt on this host, with their output and how they end.
 * `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.
 * `worker`: what runs inside a rank before the user's script does; `program`: a rank that is no Python script.
 * `payload`, `spawn`: the same for a Python function.

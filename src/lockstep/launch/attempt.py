@@ -3,7 +3,7 @@
 [Note: phases of an attempt]
 RUNNING   all ranks work. A rank that exits with 0 is simply done.
    │ a rank fails: the others get `settle_s`, so that they notice the loss by themselves and
-   │ say which call met it
+   │ report in which call
 SETTLING
    │ time is over (a rank that reported a failure but hangs on its way out gets here from
    │ RUNNING after `grace_s`): SIGTERM to every group
@@ -11,8 +11,8 @@ SETTLING
 STOPPING
    │ `grace_s` is over, or a second interrupt: SIGKILL to every group
 KILLED
-   │ all ranks have exited, which any phase may be the last before
-GONE      what ranks left behind is swept away, pids are let go of
+   │ all ranks have exited; this may follow any phase
+GONE      the sweep kills what ranks left behind, and pids are released
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Attempt:
 
     Args:
         folder: where ranks announce failures.
-        reaper: learns of every session before anything can happen in it.
+        reaper: learns of every session before the rank runs in it.
         job: the job's id, for the final sweep.
-        grace_s: from the signal that asks ranks to stop to SIGKILL.
-        settle_s: from the first failure to that signal.
+        grace_s: seconds from the signal that asks ranks to stop to SIGKILL.
+        settle_s: seconds from the first failure to that signal.
 
     Attributes:
         exits: rank -> how it ended; complete when `wait` has returned.
         interrupted_by: the signal of the first interrupt, or None.
-        is_cut_short: an interrupt, and not a failure, ended the attempt.
+        is_cut_short: whether an interrupt, and not a failure, ended the attempt.
         on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
     """
 
@@ -78,7 +78,7 @@ class Attempt:
         self._selector.register(folder.events_fd, selectors.EVENT_READ, self._on_announcement)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` from `wait` whenever `fd` is readable."""
+        """Call `callback` from `wait` each time `fd` is readable."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def start(self, commands: Iterable[RankCommand]) -> None:
@@ -111,15 +111,15 @@ class Attempt:
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether no rank has failed, and nobody was told to stop."""
+        """Whether no rank has failed, and none was told to stop."""
         return self._phase is Phase.RUNNING and not self.failed_ranks
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Watch the ranks until all have exited, ending them where need be.
 
         Args:
-            timeout_s: give up watching after this time; the ranks go on. None: a job has no time limit,
-                each phase of its ending has.
+            timeout_s: seconds after which to return while the ranks go on; None for no limit, as a job has none,
+                but each phase of its ending has.
 
         Returns:
             True if all have exited, False if the time was over first.
@@ -140,7 +140,7 @@ class Attempt:
     def interrupt(self, number: int) -> None:
         """Ask all ranks to end by this signal; a second call, or one while they are being stopped, kills them."""
         self.interrupted_by = self.interrupted_by or number
-        # A failure that came first is the one to tell of, in whatever order the two are read.
+        # A failure that came before the interrupt counts, whichever of the two is read first.
         for rank in sorted(self._alive):
             self._on_exit(self._processes[rank])
         if self._phase is Phase.RUNNING:
@@ -150,14 +150,14 @@ class Attempt:
             self.kill()
 
     def settle(self) -> None:
-        """Ranks of another host have failed: these get `settle_s` to notice, and are then asked to stop."""
+        """Give the ranks `settle_s` to notice that ranks of another host have failed, and then ask them to stop."""
         if self._phase is Phase.RUNNING:
             self._tell_of_failure()
             self._phase = Phase.SETTLING
             self._deadline = time.monotonic() + self._settle_s
 
     def stop(self) -> None:
-        """Ask all ranks to end, without anybody having failed."""
+        """Ask all ranks to end, although none has failed."""
         if self._phase in (Phase.RUNNING, Phase.SETTLING):
             self._stop(signal.SIGTERM)
 
@@ -176,10 +176,10 @@ class Attempt:
         self._send(signal.SIGCONT)
 
     def close(self) -> None:
-        """End whatever is left of the attempt and release everything.
+        """End the processes that are left of the attempt and release everything.
 
-        After success, processes that left their rank's session on purpose are left alone, as
-        under any shell. After anything else they go too.
+        After success, processes that left their rank's session on purpose live on, as
+        under any shell. After anything else they are killed too.
         """
         succeeded = not self._alive and not self.failed_ranks and self.interrupted_by is None
         # Exited ranks included: their children may still be there.
@@ -194,14 +194,14 @@ class Attempt:
         return lambda: self._on_exit(process)
 
     def _on_exit(self, process: RankProcess) -> None:
-        # Seen already, if an interrupt was handled between the selector's answer and this.
+        # Handled already, if an interrupt came between the selector's answer and this.
         ended = process.poll() if process.rank in self._alive else None
         if ended is None:
             return
         self._selector.unregister(process.pidfd)
         self._alive.discard(process.rank)
         self.exits[process.rank] = ended
-        # What it announced may be read only after its exit is seen: the order of two descriptors is chance.
+        # Its announcement may be read after its exit: the order of two descriptors is chance.
         self._on_announcement()
         if process.rank in self.failed_ranks and self._phase is Phase.RUNNING:
             self._tell_of_failure()
@@ -222,7 +222,7 @@ class Attempt:
         callback()
 
     def _next_phase(self) -> None:
-        """The current phase has used up its time."""
+        """Go on to the next phase, because the time of the current one is over."""
         if self._phase in (Phase.RUNNING, Phase.SETTLING):
             self._stop(signal.SIGTERM)
         elif self._phase is Phase.STOPPING:
@@ -242,6 +242,6 @@ class Attempt:
     def _send(self, number: int) -> None:
         for rank in sorted(self._alive):
             process = self._processes[rank]
-            # One that has just exited by itself is not one that was told to stop.
+            # A rank that has just exited by itself was not told to stop.
             if process.poll() is None:
                 process.send(number)

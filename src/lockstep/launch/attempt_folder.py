@@ -2,7 +2,7 @@
 
 Folder layout::
 
-    events              FIFO: a rank says that it failed, even if it then hangs on its way out
+    events              FIFO: a rank announces that it failed, even if it then hangs on its way out
     error-rank<r>.json  why rank r failed (report.py)
     position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
     store               torch's FileStore, put there by lockstep.init()
@@ -29,7 +29,7 @@ class AttemptFolder:
     """A private folder (mode 0700), fresh for every attempt and removed at its end.
 
     Attributes:
-        path: of the folder.
+        path: the path of the folder.
         events_fd: readable when a rank has announced something.
 
     Raises:
@@ -68,7 +68,7 @@ class AttemptFolder:
 
 
 def announce_failure(folder: Path, rank: int) -> None:
-    """Called in a rank: say that it failed, without ever waiting for anybody."""
+    """Called in a rank: announce that it failed, without ever waiting."""
     with contextlib.suppress(OSError):
         fd = os.open(folder / _EVENTS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

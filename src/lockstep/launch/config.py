@@ -32,7 +32,7 @@ class LaunchConfig:
         log_dir: folder for one file per rank, rank<r>.log, which then gets stdout and stderr. Made if missing.
         max_restarts: how often to start all ranks again after a failure.
         grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL.
-        settle_s: seconds that the other ranks get, after a failure, to say what they lost.
+        settle_s: seconds that the other ranks get, after a failure, to report what they lost.
         stacks_on_timeout: when a rank did not come in time, print the stacks of all ranks before they are stopped.
         master_addr: MASTER_ADDR for the ranks.
         master_port: MASTER_PORT for the ranks; None for a free one, a new one for every attempt.
@@ -41,7 +41,7 @@ class LaunchConfig:
             `args`. None for no such option.
         on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
         explained_code: exit code of ranks that have told the user what is wrong: no failure summary follows.
-        tells_unjoined: say at a good end that several ranks imported torch and none of them joined a process group.
+        tells_unjoined: warn at a good end if several ranks imported torch and none of them joined a process group.
     """
 
     target: str
@@ -71,11 +71,11 @@ class LaunchConfig:
         return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.args])
 
     def args_of(self, local_rank: int) -> tuple[str, ...]:
-        """What the target gets on one rank."""
+        """The arguments of the target on one rank."""
         return self.args if self.local_rank_option is None else (f"{self.local_rank_option}={local_rank}", *self.args)
 
     def check(self) -> None:
-        """Find what cannot work before anything is started.
+        """Find options that cannot work, before anything is started.
 
         Raises:
             LaunchError: names the option, what it got and what it takes.

@@ -1,16 +1,16 @@
-"""The variables that each rank gets, and nothing else about it.
+"""The environment variables that each rank gets.
 
 On top of the launcher's own environment, every rank has
 
-* `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`: who it is among whom;
+* `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`: its number and how many there are, in the job and on its host;
 * `MASTER_ADDR`, `MASTER_PORT`: where rank 0 puts the store if the script asks torch for `env://`;
-* `GROUP_RANK` and `GROUP_WORLD_SIZE`: the number of this host, and of how many;
+* `GROUP_RANK` and `GROUP_WORLD_SIZE`: the number of this host, and how many there are;
 * `ROLE_NAME=default`, `ROLE_RANK`, `ROLE_WORLD_SIZE`,
   `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_MAX_RESTARTS`,
   `TORCHELASTIC_USE_AGENT_STORE=False`, `TORCHELASTIC_ERROR_FILE`: as torchrun sets them;
 * `OMP_NUM_THREADS`: cores divided by ranks of this host, at least 1; only if it is not set already;
 * `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt on this host;
-* `LOCKSTEP_SHOWS_ERRORS=True`: the launcher shows what a rank raises, so that it need not; only if that is so;
+* `LOCKSTEP_SHOWS_ERRORS=True`: only if the launcher shows what a rank raises, so that the rank need not;
 * `LOCKSTEP_TOKEN`: the secret of the job's ranks, the same on all hosts; not if the launchers of several have none;
 * `LOCKSTEP_PARENT_PID`: the launcher; a rank that finds another parent exits;
 * `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of;
@@ -72,7 +72,7 @@ def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
 def reaper_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment without the mark of an outer job, whose sweep must not find the reaper.
 
-    And without the secret, which is none of its business.
+    The secret is left out too: the reaper needs none.
     """
     bare = dict(variables)
     env.LOCKSTEP_JOB.unset(bare)
@@ -91,13 +91,13 @@ class AttemptEnvironment:
         world_size: number of ranks, on all hosts together.
         master_addr: address for env://.
         master_port: port for env://.
-        restart_count: how many attempts there were before.
-        max_restarts: how many restarts there may be.
+        restart_count: number of attempts before this one.
+        max_restarts: number of restarts that the job may have.
         first_rank: the lowest rank of this host.
         local_world_size: number of ranks of this host; None: all ranks are here.
         node_rank: number of this host.
         num_nodes: number of hosts.
-        shows_errors: the launcher shows what ranks raise.
+        shows_errors: whether the launcher shows what ranks raise.
         run_id: TORCHELASTIC_RUN_ID, the same on all hosts; None for the job's id.
         token: the secret of the ranks; None where there is none that all hosts know.
     """
@@ -162,7 +162,7 @@ class AttemptEnvironment:
 
 
 def _set_horovod(variables: dict[str, str], shared: AttemptEnvironment) -> None:
-    """Horovod's names for what the rank has been told already."""
+    """Add the same facts under Horovod's names."""
     for ours, theirs in (
         (env.RANK, env.HOROVOD_RANK),
         (env.WORLD_SIZE, env.HOROVOD_SIZE),

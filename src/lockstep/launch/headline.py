@@ -1,7 +1,7 @@
-"""What an error of torch's means, in one line: some say it further down in their text, or leave it to be guessed.
+"""Finds the one line that says what an error of torch's means; it may stand further down in the text, or be missing.
 
-Reads texts only, because the launcher does not import torch. A text that looks otherwise in another release of torch
-gives the line that it begins with.
+Reads texts only, because the launcher does not import torch. For a text that another release of torch words otherwise,
+it gives the first line.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def origin_of(kind: str, message: str) -> str | None:
     """What a worker or a replica raised: `bad jpeg 37 (in DataLoader worker process 0)`.
 
     Args:
-        kind: name of the exception that brought it.
-        message: its text.
+        kind: name of the exception that brought the traceback along.
+        message: text of that exception.
 
     Returns:
         None if the text is no traceback from elsewhere.

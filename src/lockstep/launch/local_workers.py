@@ -1,7 +1,7 @@
 """The local workers: the ranks of one attempt on this host, from their start to what went wrong with them.
 
-What jobs on one host (`supervisor.py`) and on several (`hosts/`) have in common. Which variables the ranks get
-is listed in environment.py, how an attempt ends in attempt.py, how the first failure is found in root_cause.py.
+Jobs on one host (`supervisor.py`) and on several (`hosts/`) use it. environment.py lists the variables that ranks get,
+attempt.py describes how an attempt ends, root_cause.py finds the first failure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.rank_status import make_status_files
 
 __all__ = ["LocalWorkers", "Outcome", "end_without_reader"]
 
-# What a program exits with whose reader went away.
+# The exit code of a program whose reader went away.
 _BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 _DRAIN_TIMEOUT_S = 5.0
 
@@ -45,9 +45,9 @@ class Outcome:
     """How one attempt ended on this host.
 
     Attributes:
-        failures: of its ranks, the first one first; empty if none failed before anything else happened.
-        last_words: what ranks raised after they were told to end, as `format_last_words` says it.
-        interrupted_by: a signal that somebody sent to the launcher, at whatever moment, or None.
+        failures: the failures of its ranks, the first one first; empty if something else ended the attempt.
+        last_words: what ranks raised after they were told to end, as `format_last_words` formats it.
+        interrupted_by: the signal that the launcher got at any moment of the attempt, or None.
         output_error: why the ranks' output could not be passed on, if that is what ended it.
     """
 
@@ -61,17 +61,17 @@ class LocalWorkers:
     """The ranks that one attempt has on this host. Used once: `start`, `attempt.wait`, `end`, and in any case `close`.
 
     Args:
-        config: what they run.
+        config: the options of the job.
         job: the job's id.
-        signals: what is sent to the launcher meanwhile.
+        signals: the signals that the launcher gets meanwhile.
         reaper: ends the ranks if this process cannot.
-        logs: where their output goes; None for this process's own stdout and stderr.
+        logs: the files of their output; None for this process's own stdout and stderr.
 
     Attributes:
-        attempt: their processes.
+        attempt: the processes of the ranks.
         folder: the attempt's private folder.
-        reports: why ranks failed, as they said; complete when `end` has returned.
-        statuses: where everybody was at the first failure.
+        reports: the error reports of ranks that failed; complete when `end` has returned.
+        statuses: where every rank was at the first failure.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class LocalWorkers:
             raise LaunchError(f"cannot start {len(environment.ranks)} ranks: {error}") from error
 
     def end(self) -> Outcome:
-        """End whatever is left of the ranks, pass on the rest of their output, and say what went wrong."""
+        """End the ranks that are left, pass on the rest of their output, and return how the attempt ended."""
         attempt, relay = self.attempt, self._relay
         self._processes.close()
         self.reports = reports = read_reports(self.folder, attempt.pids)
@@ -138,12 +138,12 @@ class LocalWorkers:
         return Outcome(failures, interrupted_by, last_words=last_words)
 
     def format_last_words(self) -> str:
-        """What ranks raised of themselves, for jobs that end by no failure of theirs; empty if nothing. After `end`."""
+        """What ranks raised of themselves in a job that no failure of theirs ended; empty if nothing. After `end`."""
         attempt = self.attempt
         return format_last_words(find_first_failure(attempt.exits, self.reports, attempt.failed_ranks))
 
     def close(self) -> None:
-        """End whatever is left of the ranks and release everything. May be called twice."""
+        """End the ranks that are left and release everything. May be called twice."""
         self._stack.close()
 
     def _commands(self, environment: AttemptEnvironment) -> Sequence[RankCommand]:
@@ -178,7 +178,7 @@ class LocalWorkers:
             self.attempt.resume()
 
     def _tell_of_interrupt(self, number: int) -> None:
-        """One sentence: what came, how to be quicker, and where the ranks were."""
+        """Say in one sentence which signal came, how to end the ranks sooner, and where they were."""
         behind_key = "\n" if number == signal.SIGINT and os.isatty(2) else ""  # the terminal's ^C
         statuses = describe_statuses(look(self.folder, self.attempt.pids))
         say(behind_key + describe_interrupt(number, self._config.grace_s, statuses))
@@ -198,10 +198,10 @@ class LocalWorkers:
         self.attempt.interrupt(signal.SIGTERM)
 
     def _drain(self, relay: Relay, may_wait: bool) -> int | None:
-        """Let the relay pass on the rest.
+        """Let the relay pass on the rest of the output.
 
-        A reader that takes its time (a pager) is waited for after success, as `python | less` does, and
-        for a few seconds after anything else. A signal ends the wait.
+        Waits for a slow reader (a pager) after success, as `python | less` does, and for a few seconds after
+        anything else. A signal ends the wait.
 
         Returns:
             The signal that ended the wait, or None.
@@ -225,7 +225,7 @@ class LocalWorkers:
 
 
 def end_without_reader(error: OSError) -> int:
-    """Exit code of a job whose output could not be passed on; says so where somebody may still read it."""
+    """The exit code of a job whose output could not be passed on; says why on stderr."""
     if isinstance(error, BrokenPipeError):
         return _BROKEN_PIPE_CODE
     say(f"lockstep: error: cannot pass on the output of the ranks: {error}; the job was stopped\n")

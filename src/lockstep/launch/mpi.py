@@ -22,13 +22,13 @@ def is_rank_of_mpirun(variables: Mapping[str, str]) -> bool:
 def run_as_rank(target: str, args: Collection[str], *, is_module: bool, given: Collection[str]) -> int:
     """Run the script in this process, as the rank of MPI that it is. Comes back only if the script ends well.
 
-    What a rank under our launcher has of it, a script has here too: Lockstep's names are known to torch.distributed.
+    As under our launcher, torch.distributed knows Lockstep's names.
 
     Args:
         target: path of a script, or name of a module.
         args: handed to it untouched.
         is_module: `target` is a module, run as `python -m` does.
-        given: options of the launcher that somebody gave, and that mpirun decides here.
+        given: options of the launcher that the user gave, and that mpirun decides here.
 
     Raises:
         LaunchError: there is nothing to run, or such an option was given.

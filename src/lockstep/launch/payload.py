@@ -43,7 +43,7 @@ class _DupFd:
 
 
 class _Spawning:
-    """What multiprocessing's reducers ask for while a process is being started."""
+    """The object that multiprocessing's reducers use while a process is being started."""
 
     DupFd = _DupFd
 
@@ -73,14 +73,14 @@ def _name_of(fn: Callable[..., object]) -> str:
 
 
 def _is_interactive() -> bool:
-    """Whether nobody can import the main module: a notebook, a session, `python -c`, a file of cells."""
+    """Whether the main module cannot be imported: a notebook, a session, `python -c`, a file of cells."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     return getattr(main, "__spec__", None) is None and (file is None or file.endswith(_CELL_SUFFIXES))
 
 
 def _pickler_by_value(fn: Callable[..., object]) -> Callable[[object], bytes] | None:
-    """What pickles things of the main module by value; None if nothing needs that, or nobody can.
+    """The pickler that takes things of the main module by value; None where none is needed or possible.
 
     Raises:
         InputTypeError: `fn` needs it, and cloudpickle is not installed.
@@ -190,7 +190,7 @@ def run_call(call_fd: int, tracker_fd: int) -> None:
     """In a rank: unpack the call, run it, leave its result in the private folder. Local.
 
     Raises:
-        whatever the function raises, after leaving that in the folder too if it can be pickled.
+        Exception: what the function raises, after leaving that in the folder too if it can be pickled.
     """
     # The ranks share the parent's tracker, or theirs would unlink what they only borrowed.
     resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
@@ -239,7 +239,7 @@ def _dump_result(value: object, fn: Callable[..., object], rank: int) -> bytes:
 
 
 def _dump_back(value: object) -> bytes:
-    """What came by value goes back by value, where it is known again for what it was."""
+    """Pickle what came by value by value again, so that the caller finds its own classes."""
     try:
         return pickle.dumps(value)
     except Exception:
@@ -251,7 +251,7 @@ def _dump_back(value: object) -> bytes:
 
 
 def _dump_exception(error: BaseException) -> bytes | None:
-    """None if it would not come out again as what it was, as with a constructor of several arguments."""
+    """The pickled exception; None if unpickling would give another, as with a constructor of several arguments."""
     try:
         content = _dump_back(error)
         return content if type(pickle.loads(content)) is type(error) else None
@@ -274,18 +274,18 @@ def _exception_path(folder: Path, rank: int) -> Path:
 
 
 def load_result(folder: Path, rank: int) -> object:
-    """What rank's call returned.
+    """The value that a rank's call returned.
 
     Raises:
-        FileNotFoundError: it left without returning.
-        Exception: whatever unpickling raises.
+        FileNotFoundError: the rank ended without returning.
+        Exception: what unpickling raises.
     """
     with open(_result_path(folder, rank), "rb") as file:
         return pickle.load(file)
 
 
 def load_exception(folder: Path, rank: int) -> BaseException | None:
-    """What rank's call raised, or None if that could not be carried over."""
+    """The exception that a rank's call raised; None if it could not be carried over."""
     try:
         with open(_exception_path(folder, rank), "rb") as file:
             error = pickle.load(file)

@@ -1,7 +1,7 @@
-"""Where the ranks are, or were: in which collective, since when, at which line of the user's code.
+"""Tells where the ranks are, or were: in which collective, since when, at which line of the user's code.
 
 Read from the status file of each rank in the attempt's private folder (`lockstep.rank_status`), so a rank that was
-killed is among them. The launcher asks at the first failure, before anybody is stopped, and whenever it gets SIGUSR1.
+killed is among them. The launcher looks at the first failure, before it stops any rank, and on every SIGUSR1.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _STATES = {
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where one rank is.
+    """The status of one rank: where it is.
 
     Attributes:
         rank: global rank.
-        pid: of its process.
+        pid: pid of its process.
         state: the scheduler's letter for the process; X if it is gone.
-        positions: one for each group in which it has called something, the latest first.
+        positions: its position in each group in which it has called something, the latest first.
     """
 
     rank: int
@@ -57,12 +57,12 @@ class RankStatus:
 
     @property
     def latest(self) -> Position | None:
-        """What it did last; None if it has not called anything yet, or has no group of which we know."""
+        """Its latest position; None if it has not called anything yet, in a group that is recorded."""
         return self.positions[0] if self.positions else None
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped the process (SIGSTOP, Ctrl-Z, a debugger)."""
+        """Whether the process is stopped (SIGSTOP, Ctrl-Z, a debugger)."""
         return self.state in "Tt"
 
     def describe(self) -> str:
@@ -98,7 +98,7 @@ def short_path(file: str) -> str:
 
 
 def look(folder: Path, pids: Mapping[int, int]) -> dict[int, RankStatus]:
-    """Where all ranks are now.
+    """The status of all ranks now.
 
     Args:
         folder: private folder of the attempt.
@@ -153,8 +153,8 @@ def find_missing(statuses: Mapping[int, RankStatus], rank: int) -> tuple[int, ..
     """The ranks that have not come to where `rank` waits: those whose count in that group is behind.
 
     Args:
-        statuses: of all ranks of the job.
-        rank: one that waited in vain in its latest collective.
+        statuses: the status of all ranks of the job.
+        rank: a rank that waited in vain in its latest collective.
     """
     waiting = statuses[rank].latest if rank in statuses else None
     if waiting is None:

@@ -1,8 +1,8 @@
 """One rank's process: started in a session of its own, watched through a pidfd, signalled as a group.
 
-An exited rank is looked at but not reaped until the whole attempt ends. As long as it is not
-reaped, its pid, which names its process group and its session too, cannot come to mean
-anything else, so a signal to the group never meets a stranger.
+The launcher reads how a rank exited, but does not reap it until the whole attempt ends. Until then its pid, which
+names its process group and its session too, cannot become that of another process, so a signal to the group never
+reaches one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.launch.reaper import Reaper
 
 __all__ = ["RankCommand", "RankExit", "RankProcess", "start_reaper", "worker_command_line"]
 
-# Somebody else reaped the process (the parent ignores SIGCHLD, or waits for any child): nobody can know.
+# Another part of the program reaped the process (it ignores SIGCHLD, or waits for any child): its code is lost.
 _UNKNOWN_CODE = 255
 _REAP_TIMEOUT_S = 2.0
 
@@ -82,12 +82,12 @@ class RankExit:
 
     Attributes:
         rank: global rank.
-        pid: of its process.
+        pid: pid of its process.
         code: exit code, 128 + signal number if a signal killed it.
         signal: number of that signal, or None.
-        time: when the launcher saw it, in seconds since the epoch.
-        stopped: the launcher had already told it to stop.
-        host: where it ran; empty: on this host.
+        time: when the launcher saw the exit, in seconds since the epoch.
+        stopped: whether the launcher had already told it to stop.
+        host: the host on which it ran; empty for this one.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class RankExit:
 
 @contextlib.contextmanager
 def _sigint_held_back() -> Iterator[None]:
-    """A process started meanwhile inherits a blocked SIGINT and gets one sent early when it unblocks it.
+    """Block SIGINT: a process started meanwhile inherits that, and gets an early SIGINT when it unblocks it.
 
     So a Ctrl-C between the start of the interpreter and the bootstrap's own handling is neither
     lost nor answered with a traceback.
@@ -121,7 +121,7 @@ class RankProcess:
 
     Attributes:
         rank: global rank.
-        pid: of the process, and of its group and session.
+        pid: pid of the process, and id of its group and session.
         pidfd: readable once it has exited.
         told_to_stop: whether this launcher has sent it a signal.
 
@@ -175,7 +175,7 @@ class RankProcess:
         return RankExit(self.rank, self.pid, code, number, time.time(), self.told_to_stop)
 
     def reap(self) -> None:
-        """Let go of the pid. Only after nothing is to be sent to the group any more."""
+        """Release the pid. Only after the last signal to the group."""
         # It has exited by now; the deadline is for one that not even SIGKILL could end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=_REAP_TIMEOUT_S)

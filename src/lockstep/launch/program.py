@@ -17,10 +17,10 @@ def become(words: list[str]) -> NoReturn:
     """Replace this process by a program.
 
     Args:
-        words: its name or path, and its arguments.
+        words: name or path of the program, and its arguments.
 
     Raises:
-        OSError: it cannot be run.
+        OSError: the program cannot be run.
     """
     os.execvp(words[0], words)
 

@@ -1,13 +1,13 @@
 """Ends every process of a job, and is the small program that does so when the launcher cannot.
 
-A rank leads a session of its own, so whatever it starts (DataLoader workers, subprocesses,
-their children) is in that session, process groups and ignored signals notwithstanding. Who
+A rank leads a session of its own, so all processes that it starts (DataLoader workers, subprocesses,
+their children) are in that session, in any process group and with any signals ignored. A process that
 left the session with setsid still carries the job's id in its environment. `sweep` kills both.
 
 The launcher sweeps when a job ends. For the case that the launcher is killed with -9, it
-starts this file as a program of its own session, which holds the read end of a pipe: the
-launcher writes down each session and folder of the job, and when the pipe or the launcher
-ends, the reaper sweeps and removes the folders. The launcher's goodbye is to kill it.
+starts this file as a program in a session of its own, which holds the read end of a pipe: the
+launcher writes each session and folder of the job into the pipe, and when the pipe or the launcher
+ends, the reaper sweeps and removes the folders. When a job has ended, the launcher kills the reaper.
 
 It is started by path as `python -I -S reaper.py`, and not forked, because a launch from
 Python may come from a process with threads and gigabytes of memory, and because a `pkill -9 -f
@@ -79,7 +79,7 @@ def _strike(pid: int, sessions: Collection[int], job: str | None) -> int | None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             return pidfd
     except OSError:
-        pass  # Ended by itself, or runs as another user: nothing that we could do.
+        pass  # It ended by itself, or runs as another user: nothing is left to do.
     os.close(pidfd)
     return None
 
@@ -98,8 +98,7 @@ def _wait_for_exits(pidfds: Iterable[int], deadline: float) -> None:
 def sweep(sessions: Collection[int], job: str | None, timeout_s: float = 5.0) -> bool:
     """Kill every process of these sessions and of this job, until there is none.
 
-    Local. Repeats until a pass over /proc finds nobody, so a process that was being
-    started meanwhile is found in the next pass.
+    Local. Repeats until a pass over /proc finds none, so the next pass finds a process that was being started.
 
     Args:
         sessions: session ids, which are the pids of the ranks.
@@ -129,7 +128,7 @@ class Reaper:
 
     Args:
         job: the job's id, as it stands in the ranks' environment.
-        environment: for the reaper; must not carry the id of any job, or a sweep would find it.
+        environment: the environment of the reaper; must not carry the id of any job, or a sweep would find it.
     """
 
     def __init__(self, job: str, environment: dict[str, str]) -> None:
@@ -153,11 +152,11 @@ class Reaper:
         return self._process.pid
 
     def watch_session(self, session: int) -> None:
-        """From now on the session dies with this process."""
+        """Have the session killed if this process dies."""
         self._tell(f"session {session}")
 
     def watch_folder(self, folder: str) -> None:
-        """From now on the folder is removed with this process."""
+        """Have the folder removed if this process dies."""
         self._tell(f"folder {folder}")
 
     def _tell(self, record: str) -> None:
@@ -165,21 +164,21 @@ class Reaper:
         try:
             self._process.stdin.write(os.fsencode(record) + b"\0")
         except BrokenPipeError:
-            # Somebody killed the reaper. The job is still ours to end, and ranks have a death signal.
+            # The reaper was killed. The launcher still ends the job, and ranks have a death signal.
             return
 
     def dismiss(self) -> None:
-        """The job ended and was swept: the reaper has nothing left to guard."""
+        """End the reaper, because the job has ended and was swept."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
 
 
-def _listen(launcher: int) -> list[str]:
-    """Everything the launcher had to say, once it is gone.
+def _read_records(launcher: int) -> list[str]:
+    """The records that the launcher wrote into the pipe, once it is gone.
 
-    The pipe alone would do if nobody else held its write end, but a process that the user's
+    The pipe alone would do if no other process held its write end, but one that the user's
     own code forked may. The launcher's pidfd settles it. The one wait without a deadline:
     the reaper lives as long as its launcher.
     """
@@ -189,7 +188,7 @@ def _listen(launcher: int) -> list[str]:
         pidfd = os.pidfd_open(launcher)
     except OSError:
         pidfd = -1
-    # If our parent is another process by now, the pid may be somebody else's.
+    # If our parent is another process by now, the pid may be that of another one.
     gone = pidfd < 0 or os.getppid() != launcher
     if not gone:
         poll.register(pidfd, select.POLLIN)
@@ -209,7 +208,7 @@ def _listen(launcher: int) -> list[str]:
 def _main(launcher: int, job: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    records = [record.partition(" ") for record in _listen(launcher)]
+    records = [record.partition(" ") for record in _read_records(launcher)]
     sweep({int(value) for kind, _, value in records if kind == "session"}, job)
     import shutil
 

@@ -1,7 +1,7 @@
-"""How a failing rank says why: one JSON file in the private folder of the attempt.
+"""The error report of a failing rank: one JSON file in the private folder of the attempt.
 
-Written in the rank by the bootstrap, read by the launcher. JSON and not pickle, so reading
-it runs nobody's code. The file appears whole or not at all.
+The bootstrap writes it in the rank, and the launcher reads it. It is JSON and not pickle, so that
+reading it runs no code. The file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lockstep.launch.headline import locations_in
 
 __all__ = ["ErrorReport", "capture", "is_expected", "is_own", "is_secondary", "read_reports", "without_leading_frames"]
 
-# A report goes to a terminal in the end. Keeps head and tail of what is longer.
+# A report goes to a terminal in the end. Of longer texts, head and tail are kept.
 _MAX_TEXT_CHARS = 64 * 1024
 
 _SECONDARY_TYPES = frozenset({"lockstep.errors.RankLost", "lockstep.errors.CollectiveAborted"})
 _TORCH_SECONDARY_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
 _OWN_BASE, _SETUP_BASE = "lockstep.errors.LockstepError", "lockstep.errors.SetupError"
 _TIMEOUT_TYPE = "lockstep.errors.CollectiveTimeout"
-# What gloo, nccl's watchdog and torch's stores say.
+# Phrases of gloo, nccl's watchdog and torch's stores.
 _TIMEOUT_PHRASES = ("timed out", "timeout")
 _SECONDARY_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
 
@@ -40,17 +40,17 @@ class ErrorReport:
 
     Attributes:
         rank: global rank.
-        pid: of the rank's process.
-        host: where it ran.
+        pid: pid of the rank's process.
+        host: name of the host on which it ran.
         type: name of the exception, with its module unless it is a builtin.
-        message: its text.
+        message: the text of the exception.
         traceback: as Python prints it, without Lockstep's own leading frames.
         file: where it was raised, in the user's code if it passed through any; empty if unknown.
         line: the line there; 0 if unknown.
         time: seconds since the epoch.
-        secondary: a secondary failure: a consequence of another rank's, such as `RankLost`.
-        culprits: ranks that the exception blames; empty where it says nothing about that.
-        is_timeout: a rank that did not come before the deadline, whatever moved the bytes.
+        secondary: whether it is a secondary failure, which follows from another rank's, such as `RankLost`.
+        culprits: ranks that the exception blames; empty where it blames none.
+        is_timeout: whether it says that a rank did not come before the deadline; of any backend.
     """
 
     rank: int
@@ -104,7 +104,7 @@ def is_own(error: BaseException) -> bool:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether it is an error before the first collective that says all there is to say: no rank need print it too."""
+    """Whether it is an error before the first collective that explains itself, so that no rank need print it too."""
     return any(_qualified_name(kind) == _SETUP_BASE for kind in type(error).__mro__)
 
 
@@ -159,12 +159,12 @@ def _culprits_of(error: BaseException) -> tuple[int, ...]:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Whether a rank did not come in time, as Lockstep, gloo or nccl say it."""
+    """Whether the exception says, in the words of Lockstep, gloo or nccl, that a rank did not come in time."""
     if any(_qualified_name(kind) == _TIMEOUT_TYPE for kind in type(error).__mro__):
         return True
     if not isinstance(error, RuntimeError) or type(error).__module__.startswith("lockstep."):
         return False
-    # Of others, only what came out of torch: a script may have timeouts of another kind.
+    # Of other exceptions only those out of torch count: a script may have timeouts of another kind.
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     text = _text_of(error).lower()
     return any(map(is_torch_file, files)) and any(phrase in text for phrase in _TIMEOUT_PHRASES)
@@ -187,8 +187,8 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
 
     Args:
         error: the exception.
-        trace: what to show of its traceback: without the bootstrap's frames, and others that say nothing.
-        rank: of this process.
+        trace: the traceback to show, without the bootstrap's frames and others that say nothing.
+        rank: the rank of this process.
     """
     file, line = _location_of(error, trace)
     return ErrorReport(
@@ -222,7 +222,7 @@ def _parse(text: str) -> ErrorReport | None:
 
 
 def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
-    """What torch.distributed.elastic's `@record` wrote for a rank that then left by another way."""
+    """Read the report of torch.distributed.elastic's `@record`, for a rank that ended without one of ours."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         kind, _, text = str(message["message"]).partition(": ")

@@ -52,10 +52,10 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        ended: its exit.
-        report: what it wrote about an exception, or None if it could not.
+        ended: how its process exited.
+        report: its error report; None if it wrote none.
         statuses: where every rank was when the first failure was seen.
-        is_blamed: it ended without an error, and others say that they lost it.
+        is_blamed: whether it ended without an error, and others say that they lost it.
     """
 
     ended: RankExit
@@ -77,7 +77,7 @@ class Failure:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """For a timeout, the ranks that did not come; empty where nobody knows."""
+        """For a timeout, the ranks that did not come; empty where that is unknown."""
         if self.report is None or not self.report.is_timeout:
             return ()
         named = self.report.culprits or find_missing(self.statuses, self.rank)
@@ -107,7 +107,7 @@ class Failure:
         return f"{who} exited with code {self.ended.code}{where}"
 
     def is_like(self, other: Failure) -> bool:
-        """Whether both say the same; an error of ours may do so in the words of each rank."""
+        """Whether both report the same error; the text of an error of ours may differ by the names of ranks."""
         mine, yours = self.report, other.report
         if self.is_blamed and other.is_blamed:
             return True
@@ -121,7 +121,7 @@ class Failure:
 
 
 def _short_message(report: ErrorReport) -> str:
-    """Of a message of ours all lines, which belong together; of others the one that says the reason."""
+    """All lines of a message of ours, which belong together; of other messages the line with the reason."""
     is_own = report.type.startswith(_OWN_ERRORS)
     limit = _MAX_OWN_MESSAGE_CHARS if is_own else _MAX_MESSAGE_CHARS
     line = origin_of(report.type, report.message) or why_worker_is_gone(report.message, report.traceback)
@@ -156,7 +156,7 @@ def find_first_failure(
     Args:
         exits: rank -> how it ended, for all ranks.
         reports: rank -> its error report, for those that wrote one.
-        announced: ranks that are known to have failed whatever their exit code.
+        announced: ranks that are known to have failed, with any exit code.
         statuses: where every rank was when the first failure was seen, if known.
 
     Returns:
@@ -177,7 +177,7 @@ def find_first_failure(
 
 
 def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
-    """Where the others were, else how they ended; those of whom `_after` tells are left to it."""
+    """Where the other ranks were, or how they ended; without those that `_after` names."""
     first, others = failures[0], failures[1:]
     if num_ranks == 1:
         return ""
@@ -197,7 +197,7 @@ def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
 
 
 def _accuse_missing(first: Failure) -> str:
-    """The first line on a timeout: who did not come, and where it is; then where those are that waited for it."""
+    """The first line on a timeout: which ranks did not come and where they are; then where the waiting ranks are."""
     clauses = []
     waiting = first.statuses[first.rank].latest if first.rank in first.statuses else None
     for rank in first.missing:
@@ -211,7 +211,7 @@ def _accuse_missing(first: Failure) -> str:
 
 
 def _accuse_different(first: Failure) -> str:
-    """The first line on a mismatch: who was not with the majority; the message says what each of them called."""
+    """The first line on a mismatch: the ranks outside the majority; the message says what each of them called."""
     assert first.report is not None
     culprits = [rank for rank in first.report.culprits if rank in first.statuses]
     names = ", ".join(f"rank {rank} (pid {first.statuses[rank].pid})" for rank in culprits)
@@ -240,7 +240,7 @@ def _causes_among(failures: list[Failure]) -> list[Failure]:
 
 
 def _after(failures: list[Failure]) -> list[str]:
-    """What else failed of itself. Of a mismatch the message has said already who met it."""
+    """Lines for other ranks that failed of themselves; none on a mismatch, whose message names all ranks."""
     first, own = failures[0], _causes_among(failures)
     alike = [other for other in own if other.is_like(first)]
     own = [other for other in own if not other.is_like(first)]
@@ -255,7 +255,7 @@ def _after(failures: list[Failure]) -> list[str]:
 
 
 def _teller(failures: list[Failure]) -> Failure:
-    """Whose traceback leads to the cause: of a mismatch, that of a rank which came for something else."""
+    """The failure whose traceback leads to the cause: on a mismatch, that of a rank that came for something else."""
     first = failures[0]
     if not _is_mismatch(first):
         return first
@@ -273,7 +273,7 @@ def _tracebacks(failures: list[Failure], ranks: Collection[int] | None) -> list[
         elsewhere = f"lockstep: the launcher on {teller.ended.host} shows the traceback of rank {teller.rank}"
         shown = ["", _without_what_was_said(teller)] if is_here else [elsewhere]
     told = [one for one in others if one.report is not None and _is_here(one, ranks)]
-    if first.is_blamed and told:  # it has nothing to say, and another says what it was needed for
+    if first.is_blamed and told:  # it has no traceback, and another shows what it was needed for
         shown += _traceback_of(told[0])
     ways = {_way_of(one) for one in (teller, first)}
     for other in [one for one in _causes_among(failures) if one in told][:_MAX_OTHERS]:
@@ -301,7 +301,7 @@ def _traceback_of(failure: Failure) -> list[str]:
 
 
 def _without_what_was_said(failure: Failure) -> str:
-    """The traceback; an error of ours, whose text may be long, is not said twice."""
+    """The traceback, without the message of an error of ours, which the summary has shown already."""
     report = failure.report
     assert report is not None
     trace, said = report.traceback.rstrip("\n"), f"{report.type}: {report.message}".rstrip()
@@ -312,7 +312,7 @@ def _without_what_was_said(failure: Failure) -> str:
 
 
 def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
-    """What to write instead, where the error is one that has a way out."""
+    """What to do instead, for errors that have a known way out."""
     if script is None or first.report is None or not needs_gpu(first.report.message):
         return []
     if visible_gpus(env.snapshot()) > 0:
@@ -334,10 +334,10 @@ def format_summary(
 
     Args:
         failures: from `find_first_failure`; not empty.
-        num_ranks: of the whole job.
+        num_ranks: number of ranks of the whole job.
         log_dir: folder with the ranks' output, if that went to files.
         script: what was run, as the command line has it, arguments included; None if it is a rehearsal already.
-        ranks: those of this host, where a job has several: the tracebacks of others are shown there. None for all.
+        ranks: the ranks of this host, in a job on several, where each host shows its own tracebacks. None for all.
     """
     first = failures[0]
     rule = "=" * _WIDTH

@@ -1,4 +1,4 @@
-"""Where the lines of the ranks go: the launcher's stdout and stderr, and what stands at the bottom of a terminal."""
+"""Writes the lines of the ranks: to the launcher's stdout and stderr, and at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr past Python's buffers; without a reader there is nobody to tell."""
+    """Write to stderr past Python's buffers; do nothing if it has no reader."""
     with contextlib.suppress(OSError):
         write_all(2, text.encode("utf-8", "backslashreplace"))
 
@@ -53,7 +53,7 @@ class Screen:
         self.below = 0
 
     def take_over(self, owner: object) -> bytes:
-        """Make `owner` the one who writes; what to write first, to get below the lines of the one before."""
+        """Make `owner` the stream that writes; returns what to write first, to get below the lines of another."""
         if owner is self.owner:
             return b""
         leave = b"\x1b[%dB\n" % self.below if self.below else b""
@@ -63,12 +63,12 @@ class Screen:
 
 
 class Sink:
-    """Where lines go: the launcher's stdout or stderr.
+    """Writes lines to the launcher's stdout or stderr.
 
     Attributes:
-        error: why it cannot be written any more, or None.
-        is_terminal: it is one, so ranks get one, too.
-        can_overwrite: it shows what a later text overwrites.
+        error: the error that ended writing, or None.
+        is_terminal: whether it is a terminal, so that ranks get one too.
+        can_overwrite: whether it shows text that a later one overwrites.
     """
 
     def __init__(self, fd: int, screen: Screen) -> None:
@@ -116,7 +116,7 @@ class Sink:
         return b"\r" if is_behind else b""
 
     def go_up(self, num_lines: int, owner: object) -> None:
-        """Let the next lines of `owner` overwrite its last ones, as far as nobody has written since."""
+        """Let the next lines of `owner` overwrite its last ones, as far as no other stream has written since."""
         screen = self.screen
         count = min(num_lines, screen.rows) if owner is screen.owner else 0
         if count:
@@ -144,7 +144,7 @@ class FileSink(Sink):
             try:
                 self._file.write(data.decode("utf-8", "replace"))
                 self._file.flush()
-            except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+            except (OSError, ValueError) as error:  # ValueError: the stream was closed
                 self.error = error if isinstance(error, OSError) else OSError(str(error))
 
     def write_lines(self, prefix: bytes, lines: list[bytes], owner: object = None) -> None:

@@ -1,4 +1,4 @@
-"""Signals to the launcher, as something that a selector can wait for."""
+"""Turns signals to the launcher into something that a selector can wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SignalWatch"]
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The number also went through the wakeup pipe; nothing is done inside a handler."""
+    """Do nothing: the number has gone through the wakeup pipe as well."""
 
 
 class SignalWatch:

@@ -1,13 +1,13 @@
 """`lockstep run --slurm`: write a batch script for a cluster, and submit it.
 
-The script asks Slurm for the nodes and lets `srun` start one process per rank; `lockstep.init()` in each reads who
-it is from Slurm. Nothing of Lockstep runs between Slurm and the script, and the file has no name anywhere: Slurm
-keeps it (`scontrol write batch_script JOB`), and `--dry-run` prints it.
+The script asks Slurm for the nodes and lets `srun` start one process per rank; `lockstep.init()` in each reads its rank
+from Slurm. Nothing of Lockstep runs between Slurm and the script, and the file has no name anywhere: Slurm keeps it
+(`scontrol write batch_script JOB`), and `--dry-run` prints it.
 
 [Note: requeue] With `--requeue` Slurm signals the batch shell a minute before the time limit, and the shell puts the
 job back into the queue; so does Slurm itself when a node fails. The job then starts again from the top, with
-SLURM_RESTART_COUNT one higher and its output appended to the same log. What it goes on from is for the script to
-save and to look for.
+SLURM_RESTART_COUNT one higher and its output appended to the same log. The script itself has to save checkpoints and
+to look for them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BatchJob:
         folder: where the job runs.
         with_shims: let `import horovod` and `import apex` find Lockstep's own where they are not installed, and change
             torch as far as an old script needs it.
-        compat: change torch for old scripts whatever the script says.
+        compat: change torch for old scripts, also where the script does not look old.
     """
 
     target: str
@@ -130,7 +130,7 @@ class BatchJob:
         return os.path.join(os.path.abspath(self.folder), self.output if self.output is not None else "%x-%j.out")
 
     def check(self) -> None:
-        """Find what cannot work before Slurm is asked.
+        """Find options that cannot work, before Slurm is asked.
 
         Raises:
             LaunchError: names the option, what it got and what it takes.
@@ -185,7 +185,7 @@ class BatchJob:
 
     def _step(self) -> list[str]:
         """The command that starts the ranks."""
-        # Otherwise the ranks that wait for one that died would be all that is left, until the time limit.
+        # Otherwise the ranks that wait for one that died would go on waiting until the time limit.
         srun = ["srun", "--kill-on-bad-exit=1"]
         if self.prefix:
             srun.append("--label")
@@ -201,8 +201,8 @@ class Submission:
     """A job in Slurm's queue.
 
     Attributes:
-        job_id: its number.
-        log: where its output will be. Patterns that depend on more than the job stand as they are.
+        job_id: number of the job.
+        log: path of its output. Patterns that depend on more than the job stand as they are.
     """
 
     job_id: str
@@ -218,7 +218,7 @@ def submit(job: BatchJob) -> Submission:
     job.check()
     folder = os.path.dirname(job.log)
     if "%" not in folder:
-        # Slurm does not make it, and a job without it fails and says so nowhere.
+        # Slurm does not make the folder, and a job without it fails silently.
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _GRACE_S = 5.0
 _SETTLE_S = 1.0
 _DRAIN_TIMEOUT_S = 5.0
-# What `timeout` of coreutils exits with.
+# The exit code of `timeout` of coreutils.
 _TIMEOUT_CODE = 124
 
 
@@ -130,7 +130,7 @@ def spawn(
 
 
 def _target_of(stream: TextIO | None, fd: int) -> int | TextIO:
-    """The descriptor where Python's stream writes to it, else the stream: a notebook's cell, say."""
+    """The descriptor if Python's stream writes to it, else the stream, such as a notebook's cell."""
     if stream is None:
         return fd
     stream.flush()  # what has been printed so far comes first

@@ -1,4 +1,4 @@
-"""Where each rank's threads stand, by py-spy, which reads the memory of a process from outside.
+"""Prints the stacks of each rank's threads, by py-spy, which reads the memory of a process from outside.
 
 It needs no help from the process, so a rank that hangs in native code, or is stopped, shows its stack too.
 """
@@ -36,7 +36,7 @@ def dump_stacks(pids: Mapping[int, int]) -> str:
     program = find_py_spy()
     if program is None:
         return _MISSING
-    # Nonblocking: a rank that somebody has stopped cannot be stopped once more.
+    # Nonblocking: py-spy cannot stop a rank that is stopped already.
     running = {
         rank: subprocess.Popen(
             [program, "dump", "--nonblocking", "--pid", str(pid)],

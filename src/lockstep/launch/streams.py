@@ -1,10 +1,10 @@
 """The output of one rank, cut into lines: from a pipe, or from a pseudo terminal.
 
 [Note: a rank's terminal] A program that finds a terminal moves the cursor: back to the start of a line (a bar), or up
-over lines that it has written (several bars, a table that changes). Going up is passed on if nobody else has written
-below, otherwise the lines are written once more. Bars of a rank that is held back do not move: what it could still
-overwrite is kept until it writes something that stays, so that nothing is lost and nothing is said twice. Other
-sequences, colours among them, go through as they are.
+over lines that it has written (several bars, a table that changes). Going up is passed on if no other rank has written
+below, otherwise the lines are written once more. Bars of a rank that is held back do not move: text that it could still
+overwrite is kept until it writes text that stays, so nothing is lost and nothing is shown twice. Other sequences,
+colours among them, go through as they are.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Stream:
     """One pipe from one rank: bytes in, lines out.
 
     Args:
-        rank: whose output it is.
-        fd: to read from, non-blocking.
-        sink: where lines go.
-        has_bars: on a terminal, show what may still be overwritten.
+        rank: the rank that writes.
+        fd: non-blocking descriptor to read from.
+        sink: takes the lines.
+        has_bars: whether to show, on a terminal, text that may still be overwritten.
     """
 
     def __init__(self, rank: int, fd: int, sink: Sink, *, has_bars: bool = True) -> None:
@@ -54,7 +54,7 @@ class Stream:
         self._shown_at = time.monotonic()
 
     def read(self) -> bool:
-        """Take what is there; False once the rank has closed it."""
+        """Read what is there; False once the rank has closed its end."""
         try:
             chunk = self._read_some()
         except BlockingIOError:
@@ -83,7 +83,7 @@ class Stream:
         try:
             return os.read(self.fd, _CHUNK_BYTES)
         except OSError as error:
-            if error.errno != errno.EIO:  # how a terminal says that nobody is there any more
+            if error.errno != errno.EIO:  # a terminal's way to say that its other end is closed
                 raise
             return b""
 
@@ -103,7 +103,7 @@ class Stream:
 
     def _show_progress(self) -> None:
         text = _final_state(self._pending)
-        # Only the last state matters from here on; whatever it overwrote is forgotten.
+        # Only the last state matters from here on; text that it overwrote is forgotten.
         self._pending = text + b"\r" if self._pending.endswith(b"\r") else b"\r" + text
         if not text:
             return
@@ -162,7 +162,7 @@ class TerminalStream(Stream):
         for token in _TOKEN.finditer(data):
             self._add(data[start : token.start()])
             start = token.end()
-            self._obey(token, lines)
+            self._follow(token, lines)
         self._add(data[start:])
         if len(self._line) > _MAX_LINE_BYTES:
             self._end_line(lines)
@@ -175,8 +175,8 @@ class TerminalStream(Stream):
             self._line = text if self._restarts else self._line + text
             self._restarts = False
 
-    def _obey(self, token: re.Match[bytes], lines: list[bytes]) -> None:
-        """Follow a sequence; complete lines go to `lines`."""
+    def _follow(self, token: re.Match[bytes], lines: list[bytes]) -> None:
+        """Follow a control sequence; adds complete lines to `lines`."""
         if token["newline"]:
             self._end_line(lines)
         elif token["restart"]:
@@ -239,5 +239,5 @@ def _closed(line: bytes) -> bytes:
 
 
 def _final_state(line: bytes) -> bytes:
-    """What a line with carriage returns shows in the end."""
+    """The text that a line with carriage returns shows in the end."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -1,7 +1,6 @@
-"""A job on one host: start the ranks, pass on what they say, end them together, say what went wrong.
+"""Runs a job on one host: starts the ranks, passes on their output, ends them together, and says what went wrong.
 
-`launch_job` is what `lockstep run` calls. A `Supervisor` runs the attempts of one job; what happens in one attempt
-stands in local_workers.py.
+`lockstep run` calls `launch_job`. A `Supervisor` runs the attempts of one job; local_workers.py runs one attempt.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Supervisor:
                 say(outcome.last_words)
                 if not outcome.failures:
                     return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
-                # Whoever interrupts a job that is failing does not want it to start again.
+                # A user who interrupts a job that is failing does not want it to start again.
                 if restart_count == self._config.max_restarts or outcome.interrupted_by is not None:
                     break
                 self._announce_restart(outcome.failures[0], restart_count + 1)
@@ -101,7 +100,7 @@ class Supervisor:
                 restart_count=restart_count,
                 max_restarts=config.max_restarts,
                 token=self._token,
-                shows_errors=self._logs is None,  # a log is read by itself, and has the rank's own
+                shows_errors=self._logs is None,  # a log is read alone, and needs the rank's own errors
             )
             workers.start(environment)
             workers.attempt.wait()
@@ -113,7 +112,7 @@ class Supervisor:
             return outcome
 
     def _tell_unjoined(self, folder: Path) -> None:
-        """Say that nobody joined a group: forgotten, that is as many whole trainings as there are ranks."""
+        """Warn if no rank joined a group: each rank may then have run the whole training."""
         count = self._num_ranks
         if count > 1 and len(find_unjoined(folder, range(count))) == count:
             say(
@@ -134,7 +133,7 @@ class Supervisor:
 
 
 def _is_explained(failures: list[Failure], code: int | None) -> bool:
-    """Whether all who failed of themselves left with the code that stands for words of their own."""
+    """Whether all ranks that failed of themselves exited with `explained_code`, so that no summary is needed."""
     return code is not None and all(
         one.report is None and (one.ended.code == code or one.ended.stopped) for one in failures
     )

@@ -31,7 +31,7 @@ def check() -> None:
         raise LaunchError(f"this Python was built without pidfd_open (Linux 5.3). {_INSTEAD}") from None
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            return  # those who need descriptors say so better
+            return  # what needs descriptors explains that better
         raise LaunchError(
             f"this system refuses pidfd_open ({error.strerror}), which watches processes: it needs Linux 5.3, and a "
             f"sandbox that lets the call pass. {_INSTEAD}"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    # The folder of this file, which is nobody's business. Before any other import.
+    # The folder of this file must not be on the path. Before any other import.
     del sys.path[0]
 
 import builtins
@@ -78,13 +78,13 @@ def _die_with_launcher() -> None:
 
 
 def _write_line_by_line() -> None:
-    """Also into a pipe or file, where Python would hold text back."""
+    """Make stdout write line by line, also into a pipe or file, where Python would hold text back."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
 
 
 def _install_shims() -> None:
-    """Not for functions (`lockstep.spawn`), whose caller has imported what they need before."""
+    """Install the shims. Not for functions (`lockstep.spawn`), whose caller has imported what they need."""
     if env.LOCKSTEP_COMPAT.get() is not False:
         importlib.import_module(_SHIMS)
 
@@ -163,7 +163,7 @@ def _run_spec(spec: importlib.machinery.ModuleSpec) -> None:
 
 
 def _has_plain_hook() -> bool:
-    """Whether nobody but torch and ourselves has put a hook for uncaught exceptions around Python's own."""
+    """Whether only torch and Lockstep have put hooks for uncaught exceptions around Python's own."""
     hook: object = sys.excepthook
     while getattr(hook, "__module__", None) in _KNOWN_HOOKS:
         inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
@@ -191,7 +191,7 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
     if not keep_all:
         trace = up_to_user(trace) if is_own(error) else without_relays(trace)
     is_plain = _has_plain_hook()
-    # A hook that somebody has put there may do more than print.
+    # The hook of another library may do more than print.
     if is_plain and not keep_all:
         is_quiet = is_quiet or is_expected(error) or (may_report and env.LOCKSTEP_SHOWS_ERRORS.get() is True)
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
@@ -214,8 +214,8 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
     """Run `body` as this rank's program: exits the process unless it returns.
 
     Args:
-        body: the program.
-        is_quiet: do not print an exception that the launcher has been told of, as it raises it again.
+        body: runs the program.
+        is_quiet: do not print an exception that is reported to the launcher, which raises it again.
 
     Raises:
         SystemExit: as raised by `body`; with 1 after an uncaught exception, which has been reported
@@ -233,7 +233,7 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        # A process that the script forked comes by here too; it is not the rank.
+        # A process that the script forked gets here too; it is not the rank.
         is_rank = os.getpid() == pid
         _fail(error, may_report=is_rank, is_quiet=is_quiet and is_rank)
 

@@ -42,9 +42,9 @@ from lockstep.launch.screen import say
 __all__ = ["HostAgent", "Interrupted", "OutputLost"]
 
 _POLL_S = 0.1
-# torch sleeps that long between two looks; ours wait by themselves, for what happens.
+# torch sleeps that long between two looks; ours wait by themselves, until something happens.
 _TORCH_SLEEP_S = 0.001
-# On top of what hosts need to end their ranks, until a host that says nothing is not waited for.
+# Seconds to wait for a silent host, on top of those that hosts need to end their ranks.
 _REPORT_PATIENCE_S = 15.0
 
 
@@ -52,7 +52,7 @@ class Interrupted(Exception):
     """This launcher was told to end.
 
     Attributes:
-        number: the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -64,7 +64,7 @@ class OutputLost(Exception):
     """The ranks' output could not be passed on.
 
     Attributes:
-        error: why.
+        error: the error of the output.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -76,19 +76,19 @@ class HostAgent(SimpleElasticAgent):
     """Starts, watches and ends the ranks of this host, in step with the other hosts.
 
     Args:
-        config: what the ranks run.
-        num_ranks: how many of them this host has.
-        rendezvous: the other hosts.
-        new_workers: the new local workers, for one round.
+        config: the options of the job.
+        num_ranks: number of ranks of this host.
+        rendezvous: the rounds, agreed on with the other hosts.
+        new_workers: makes the local workers of one round.
         rest: waits for so many seconds while there are no ranks; raises when this launcher is told to end.
         variables: the environment that ranks start from.
         job: id of what is started on this host.
-        logs: where output goes, or None.
+        logs: the files of the ranks' output, or None.
 
     Attributes:
-        failures: of the last round, the first one first.
+        failures: the failures of the last round, the first one first.
         absent: hosts whose loss ended the last round.
-        ranks: those of this host in the last round.
+        ranks: the ranks of this host in the last round.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class HostAgent(SimpleElasticAgent):
         return {rank - first.global_rank: pid for rank, pid in self._workers.attempt.pids.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the round stands. See the module's text."""
+        """The state of the round, as the table of this module has it."""
         rendezvous = self._rendezvous_of_hosts
         try:
             if rendezvous.must_move():
@@ -184,10 +184,10 @@ class HostAgent(SimpleElasticAgent):
         self._check_signals()
         rendezvous = self._rendezvous_of_hosts
         membership = rendezvous.look()
-        # In this order: what is noticed was said before any rank could fail of it.
+        # In this order: a host publishes its notice before any rank can fail of it.
         has_failed = self._tell_of_failure()
         notice = rendezvous.notice()
-        # Who has judged this round first may have ended the job already; all come to the same root cause.
+        # The launcher that judged this round first may have ended the job already; all come to the same root cause.
         if membership.closed is not None and (notice is not None or not has_failed):
             is_cut_short = self._outcome is None
             self._stop_workers(worker_group)
@@ -225,16 +225,16 @@ class HostAgent(SimpleElasticAgent):
         self._stop_workers(self.get_worker_group())
 
     def _exit_barrier(self) -> None:
-        """Nothing: when a round has succeeded, it has on all hosts."""
+        """Do nothing: a round that has succeeded has done so on all hosts."""
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        """Without the host's full name, which torch's own asks a name server for, each time."""
+        """Like torch's own, without the host's full name, for which torch asks a name server each time."""
         return Event(f"torchelastic.worker.status.{state}", source, metadata={"run_id": self._job})
 
     # ---- the parts of `_monitor_workers` -----------------------------------------------------------
 
     def _end_own_ranks(self) -> None:
-        """All ranks of this host have exited: tell the other hosts how, unless that is this launcher's doing."""
+        """Publish how the ranks of this host have exited, unless this launcher has ended them."""
         assert self._workers is not None
         workers = self._workers
         self._check_signals()
@@ -247,7 +247,7 @@ class HostAgent(SimpleElasticAgent):
         self._rendezvous_of_hosts.put(f"report/{self._rendezvous_of_hosts.host.key}", report.encode())
 
     def _check_signals(self) -> None:
-        """If this launcher was told to end, say so before the ranks have ended, and wait for them."""
+        """If this launcher was told to end, publish that before the ranks have ended, and wait for them."""
         workers = self._workers
         if workers is None or workers.attempt.interrupted_by is None or not workers.attempt.is_cut_short:
             return
@@ -258,7 +258,7 @@ class HostAgent(SimpleElasticAgent):
         raise Interrupted(number)
 
     def _tell_of_failure(self) -> bool:
-        """Tell the others of a failure here, and this host's ranks of one elsewhere; whether there is one."""
+        """Publish a failure of this host, and pass one of another host on to these ranks; whether there is one."""
         assert self._workers is not None
         rendezvous, attempt = self._rendezvous_of_hosts, self._workers.attempt
         if attempt.failed_ranks and not self._has_told:
@@ -270,19 +270,19 @@ class HostAgent(SimpleElasticAgent):
         return True
 
     def _reports(self) -> list[HostReport | None]:
-        """What the hosts of the round have said of their ranks' ends."""
+        """The reports of the hosts of the round on how their ranks ended."""
         rendezvous = self._rendezvous_of_hosts
         texts = [rendezvous.get(f"report/{host.key}") for host in rendezvous.members]
         reports: list[HostReport | None] = []
         for text in texts:
             report = None
-            with contextlib.suppress(ValueError):  # Whoever wrote that is no launcher, and the true one says it again.
+            with contextlib.suppress(ValueError):  # No launcher of this job wrote that; the true one writes it again.
                 report = None if text is None else HostReport.decode(text)
             reports.append(report)
         return reports
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
-        """A rank has failed somewhere: once all hosts have said how theirs ended, or are gone, decide."""
+        """Decide on a round with a failed rank, once all hosts have reported how theirs ended, or are gone."""
         rendezvous, workers = self._rendezvous_of_hosts, self._workers
         assert workers is not None
         reports = self._reports()
@@ -303,7 +303,7 @@ class HostAgent(SimpleElasticAgent):
         return now_s < self._patience_ends_s
 
     def _lose(self, worker_group: WorkerGroup, gone: list[Host]) -> RunResult:
-        """Hosts are gone without a word: go on without them, if there are enough."""
+        """Go on without hosts that are gone without a notice, if the others are enough."""
         rendezvous = self._rendezvous_of_hosts
         text = f"{', '.join(map(str, gone))} {'was' if len(gone) == 1 else 'were'} lost, without a sign of life"
         membership = rendezvous.membership
@@ -325,14 +325,14 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, worker_group: WorkerGroup) -> RunResult:
-        """The round has failed: torch begins another if there may be one."""
-        self._is_judged = True  # what ranks raised is told now, or with the failure summary
+        """End the round as failed: torch begins another if there may be one."""
+        self._is_judged = True  # what ranks raised is shown now, or in the failure summary
         self.failures = find_first_failure_of_all(report for report in self._reports() if report is not None)
         count = self._rendezvous_of_hosts.count_failure()
         # torch's own count is of this host's restarts; that of the job is the same on all hosts.
         self._remaining_restarts = max(0, self._config.max_restarts - count + 1)
         if self._outcome is not None and self._outcome.interrupted_by is not None:
-            self._remaining_restarts = 0  # Whoever interrupts a job that is failing does not want it to start again.
+            self._remaining_restarts = 0  # A user who interrupts a job that is failing does not want it again.
         if self._remaining_restarts > 0:
             self._announce_restart(count)
         return self._result(worker_group, WorkerState.FAILED)

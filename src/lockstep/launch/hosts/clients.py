@@ -1,7 +1,7 @@
-"""Who is connected to the port where the launchers meet: addresses, for naming strangers. No torch.
+"""The clients of the port where the launchers meet: addresses, for naming strangers. No torch.
 
-torch's store tells nobody who wrote a value. But the kernel knows who is connected, so the launcher that holds the
-store looks now and then, and can say, once a value was refused, which addresses are of no host of the job.
+torch's store does not tell which client wrote a value. But the kernel knows the clients, so the launcher that holds the
+store looks now and then, and can name, once a value was refused, the addresses that are of no host of the job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _address(digits: str) -> str:
 
 
 def connected_to(port: int) -> set[str]:
-    """Addresses from which somebody is connected to a port of this host."""
+    """Addresses of the clients of a port of this host."""
     found: set[str] = set()
     for table in _TABLES:
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -49,10 +49,10 @@ def connected_to(port: int) -> set[str]:
 
 
 class Clients:
-    """Those who were seen at a port.
+    """Remembers the clients of a port.
 
     Args:
-        port: of this host.
+        port: a port of this host.
     """
 
     def __init__(self, port: int) -> None:
@@ -61,7 +61,7 @@ class Clients:
         self._next_s = 0.0
 
     def look(self) -> None:
-        """Note who is connected now. Cheap to call often: on a host with many connections it looks more rarely."""
+        """Note the present clients. Cheap to call often: on a host with many connections it looks more rarely."""
         if time.monotonic() >= self._next_s:
             self._look()
 
@@ -73,6 +73,6 @@ class Clients:
         self._next_s = start_s + (time.monotonic() - start_s) / _SHARE_OF_TIME
 
     def strangers(self, known: Collection[str]) -> list[str]:
-        """Those that are none of these addresses."""
+        """The clients seen so far, without these addresses."""
         self._look()
         return [address for address in self._seen if address not in known]

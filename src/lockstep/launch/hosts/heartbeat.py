@@ -1,7 +1,7 @@
-"""Who is still there: each launcher counts, and a launcher whose number stands still for too long is lost.
+"""The heartbeat of a launcher: it counts up a number in the store, and is lost if that stands still for too long.
 
-No clock of one host is compared with that of another: what counts is how long, by the observer's own clock, a number
-has not changed.
+No clock of one host is compared with that of another: an observer measures by its own clock how long a number has not
+changed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def _key(host: str) -> str:
 
 
 class Heartbeat:
-    """Counts for this launcher, in a thread and a connection of its own: whatever else the launcher waits for.
+    """Counts for this launcher, in a thread and a connection of its own, so that it beats while the launcher waits.
 
     Args:
-        store: where to; nobody else uses this connection.
+        store: a connection to the store that nothing else uses.
         host: key of this launcher.
-        interval_s: between two counts.
+        interval_s: seconds between two counts.
     """
 
     def __init__(self, store: JobStore, host: str, interval_s: float) -> None:
@@ -55,11 +55,11 @@ class Heartbeat:
 
 
 class Observer:
-    """Notices who has stopped counting.
+    """Notices launchers that have stopped counting.
 
     Args:
-        store: where they count.
-        lost_after_s: how long a number may stand still.
+        store: the store in which they count.
+        lost_after_s: seconds that a number may stand still.
     """
 
     def __init__(self, store: JobStore, lost_after_s: float) -> None:
@@ -68,13 +68,13 @@ class Observer:
         self._seen: dict[str, tuple[str | None, float]] = {}
 
     def lost(self, hosts: Iterable[str]) -> list[str]:
-        """Those of these launchers that have given no sign of life for too long."""
+        """The launchers among these whose number has stood still for too long."""
         now_s = time.monotonic()
         gone = []
         for host in hosts:
             count = self._store.get(_key(host))
             before = self._seen.get(host)
-            # A count that is gone for now, or written over, is no sign of life, and none of death.
+            # A count that is gone, or that a stranger wrote over, proves neither life nor death.
             if before is None or (count is not None and before[0] != count):
                 self._seen[host] = (count, now_s)
             elif now_s - before[1] > self._lost_after_s:

@@ -43,7 +43,7 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
 
     Args:
         config: what to run, and the ranks of this host.
-        hosts: the others.
+        hosts: the hosts of the job, as this one was told.
 
     Returns:
         The exit code, as `launch_job` has it for one host; the same on all hosts that are there at the end.
@@ -54,7 +54,7 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
     config.check()
     variables = config.environment if config.environment is not None else env.snapshot()
     hosts = replace(hosts, secret=_find_secret(hosts, variables))
-    # torch's agent tells of every step; what matters is said here.
+    # torch's agent logs every step; this launcher says what matters.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(SignalWatch())
@@ -70,7 +70,7 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
 
 
 def _find_secret(hosts: HostsConfig, variables: Mapping[str, str]) -> Secret:
-    """The secret of the job: of the file, else of LOCKSTEP_TOKEN, else none.
+    """The secret of the job: from the token file, else from LOCKSTEP_TOKEN, else none.
 
     Raises:
         LaunchError: the file has no token.
@@ -91,8 +91,8 @@ class _Job:
 
     Args:
         config: what to run.
-        hosts: where the others are.
-        signals: what is sent to this launcher.
+        hosts: the hosts of the job, as this one was told.
+        signals: the signals that this launcher gets.
         stack: releases everything at the end.
     """
 
@@ -122,13 +122,13 @@ class _Job:
         )
 
     def run(self) -> int:
-        """Run it to its end; the exit code."""
+        """Run the job to its end; returns the exit code."""
         try:
             result = self._agent.run()
         except JobClosed as closed:
             code = closed.membership.exit_code
             if closed.is_cut_short and code == 0:
-                # No launcher says that the job is done while ranks are at work.
+                # Not while ranks are at work: no launcher closes the job then.
                 say(f"lockstep: the job was ended from outside while ranks of this host were at work ({closed})\n")
                 code = 1
             elif code != 0:
@@ -159,7 +159,7 @@ class _Job:
                 raise Interrupted(number)
 
     def _conclude(self, is_failed: bool) -> int:
-        """The last round has ended, on all hosts alike: say how."""
+        """Say how the last round has ended, on all hosts alike."""
         if not is_failed:
             self._rendezvous.close("the job is done", 0)
             return 0
@@ -177,14 +177,14 @@ class _Job:
         return code
 
     def _leave(self, number: int) -> None:
-        """Tell the others, if they can still be told."""
+        """Publish the end of the job, if the store is still there."""
         text = f"{self._rendezvous.host} was told to end ({signal.Signals(number).name})"
         with contextlib.suppress(StoreLost):
             self._rendezvous.leave(text, 128 + number)
             self._say_farewell()
 
     def _say_farewell(self) -> None:
-        """Who holds the store ends last, so that all others have read the end of the job."""
+        """The launcher that holds the store ends last, so that all others have read the end of the job."""
         deadline_s = time.monotonic() + _FAREWELL_S
         with contextlib.suppress(StoreLost):
             self._rendezvous.say_farewell()

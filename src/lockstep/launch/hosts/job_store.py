@@ -1,10 +1,10 @@
 """The torch store in which the launchers of a job meet. One of them holds it; it ends with that launcher.
 
-[Note: refusals] Whoever reaches the port can write into the store. So what launchers keep there is sealed
-(`lockstep.secret`), and what has no seal of this job counts as not there. The seals also hold a word that the launcher
-that came first has made, the birth, so that nothing of an earlier job with the same token fits. A launcher whose token
-is another leaves a knock, which is not believed, but said. Who finds something that no launcher of the job has
-written says so under a seal, and the holder warns of it, once, with the addresses from which somebody is connected.
+[Note: refusals] Every process that reaches the port can write into the store. So launchers seal their values
+(`lockstep.secret`), and a value without a seal of this job counts as not there. The seals also hold a word that the
+first launcher has made, the birth, so that no value of an earlier job with the same token fits. A launcher with another
+token leaves a knock, which is not believed, but mentioned. A launcher that finds a value that none of the job has
+written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of the clients.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _PROBE_TIMEOUT_S = 3.0
 _CONNECT_TIMEOUT_S = 30.0
 _CONNECT_POLL_S = 0.05
 _SILENCE_S = 8
-# For a name that nobody knows: names of pods and virtual machines appear when these are ready.
+# For a name that the name service does not know: names of pods and virtual machines appear when these are ready.
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
 _BIRTH, _KNOCK, _REFUSAL = "birth", "knock", "refusal"
-# Until a launcher believes that it has no business there: others put back what a stranger wrote over.
+# Seconds until a launcher takes the store for that of another job: others put back what a stranger wrote over.
 _PATIENCE_S = 5.0
 _LONGEST_KNOCK = 200
-_NO_TEXT = "\ufffd"  # what decoding puts in the place of bytes that are none
+_NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
 
 
 class StoreLost(RendezvousError):
@@ -55,14 +55,14 @@ class StoreLost(RendezvousError):
 
 
 class JobStore:
-    """A connection to the store; of its own, so that no other thread's call holds it up.
+    """A connection to the store that it shares with no other thread, so that no call of another holds it up.
 
     Args:
         store: the connection, with keys of one job.
-        config: where it leads.
-        address: how other hosts reach this one.
-        is_holder: this launcher holds the store.
-        birth: the word of the job in this store, and as it stands there. See [Note: refusals].
+        config: the endpoint of the store, and the times of the job.
+        address: the address by which other hosts reach this one.
+        is_holder: whether this launcher holds the store.
+        birth: the word of the job in this store, plain and sealed. See [Note: refusals].
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class JobStore:
 
     @classmethod
     def open(cls, config: HostsConfig, check: Callable[[float], None]) -> JobStore:
-        """Hold the store or connect to it, waiting for who holds it.
+        """Hold the store or connect to it, waiting for the launcher that holds it.
 
         Args:
-            config: where, and for how long.
+            config: the endpoint of the store, and the seconds to wait.
             check: waits for so many seconds; raises when the launcher is told to end.
 
         Raises:
@@ -109,7 +109,7 @@ class JobStore:
 
     @classmethod
     def spare(cls, config: HostsConfig, address: str) -> JobStore:
-        """A store of this launcher's own, at a free port of this address, that nobody needs as yet.
+        """A spare store of this launcher's own, at a free port of this address.
 
         Raises:
             LaunchError: no port is free.
@@ -122,12 +122,12 @@ class JobStore:
     def attempt(
         cls, config: HostsConfig, address: str, timeout_s: float, check: Callable[[float], None]
     ) -> JobStore | None:
-        """A connection to a store if somebody holds it now.
+        """A connection to a store if a launcher holds it now; None otherwise.
 
         Args:
-            config: where.
-            address: how other hosts reach this one.
-            timeout_s: how long to wait for an answer of a host that may be gone.
+            config: the endpoint of the store.
+            address: the address by which other hosts reach this one.
+            timeout_s: seconds to wait for an answer of a host that may be gone.
             check: see `open`.
         """
         try:
@@ -153,23 +153,23 @@ class JobStore:
         return JobStore(store, self._config, self.address, False, birth)
 
     def torch_store(self, prefix: str) -> Store:
-        """The store, with keys of its own."""
+        """The torch store, with keys of its own under a prefix."""
         return PrefixStore(prefix, self._store)
 
     def raw(self, key: str) -> str:
-        """What stands under a key, whoever wrote it; "" if nothing does."""
+        """The value under a key, also one that a stranger wrote; "" if there is none."""
         with self._explained():
             return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else ""
 
     def seal(self, key: str, value: str, count: int | None = None) -> str:
-        """A value as it is to stand in the store; see `Seals.seal`."""
+        """Seal a value for the store; see `Seals.seal`."""
         return self._seals.seal(key, value, count)
 
     def open_seal(self, key: str, raw: str) -> tuple[str, int]:
         """A value that a launcher of this job wrote, and its count.
 
         Raises:
-            Refused: no launcher of this job wrote it. The others are told.
+            Refused: no launcher of this job wrote it. The holder is told.
         """
         try:
             return self._seals.open(key, raw), self._seals.count_of(raw)
@@ -178,7 +178,7 @@ class JobStore:
             raise
 
     def get(self, key: str) -> str | None:
-        """A value, or None if there is none that a launcher of this job wrote."""
+        """The value that a launcher of this job wrote under a key; None if there is none."""
         raw = self.raw(key)
         if not raw:
             return None
@@ -187,11 +187,11 @@ class JobStore:
         return None
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
-        """Values, None where there is none."""
+        """The values under these keys, None for each that is not there."""
         return [self.get(key) for key in keys]
 
     def set(self, key: str, value: str) -> str:
-        """Write a value; what stands there now."""
+        """Seal and write a value; returns it sealed."""
         sealed = self._seals.seal(key, value)
         self.put_back(key, sealed)
         return sealed
@@ -204,7 +204,7 @@ class JobStore:
     def compare_set(self, key: str, expected: str, sealed: str) -> bool:
         """Write a sealed value if there is the expected raw one, "" for none; whether that was so.
 
-        What is no text cannot be compared with, and nobody of this job has written it: it is written over.
+        A value that is no text cannot be compared, and no launcher of this job has written it: it is replaced.
         """
         if _NO_TEXT in expected:
             self.put_back(key, sealed)
@@ -213,13 +213,13 @@ class JobStore:
             return bytes(self._store.compare_set(key, expected, sealed)).decode(errors="replace") == sealed
 
     def put_back_birth(self) -> None:
-        """Have launchers that come later find the word of the job, if somebody has written over it."""
+        """Write the word of the job again, for launchers that come later, if a stranger has written over it."""
         if self.raw(_BIRTH) != self._sealed_birth:
             self.note_refusal(_BIRTH, "it was another")
             self.put_back(_BIRTH, self._sealed_birth)
 
     def note_refusal(self, key: str, reason: str) -> None:
-        """Let the holder know, for its warning. See [Note: refusals]."""
+        """Publish a refusal, for the holder's warning. See [Note: refusals]."""
         if not self._has_warned:
             self._has_warned = True
             with self._explained():
@@ -270,7 +270,7 @@ def _hold(config: HostsConfig) -> Store:
 def _agree_on_birth(
     store: Store, config: HostsConfig, address: str, patience_s: float, check: Callable[[float], None]
 ) -> tuple[str, str]:
-    """The word of a job in a store, by whichever launcher came first; and as it stands there.
+    """The word of a job in a store, which the first launcher has written: plain and sealed.
 
     Raises:
         LaunchError: launchers of this job do not meet there.
@@ -298,7 +298,7 @@ def _agree_on_birth(
 
 
 def _read_knock(raw: str) -> str | None:
-    """What a launcher says of itself that has another token; anybody may write that."""
+    """What a knock says of the launcher that left it; any process may write one."""
     try:
         found = json.loads(raw[: 2 * _LONGEST_KNOCK])
         host, address = (str(found[name])[:_LONGEST_KNOCK] for name in ("host", "address"))
@@ -308,10 +308,10 @@ def _read_knock(raw: str) -> str | None:
 
 
 def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
-    """A connection, made in a thread: torch waits without a deadline for a server that says nothing.
+    """Connect in a thread, because torch waits without a deadline for a server that says nothing.
 
     Raises:
-        LaunchError: what listens there is something else.
+        LaunchError: the server is no store of launchers.
     """
     found: list[Store | str] = []
 
@@ -371,10 +371,10 @@ def _is_here(address: str) -> bool:
 
 
 def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
-    """Wait until somebody listens there; the address of this host on the way.
+    """Wait until the port is open; returns the address of this host on the way there.
 
     Raises:
-        LaunchError: nobody does, or the name leads nowhere.
+        LaunchError: nothing listens there in time, or the name leads nowhere.
     """
     start_s = time.monotonic()
     told = False

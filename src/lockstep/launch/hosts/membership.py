@@ -1,4 +1,4 @@
-"""Who takes part in a job: a state that all launchers share, and its transitions. Pure functions, no torch.
+"""The membership of a job: which hosts take part; a state that all launchers share. Pure functions, no torch.
 
 [Note: membership] The state is one JSON text, which launchers change by compare-and-set only. So each launcher sees
 every change as a whole; a launcher that was too late reads the new state and tries again.
@@ -29,13 +29,13 @@ class Host:
     """One launcher.
 
     Attributes:
-        key: unlike that of any other launcher.
-        name: the host's name.
-        pid: of the launcher.
-        address: how the other hosts reach it.
-        num_ranks: how many ranks it starts.
-        node_rank: the number it was given, or None.
-        spare_port: where it listens in case that the launchers lose their meeting place; None: it does not.
+        key: a text that no other launcher has.
+        name: name of the host.
+        pid: pid of the launcher.
+        address: the address by which the other hosts reach it.
+        num_ranks: number of ranks that it starts.
+        node_rank: the number that the user gave it, or None.
+        spare_port: port of its spare store, in case the launchers lose their meeting place; None for none.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all launchers of a job must have been told alike."""
+    """The options that all launchers of a job must have alike."""
 
     min_nodes: int
     max_nodes: int
@@ -71,10 +71,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _typed(record: _Record) -> _Record:
-    """The same record, each of whose plain fields has a value of its type.
+    """The record itself, checked: each plain field has a value of its type.
 
     Raises:
-        TypeError: one has not.
+        TypeError: a field has not.
     """
     for one in fields(record):
         kinds = _KINDS.get(str(one.type))
@@ -86,21 +86,21 @@ def _typed(record: _Record) -> _Record:
 
 @dataclass(frozen=True)
 class Membership:
-    """The state. See [Note: membership].
+    """The shared state of a job, and its transitions. See [Note: membership].
 
     Attributes:
-        terms: of the first launcher.
-        number: of the round that gathers or runs, from 0.
-        is_running: whether the hosts of the round are settled.
-        members: of the round; in the order of their numbers once it runs.
-        waiting: for the next round.
+        terms: the terms of the first launcher.
+        number: number of the round that gathers or runs, from 0.
+        is_running: whether the round runs, with a fixed list of hosts.
+        members: hosts of the round, in the order of their numbers once it runs.
+        waiting: hosts that wait for the next round.
         next_number: the next round has at least this number.
-        failures: how many rounds have failed.
-        failed_round: the last that has.
+        failures: number of rounds that have failed.
+        failed_round: number of the last round that failed.
         order: keys of the hosts of the round that ran last, in the order of their numbers.
-        is_abandoned: who holds the store is about to leave, and the others go on elsewhere.
+        is_abandoned: whether the launcher that holds the store is about to leave, and the others go on elsewhere.
         closed: why the job is over; None while it is not.
-        exit_code: of the job, once it is closed.
+        exit_code: exit code of the job, once it is closed.
     """
 
     terms: Terms
@@ -117,15 +117,15 @@ class Membership:
     exit_code: int = 0
 
     def encode(self) -> str:
-        """As text."""
+        """Encode as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Membership:
-        """From text.
+        """Decode from text.
 
         Raises:
-            ValueError: that is no state.
+            ValueError: the text is no state.
         """
         try:
             found = json.loads(text)
@@ -139,17 +139,17 @@ class Membership:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """All that are known."""
+        """All hosts: members and waiting ones."""
         return self.members + self.waiting
 
     @property
     def has_room(self) -> bool:
-        """Whether those who wait may join the round's hosts."""
+        """Whether waiting hosts may join the round."""
         return len(self.members) < self.terms.max_nodes
 
     @property
     def is_full(self) -> bool:
-        """Whether a round that gathers need not wait for anybody else."""
+        """Whether a round that gathers has all hosts that it may have."""
         return self.is_enough and len(self.members) >= self.terms.max_nodes
 
     @property
@@ -159,14 +159,14 @@ class Membership:
         return len(self.members) >= self.terms.min_nodes and len(set(numbers)) == len(numbers)
 
     def without(self, keys: Collection[str]) -> Membership:
-        """After these hosts have gone."""
+        """The state after these hosts have gone."""
         members, waiting = (
             tuple(host for host in hosts if host.key not in keys) for hosts in (self.members, self.waiting)
         )
         return replace(self, members=members, waiting=waiting)._settled()
 
     def joined(self, host: Host) -> Membership:
-        """After a host has asked to take part in the next round, which it leaves the present one for."""
+        """The state after a host has left the present round to take part in the next."""
         if any(other.key == host.key for other in self.waiting):
             return self
         if not self.is_running and any(other.key == host.key for other in self.members):
@@ -175,10 +175,10 @@ class Membership:
         return replace(left, waiting=(*left.waiting, host))._settled()
 
     def begun(self) -> Membership:
-        """After the hosts of a round that gathers have been given their numbers.
+        """The state after the hosts of a round that gathers have got their numbers, so that it runs.
 
-        Those that were told theirs come first, in order. The others keep their order of the round before, so that rank
-        0 stays on a host that has seen the job, and newcomers follow as they came.
+        Hosts with a number of the user's come first, in order. The others keep their order of the round before, so that
+        rank 0 stays on a host that has seen the job, and newcomers follow as they came.
         """
         positions = {key: position for position, key in enumerate(self.order)}
 
@@ -190,22 +190,22 @@ class Membership:
         return replace(self, is_running=True, members=members, order=tuple(host.key for host in members))
 
     def continued(self, number: int, failures: int) -> Membership:
-        """After hosts have come whose job has gone on elsewhere: the next round has at least that number."""
+        """The state after hosts have come whose job has gone on elsewhere: the next round has at least that number."""
         known = replace(self, next_number=max(self.next_number, number), failures=max(self.failures, failures))
         return known if self.is_running else replace(known, number=max(self.number, number))
 
     def failed(self, number: int) -> Membership:
-        """After round `number` has failed; hosts that say so too change nothing."""
+        """The state after round `number` has failed; the same from more hosts changes nothing."""
         if self.failed_round >= number:
             return self
         return replace(self, failures=self.failures + 1, failed_round=number)
 
     def ended(self, reason: str, exit_code: int) -> Membership:
-        """After the job is over. The first reason stays."""
+        """The state after the job is over. The first reason stays."""
         return self if self.closed is not None else replace(self, closed=reason, exit_code=exit_code)
 
     def namesake(self, host: Host) -> Host | None:
-        """A host with the same number that came before this one."""
+        """The host with the same number that came before this one; None if there is none."""
         for other in self.hosts:
             if other.key == host.key:
                 break
@@ -214,7 +214,7 @@ class Membership:
         return None
 
     def _settled(self) -> Membership:
-        """Go on to the next round if the last member has left; take in those who wait."""
+        """Go on to the next round if the last member has left; take in waiting hosts."""
         now = self
         if now.is_running and not now.members:
             now = replace(now, is_running=False, number=max(now.number + 1, now.next_number))

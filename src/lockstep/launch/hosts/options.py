@@ -1,4 +1,4 @@
-"""What the command line says about hosts, checked before anything is started. Never imports torch."""
+"""The options of the command line about hosts, checked before anything is started. Never imports torch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from lockstep.secret import Secret
 
 __all__ = ["HostsConfig", "add_arguments", "hosts_from", "parse_conf", "parse_endpoint", "parse_nnodes"]
 
-# Those of torchrun: for --master-port and for --rdzv-endpoint.
+# The default ports of torchrun: of --master-port and of --rdzv-endpoint.
 _DEFAULT_PORT = 29500
 _DEFAULT_RDZV_PORT = 29400
-# Who lets the number of hosts change wants the job to go on.
+# A user who lets the number of hosts change wants the job to go on.
 _ELASTIC_RESTARTS = 3
 _BACKENDS = ("c10d", "static")
 
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """The hosts of a job, as one of them was told.
+    """The hosts of a job, as the options of one of them describe them.
 
     Attributes:
         min_nodes: with fewer hosts the job does not run.
-        max_nodes: more hosts wait for a place to become free.
-        address: name or address where the launchers meet: that of one of the hosts.
+        max_nodes: further hosts wait until one of the job leaves.
+        address: name or address of the host where the launchers meet.
         port: the port there.
-        node_rank: number of this host; None: the launchers count themselves.
-        is_holder: whether this launcher holds the store; None: the one whose host has that address.
-        run_id: a name for the job; launchers with other names are others' jobs.
-        local_addr: how the other hosts reach this one; None: the address from which it reaches the meeting place.
+        node_rank: number of this host; None if the launchers agree on their numbers.
+        is_holder: whether this launcher holds the store; None if its host decides, by having that address.
+        run_id: name of the job; launchers with another name are of another job.
+        local_addr: address by which the other hosts reach this one; None for that from which it reaches the store.
         join_s: seconds until hosts that do not come are an error.
         last_call_s: once there are `min_nodes` hosts, seconds to wait for yet another.
         heartbeat_s: seconds between two signs of life.
         lost_after_s: seconds without one until a host is given up.
-        token_file: path of a file with the job's token; None: LOCKSTEP_TOKEN says it, or there is none.
-        secret: what came of that, once the launcher has begun.
+        token_file: path of a file with the job's token; None for LOCKSTEP_TOKEN, or no token.
+        secret: the secret of the job, once the launcher has begun.
     """
 
     min_nodes: int
@@ -71,7 +71,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     """`--nnodes`: a number of hosts, or MIN:MAX.
 
     Raises:
-        LaunchError: neither.
+        LaunchError: the text is neither.
 
     >>> parse_nnodes("2"), parse_nnodes("1:4")
     ((2, 2), (1, 4))
@@ -114,7 +114,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class _Conf:
-    """torchrun's names for what --rdzv-conf sets."""
+    """torchrun's keys of --rdzv-conf."""
 
     names: Mapping[str, str] = field(
         default_factory=lambda: {
@@ -124,7 +124,7 @@ class _Conf:
             "keep_alive_interval": "heartbeat_s",
         }
     )
-    # What torchrun knows and nothing depends on here.
+    # Keys of torchrun on which nothing depends here.
     ignored: frozenset[str] = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "store_type"})
 
 
@@ -223,7 +223,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def hosts_from(options: argparse.Namespace) -> HostsConfig | None:
-    """What the options of `add_arguments`, `--master-addr` and `--master-port` say about hosts; they are taken out.
+    """The hosts that `add_arguments`' options, `--master-addr` and `--master-port` describe; takes these options out.
 
     The latter two stay for a job on this host alone. Where the number of hosts may change, `--max-restarts` is 3 unless
     it is given.

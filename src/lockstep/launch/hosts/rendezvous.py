@@ -1,19 +1,20 @@
 """Rounds of hosts, agreed on through the store, behind torch's interface of a rendezvous. See [Note: rounds of hosts].
 
-[Note: notices] A host that leaves a round on purpose says so, and why, before it ends its ranks: because another
-host came, because it was told to end, because it missed one that is gone. So the other hosts, whose ranks then lose
-these, know that nothing has failed. A host whose ranks fail says that too, and the others' ranks get a moment to notice
-by themselves before they are ended.
+[Note: notices] A host that leaves a round on purpose publishes a notice with the reason before it ends its ranks:
+another host came, it was told to end, or it missed one that is gone. So the other hosts, whose ranks then lose these,
+know that nothing has failed. A host whose ranks fail publishes that too, and the ranks of the others get a moment to
+notice by themselves before they are ended.
 
 [Note: moving] The launcher that holds the store may be the one that is lost. Where the number of hosts may change,
 every launcher therefore has a spare store. The hosts of the last round that are left move to the spare of the first of
-them, in the order of their numbers, so all come to the same one, and begin a round there. Whoever holds it looks every
-two seconds whether somebody holds a store at the first place again, as a launcher that is started there does; then all
-move back. A network that falls into two parts has two halves of a job, unless half of the hosts are too few to run.
+them, in the order of their numbers, so all come to the same one, and begin a round there. The launcher that holds it
+looks every two seconds whether there is a store at the first endpoint again, as a launcher that is started there opens
+one; then all move back. A network that falls into two parts has two halves of a job, unless half of the hosts are too
+few to run.
 
 [Note: put back] A stranger may write over the state, or remove it. Every launcher keeps the last state that it has seen
-under this job's seal and puts it back as it was, with its count; one that has seen a later one then puts back that. So
-the job goes on from the latest state that anybody knows. What only this host says in a round is put back by this host.
+under this job's seal and puts it back as it was, with its count; a launcher that has seen a later one then puts back
+that. So the job goes on from the latest state that any launcher knows. A host puts back its own values of a round.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _FOREIGN_LOOKS = 20
 
 
 class JobClosed(Exception):
-    """The job is over, says another host.
+    """Another host has closed the job.
 
     Attributes:
-        membership: the last state.
-        is_cut_short: ranks of this host were still at work.
+        membership: the last state of the job.
+        is_cut_short: whether ranks of this host were still at work.
     """
 
     def __init__(self, membership: Membership, is_cut_short: bool = False) -> None:
@@ -83,10 +84,10 @@ class HostRendezvous(RendezvousHandler):
     """This launcher among those of the job.
 
     Args:
-        config: where and with how many hosts.
-        job_store: the store.
-        num_ranks: how many ranks this host starts.
-        max_restarts: how many rounds may fail and be followed by another.
+        config: the endpoint of the store, and how many hosts there may be.
+        job_store: the store in which the launchers meet.
+        num_ranks: number of ranks that this host starts.
+        max_restarts: how many failed rounds may be followed by another.
         check: waits for so many seconds; raises when this launcher is told to end.
 
     Attributes:
@@ -94,8 +95,8 @@ class HostRendezvous(RendezvousHandler):
         membership: the state of the job when this launcher last read it; the hosts of the round that this host takes
             part in are `members`.
         members: the hosts of the round, in order of their numbers.
-        number: of the round.
-        position: number of this host in it.
+        number: number of the round.
+        position: number of this host in the round.
         master: address and port of rank 0.
     """
 
@@ -136,12 +137,12 @@ class HostRendezvous(RendezvousHandler):
     # ---- torch's interface -------------------------------------------------------------------------
 
     def get_backend(self) -> str:
-        """Name of the kind of rendezvous."""
+        """The name of this kind of rendezvous."""
         return "lockstep"
 
     @property
     def use_agent_store(self) -> bool:
-        """Never: see [Note: torch]."""
+        """False: the ranks do not use the agents' store. See [Note: torch]."""
         return False
 
     def get_run_id(self) -> str:
@@ -153,16 +154,16 @@ class HostRendezvous(RendezvousHandler):
         return self.look().closed is not None
 
     def set_closed(self) -> None:
-        """The job is over, for all hosts."""
+        """Close the job, for all hosts."""
         self.close("it was closed", 1)
 
     def num_nodes_waiting(self) -> int:
-        """How many hosts wait for another round, if one is to begin: torch's agent then begins it."""
+        """Number of hosts that wait for another round, if one is to begin: torch's agent then begins it."""
         return max(1, len(self.membership.waiting)) if self._regroup else 0
 
     def shutdown(self) -> bool:
-        """Take part no more. The job goes on if it has hosts enough."""
-        with contextlib.suppress(StoreLost):  # What was refused in the last moment is said, too.
+        """Leave the job, which goes on if it has hosts enough."""
+        with contextlib.suppress(StoreLost):  # A refusal of the last moment is warned of, too.
             self._warn()
         self._heartbeat.stop()
         return True
@@ -190,7 +191,7 @@ class HostRendezvous(RendezvousHandler):
         while (found := self.get("master")) is None:
             self._give_up_lost()
             if self.members[0].key not in {member.key for member in self.membership.members}:
-                return self._next_round()  # It came and was gone.
+                return self._next_round()  # The round came and was gone.
             self._check(_POLL_S)
         self.master = _read_master(found)
         store = self._job_store.torch_store(f"round{self.number}/agent")
@@ -199,7 +200,7 @@ class HostRendezvous(RendezvousHandler):
     # ---- within a round ----------------------------------------------------------------------------
 
     def look(self) -> Membership:
-        """The state as it is now; hosts that give no sign of life are taken off it. Cheap to call often."""
+        """Read the state, and take hosts without a heartbeat off it. Cheap to call often."""
         now_s = time.monotonic()
         if now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
@@ -208,7 +209,7 @@ class HostRendezvous(RendezvousHandler):
         return self.membership
 
     def _beware(self, now_s: float) -> None:
-        """Say again what this host has told, if somebody has written over it, and warn. See [Note: put back]."""
+        """Write this host's values again if a stranger has written over them, and warn. See [Note: put back]."""
         self._warn()
         if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
             return
@@ -227,22 +228,22 @@ class HostRendezvous(RendezvousHandler):
         return [member for member in self.members if member.key not in present]
 
     def put(self, key: str, value: str) -> None:
-        """Tell the hosts of this round something."""
+        """Publish a value for the hosts of this round."""
         prefix = f"round{self.number}/"
         self._told = {told: sealed for told, sealed in self._told.items() if told.startswith(prefix)}
         self._told[prefix + key] = self._job_store.set(prefix + key, value)
 
     def get(self, key: str) -> str | None:
-        """What a host of this round has told under that key."""
+        """The value that a host of this round published under a key; None if there is none."""
         return self._job_store.get(f"round{self.number}/{key}")
 
     def notice(self) -> Notice | None:
-        """Why this round ends without a failure, if it does."""
+        """The notice that ends this round without a failure; None if there is none."""
         text = self.get("notice")
         return None if text is None else Notice(text)
 
     def give_notice(self, text: str) -> None:
-        """Say that the round ends without a failure, before anybody's ranks do. See [Note: notices]."""
+        """Publish that the round ends without a failure, before any ranks end. See [Note: notices]."""
         self.put("notice", text)
 
     def token_of_ranks(self) -> str | None:
@@ -257,16 +258,16 @@ class HostRendezvous(RendezvousHandler):
         self._regroup = True
 
     def count_failure(self) -> int:
-        """This round has failed; how many have by now."""
+        """Count this round as failed; returns how many have failed by now."""
         number = self.number
         return self._change(lambda membership: membership.failed(number)).failures
 
     def close(self, reason: str, exit_code: int) -> None:
-        """The job is over, for all hosts."""
+        """Close the job, for all hosts."""
         self._change(lambda membership: membership.ended(reason, exit_code))
 
     def leave(self, reason: str, exit_code: int) -> None:
-        """This host takes part no more; if too few are left, nobody does. See [Note: notices]."""
+        """Take this host off the job, and close it if too few are left. See [Note: notices]."""
         if self.number >= 0:
             self.give_notice(reason)
 
@@ -281,15 +282,15 @@ class HostRendezvous(RendezvousHandler):
 
     @property
     def job_store(self) -> JobStore:
-        """Where the launchers meet now."""
+        """The store in which the launchers meet now."""
         return self._job_store
 
     def say_farewell(self) -> None:
-        """Tell who holds the store that this launcher needs it no more."""
+        """Tell the launcher that holds the store that this one needs it no more."""
         self._job_store.set(_farewell_key(self.host), "1")
 
     def is_needed(self) -> bool:
-        """Whether a launcher that is known here has not said farewell yet."""
+        """Whether a launcher of the job still needs the store."""
         others = [host for host in self.look().hosts if host.key != self.host.key]
         return not all(self._job_store.get_all([_farewell_key(host) for host in others]))
 
@@ -309,7 +310,7 @@ class HostRendezvous(RendezvousHandler):
         self._settle_at(home if home is not None else self._first_spare(self._spare))
 
     def must_move(self) -> bool:
-        """Whether the launchers meet at the first place again; this one then does so too. Cheap to call often."""
+        """Go back to the first store if the launchers meet there again; whether they do. Cheap to call often."""
         if not self._is_away:
             return False
         now_s = time.monotonic()
@@ -328,12 +329,12 @@ class HostRendezvous(RendezvousHandler):
         number, failures = max(self.number, self.membership.number), self.membership.failures
         self._is_away = False
         self._settle_at(home)
-        # At once, so that whoever is there does not begin alone while the ranks here are ended.
+        # At once, so that the others do not begin without this host while its ranks are ended.
         self._change(lambda membership: membership.continued(number + 1, failures).joined(self.host))
         return True
 
     def _first_spare(self, own: JobStore) -> JobStore:
-        """The spare store of the first host that is left, of those that were in the last round with this one."""
+        """The spare store of the first host of the last round that is left."""
         left = {host.key for host in self.membership.hosts}
         for host in self.members or self.membership.hosts:
             if host.key == self.host.key:
@@ -362,7 +363,7 @@ class HostRendezvous(RendezvousHandler):
     # ---- the state ---------------------------------------------------------------------------------
 
     def _change(self, transition: Callable[[Membership], Membership]) -> Membership:
-        """Apply a transition to the state as it is; what came of it."""
+        """Apply a transition to the present state; returns the new one."""
         for _ in range(_TRIES):
             raw = self._job_store.raw(_MEMBERSHIP)
             before = self._read(raw)
@@ -384,9 +385,9 @@ class HostRendezvous(RendezvousHandler):
         return self.membership
 
     def _read(self, raw: str) -> Membership | None:
-        """The state that stands in the store; None after putting back what had been there. See [Note: put back]."""
+        """The state of the store; None if it was not this job's, and was put back. See [Note: put back]."""
         if not raw and not self._sealed:
-            return self.membership  # Nobody has begun.
+            return self.membership  # No launcher has begun.
         try:
             if not raw:
                 self._job_store.note_refusal(_MEMBERSHIP, "it was removed")
@@ -448,7 +449,7 @@ class HostRendezvous(RendezvousHandler):
             self._check(_POLL_S)
 
     def _begin(self, members: tuple[Host, ...]) -> None:
-        """Begin the round with these hosts, unless somebody else has, or another came."""
+        """Begin the round with these hosts, unless another launcher has, or a host came."""
         self._change(
             lambda membership: (
                 membership.begun() if not membership.is_running and membership.members == members else membership
@@ -508,10 +509,10 @@ class HostRendezvous(RendezvousHandler):
 
 
 def _read_master(text: str) -> tuple[str, int]:
-    """Address and port of rank 0, as the first host of a round says them.
+    """Address and port of rank 0, as the first host of a round has published them.
 
     Raises:
-        LaunchError: it said something else.
+        LaunchError: the value is neither.
     """
     try:
         address, port = json.loads(text)

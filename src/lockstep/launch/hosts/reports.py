@@ -1,6 +1,6 @@
-"""How the ranks of each host ended, told to all hosts of a round, so that all come to the same root cause.
+"""The reports of all hosts of a round on how their ranks ended, so that all hosts come to the same root cause.
 
-JSON, and each value of the type it has here: reading it runs nobody's code.
+A report is JSON, each value of the type that it has here, so that reading it runs no code.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class HostReport:
     """How the ranks of one host ended.
 
     Attributes:
-        exits: of its ranks.
-        reports: of those that said why they failed.
-        announced: ranks that are known to have failed whatever their exit code.
-        statuses: where they were at the first failure.
+        exits: rank -> how it exited, for the ranks of the host.
+        reports: rank -> error report, for those that wrote one.
+        announced: ranks that are known to have failed, with any exit code.
+        statuses: rank -> where it was at the first failure.
     """
 
     exits: Mapping[int, RankExit] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class HostReport:
         return bool(self.announced) or any(ended.code != 0 for ended in self.exits.values())
 
     def encode(self) -> str:
-        """As text, with the name of this host."""
+        """Encode as text, with the name of this host."""
         host = socket.gethostname()
         return json.dumps(
             {
@@ -57,10 +57,10 @@ class HostReport:
 
     @classmethod
     def decode(cls, text: str) -> HostReport:
-        """From text.
+        """Decode from text.
 
         Raises:
-            ValueError: that is no report.
+            ValueError: the text is no report.
         """
         try:
             return cls._decode(json.loads(text))

@@ -1,4 +1,4 @@
-"""The way in to a job on several hosts. Imports torch when it is called: the ranks of one host need not wait for it."""
+"""Starts a job on several hosts. Imports torch when it is called, so that jobs on one host do not wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
 
     Args:
         config: what to run, and the ranks of this host.
-        hosts: the others.
+        hosts: the hosts of the job, as this one was told.
 
     Returns:
         The exit code.
