@@ -347,4 +347,4 @@ class HostsTeam(MessageTeam):
     @property
     def local_rank_of(self) -> Mapping[int, int]:
         """For each rank of this host its rank in the local team."""
-        return {rank: place for place, rank in enumerate(self._here)}
+        return {rank: local_rank for local_rank, rank in enumerate(self._here)}

@@ -1,4 +1,4 @@
-"""The torch store in which the launchers of a job meet. One of them holds it; it ends with that launcher.
+"""The job store: the torch store in which the launchers of a job meet. One of them holds it; it ends with that one.
 
 [Note: refusals] Every process that reaches the port can write into the store. So launchers seal their values
 (`lockstep.secret`), and a value without a seal of this job counts as not there. The seals also hold a word that the
