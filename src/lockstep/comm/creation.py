@@ -15,7 +15,7 @@ __all__ = ["create"]
 
 
 def create(options: Any, _backend_options: Any) -> LockstepProcessGroup:
-    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`.
+    """Make a group, for torch; `options` is its `_DistributedBackendOptions`.
 
     Raises:
         BackendUnavailable: processes of this system cannot share memory; says why.

@@ -30,10 +30,10 @@ from lockstep.shm.sync import FailureKind, PeerFailure
 
 __all__ = ["MAIN_THREAD", "DeadlockDetector", "note_other_caller"]
 
-# From the beginning of a wait until a rank says that it waits; ordinary waits are shorter.
+# From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
 _PUBLISH_AFTER_S = 0.05
 _SEARCH_EVERY_S = 0.02
-# Who waits for a shorter time only tries, and will come to the next collective.
+# A rank with a shorter timeout only tries, and will come to the next collective.
 _SHORTEST_TIMEOUT_S = 2.0
 _CONFIRM_S = 0.2
 _CONFIRM_LOOKS_EVERY_S = 0.05
@@ -46,14 +46,14 @@ MAIN_THREAD = threading.main_thread().ident
 
 
 def note_other_caller() -> None:
-    """A collective was called in another thread than the main one. Local; see [Note: no false alarm]."""
+    """Note that a thread other than the main one called a collective. Local; see [Note: no false alarm]."""
     global _has_other_callers
     _has_other_callers = True
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """What one rank says of its wait."""
+    """The wait that one rank has published."""
 
     serial: int
     confirmed_ns: int
@@ -98,18 +98,18 @@ class DeadlockDetector:
         self._suspected_at_ns = 0
 
     def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> float:
-        """This rank has waited for a while, and these ranks of the group have not come.
+        """Look at a wait of this rank for ranks of the group that have not come.
 
         Args:
-            missing: ranks of the group.
-            waited_s: since the wait began.
-            timeout_s: until it gives up by itself.
+            missing: ranks of the group that have not come.
+            waited_s: seconds since the wait began.
+            timeout_s: seconds from then until the wait gives up by itself.
 
         Returns:
             Seconds after which it wants to look again: soon, if there is a cycle to be confirmed.
 
         Raises:
-            PeerFailure: of kind DEADLOCKED; they never will, because they wait for this one.
+            PeerFailure: of kind DEADLOCKED: the missing ranks wait for this one.
         """
         if timeout_s < _SHORTEST_TIMEOUT_S:
             return math.inf
@@ -135,7 +135,7 @@ class DeadlockDetector:
         return _CONFIRM_LOOKS_EVERY_S if self._suspects else math.inf
 
     def end(self) -> None:
-        """The wait is over."""
+        """Withdraw the wait, which is over."""
         if self._published:
             self._published = ""
             self._blocks.withdraw_wait()
@@ -192,10 +192,10 @@ class DeadlockDetector:
                     frontier.append(peer)
         return {}
 
-    # ---- what to say of it -----------------------------------------------------------------------
+    # ---- the error ------------------------------------------------------------------------------
 
     def explain(self) -> tuple[str, tuple[int, ...]]:
-        """What everybody waits in, and the global ranks that are not where most are; none without a majority."""
+        """What the ranks wait in, and the culprits: the global ranks outside the majority; none without a majority."""
         waits = dict(self._waits())
         parties: dict[str, list[int]] = {}
         for rank, wait in waits.items():

@@ -1,9 +1,8 @@
 """Collectives inside of `torch.inference_mode()`, and under `torch.compile`.
 
-[Note: inference tensors] Tensors made in inference mode cannot be written outside of it, not by another thread
-either; and a group keeps tensors of its own, views of shared memory, that must not become such tensors because the
-first call happened to be made there. So the methods of a group leave the mode and take its tensors as plain ones over
-the same memory.
+[Note: inference tensors] Tensors made in inference mode cannot be written outside of it, nor by another thread. A group
+keeps tensors of its own, views of shared memory, and these must not become such tensors because the first call happened
+to be made in that mode. So the methods of a group leave the mode, and use plain tensors over the memory of those given.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _wrap(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same, with inference tensors, also in lists of lists, replaced by plain tensors over their memory."""
+    """`value` with inference tensors, also in lists of lists, replaced by plain tensors over their memory."""
     if isinstance(value, torch.Tensor):
         if not value.is_inference() or value.layout is not torch.strided:
             return value

@@ -1,7 +1,7 @@
 """`monitored_barrier`: a barrier whose error names every rank that did not come, in gloo's words and in ours.
 
-torch's function of that name turns away every backend but gloo by its name. `register` puts one in its place that
-asks our groups, and hands everything else to torch's own.
+torch's function of that name turns away every backend but gloo by its name. `register` replaces it by one that asks our
+groups, and calls torch's own for all others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def monitored_barrier(engine: Engine, timeout: timedelta | None, wait_all_ranks:
 
 
 def _gloo_words(engine: Engine, error: CollectiveError, limit_s: float, wait_all_ranks: bool) -> str:
-    """What gloo says, and scripts and torch's own tests look for: rank 0 names the culprits, the others rank 0.
+    """The words of gloo, which scripts and torch's tests look for: rank 0 names the culprits, the others name rank 0.
 
     Ranks are global ones, as in all our errors.
     """
@@ -74,5 +74,5 @@ def register(module: ModuleType) -> None:
 
 
 def _is_ours(group: Any) -> bool:
-    """By what it has, not by its class: a process may have imported this package twice."""
+    """Whether the group is ours, by an attribute: a process may have imported this package, and its classes, twice."""
     return hasattr(group, "engine")

@@ -1,7 +1,7 @@
-"""Which releases of torch this one was tested with.
+"""The releases of torch that this release was tested with, and what depends on the number of a release.
 
-Elsewhere nothing is decided by a release's number: what a release has is asked of it, by name. How its C++ behaves has
-no name, and is asked here.
+Elsewhere nothing depends on the number: code asks by name whether torch has something. How its C++ behaves has no name,
+so that is decided here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def warn_if_untested(version: str, rank: int) -> None:
 
     Args:
         version: such as "2.16.0".
-        rank: global; rank 0 warns.
+        rank: the global rank; rank 0 warns.
     """
     if rank == 0 and release_of(version) > NEWEST_TESTED:
         warn_once(

@@ -35,7 +35,7 @@ _FIT_INTERVAL_S = 1.0
 
 
 def _prefix_columns(rank: int) -> int:
-    """Of the prefix, and one more: a line that ends at the edge of a terminal is not erased cleanly."""
+    """Columns of the prefix, and one more: a line that ends at the edge of a terminal is not erased cleanly."""
     return len(f"[{rank}] ") + 1
 
 
@@ -57,8 +57,8 @@ class Relay:
     and, when `done_fd` is readable, `close`.
 
     Args:
-        stdout: what the ranks' stdout goes to: a file descriptor, or a text stream that has none.
-        stderr: what the ranks' stderr goes to.
+        stdout: gets the ranks' stdout: a file descriptor, or a text stream that has none.
+        stderr: gets the ranks' stderr.
         all_bars: where lines can be overwritten, show the bars of all ranks, and not only of the first attached.
 
     Attributes:
@@ -83,11 +83,11 @@ class Relay:
 
     @property
     def error(self) -> OSError | None:
-        """Why stdout or stderr cannot be written any more, or None."""
+        """The error that ended writing to stdout or stderr, or None."""
         return self._stdout.error or self._stderr.error
 
     def attach(self, rank: int) -> tuple[int, int]:
-        """Where a rank writes to: the file descriptors for its stdout and its stderr."""
+        """Open the file descriptors for a rank's stdout and stderr."""
         has_bars = self._all_bars or not self._streams or self._first_rank == rank
         if has_bars and not self._all_bars:
             self._first_rank = rank
@@ -107,14 +107,14 @@ class Relay:
         return write_fd
 
     def close_writers(self) -> None:
-        """All ranks are started: from now on only they hold the write ends. Starts the thread."""
+        """Close our write ends, once all ranks are started and hold theirs, and start the thread."""
         for fd in self._writers:
             os.close(fd)
         self._writers.clear()
         self._thread.start()
 
     def end(self, timeout_s: float) -> None:
-        """All ranks are gone: pass on the rest, for so long at most, and release everything."""
+        """Pass on the rest, for `timeout_s` at most, and release everything. After all ranks are gone."""
         if self._thread.ident is not None:
             self.finish()
             poll = select.poll()
@@ -123,7 +123,7 @@ class Relay:
         self.close()
 
     def finish(self) -> None:
-        """All ranks are gone: pass on what is still in the pipes, then make `done_fd` readable."""
+        """Pass on what is still in the pipes, then make `done_fd` readable. After all ranks are gone."""
         os.eventfd_write(self._finish_fd, 1)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Relay:
             os.eventfd_write(self.done_fd, 1)
 
     def _pass_on(self, selector: selectors.BaseSelector) -> None:
-        """Until `finish` is called; a wait without a deadline, as the supervisor always calls it."""
+        """Pass on output until `finish` is called, which the supervisor always does: a wait without a deadline."""
         fitted_at = time.monotonic()
         while True:
             has_partial = any(stream.has_partial for stream in self._streams)
@@ -173,7 +173,7 @@ class Relay:
                 self._fit()
 
     def _fit(self) -> None:
-        """Tell the ranks' terminals how wide ours is by now."""
+        """Give the ranks' terminals the present width of ours."""
         for stream in self._streams:
             if isinstance(stream, TerminalStream):
                 fit(stream.fd, stream.sink.fd, _prefix_columns(stream.rank))

@@ -1,4 +1,4 @@
-"""Rendezvous: where the ranks of a job meet, where the launcher gives them numbers but no place.
+"""Rendezvous: how the ranks of a job find each other if the launcher gives them numbers but no address.
 
 General layout:
 
@@ -7,5 +7,5 @@ General layout:
 * `tcp`: a torch store between hosts.
 * `mpi`: a store for the ranks of an MPI job, through MPI or, on one host, without it.
 * `slurm_store`: the store of a Slurm step, through one of these.
-* `urls`: the same for who calls `dist.init_process_group` itself.
+* `urls`: the same for scripts that call `dist.init_process_group` themselves.
 """

@@ -1,17 +1,17 @@
 """A torch store for processes of one host that know a common name, and no port.
 
 [Note: meeting in a folder] Rank 0 makes a folder of that name, mode 0700, where temporary files go, and a
-file in it. The others wait for it and open the file. Everybody signs the file, which is a torch FileStore.
+file in it. The others wait for it and open the file. Every rank signs the file, which is a torch FileStore.
 When all have signed, rank 0 marks it as complete and removes file and folder; the ranks go on through
 their open descriptors, so nothing is left behind however they end.
 
-* The folder must be a real folder that belongs to this user and to nobody else, because everybody may make
-  one of any name where temporary files go. It is checked, and then used, through one descriptor.
+* The folder must be a real folder that only this user can enter, because every user may make one of any
+  name where temporary files go. It is checked, and then used, through one descriptor.
 * A rank goes on when its file has lost its name. If the file was not marked complete, or bears another's
   signature, it was left over from ranks that were killed while they met, and rank 0 has replaced it: the
-  rank looks again. So nobody takes an old meeting for its own, whoever comes first.
-* Whoever opens a second world in the same process finds the store of the first, with other keys. That is
-  why a descriptor is never closed: torch opens it by its number whenever it likes.
+  rank looks again. So no rank takes an old meeting for its own, in whichever order they come.
+* A second world in the same process uses the store of the first, with other keys. So a descriptor is never
+  closed: torch may open it by its number at any time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def open_store(name: str, rank: int, world_size: int, timeout: timedelta) -> Sto
     """Meet the other ranks under `name` and share a store with them. Collective; all of them are on this host.
 
     Args:
-        name: common to the ranks, and to nobody else at this time.
+        name: a name that only these ranks have at this time.
         rank: 0 … world_size-1.
         world_size: number of ranks.
         timeout: until a rank that does not come is an error; also of the store.
@@ -113,7 +113,7 @@ def _join(path: str, rank: int, timeout: timedelta, deadline: float) -> Store:
 
 
 def _find(path: str, rank: int, timeout: timedelta, deadline: float) -> int:
-    """The descriptor of the file that rank 0 has put there, waited for."""
+    """Wait for the file that rank 0 puts there; returns its descriptor."""
     while True:
         with contextlib.suppress(FileNotFoundError), _opened(path) as folder, _explained(path, FileNotFoundError):
             return os.open(_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -134,7 +134,7 @@ def _signature(rank: int) -> str:
 
 
 def _sign(store: Store, rank: int) -> str:
-    """Sign for this rank, unless somebody has; the pid of who has signed."""
+    """Sign for this rank, unless a process has signed for it already; returns the pid that has signed."""
     return bytes(store.compare_set(_signature(rank), "", str(os.getpid()))).decode()
 
 
@@ -170,7 +170,7 @@ def _opened(path: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _explained(path: str, *known: type[OSError]) -> Iterator[None]:
-    """Errors of the system as ours, except for those that the caller knows what to do about."""
+    """Raise errors of the system as ours, except for those that the caller handles."""
     try:
         yield
     except OSError as error:

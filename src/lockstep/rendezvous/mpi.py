@@ -1,12 +1,12 @@
 """Where the ranks of an MPI job meet: with MPI's help, or without it on one host.
 
-[Note: with MPI] Every rank tells rank 0 its host. Rank 0 then opens a place to meet, a folder if all are on one
-host (`folder.py`) and else a port (`tcp.py`), and tells everybody where, and who is on which host. All of that
-has a deadline, which MPI's own collectives have not.
+[Note: with MPI] Every rank sends its host to rank 0. Rank 0 then opens a meeting point, a folder if all are on one
+host (`folder.py`) and else a port (`tcp.py`), and sends that, and the host of each rank, to all. All of that has a
+deadline, which MPI's own collectives have not.
 
 [Note: without MPI] Ranks on one host that want no group over MPI need no MPI to meet either: the number of their
-job is a name that they have in common. Initialising MPI takes half a second, and binds the end of each rank to that
-of all.
+job is a name that they have in common. Initialising MPI takes half a second, and makes the end of each rank wait for
+that of all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HOST_BYTES = 256
 _POLL_S = 0.001
 _LAUNCHER = "mpirun"
 
-# On rank 0: where to meet, and what listens there until the store takes it over.
+# On rank 0: the meeting point, and the socket that listens there until the store takes it over.
 _meeting_point: dict[str, Any] = {}
 _listeners: dict[int, socket.socket] = {}
 
@@ -78,7 +78,7 @@ def meeting_name(variables: Mapping[str, str]) -> str:
 
 
 def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
-    """Who this rank is in MPI's world, and a store that it shares with all others. Collective.
+    """The topology of this rank in MPI's world, and a store that it shares with all others. Collective.
 
     Args:
         timeout: until a rank that does not come is an error.
@@ -131,7 +131,7 @@ class _Deadline:
 
 
 def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
-    """Rank 0's part of [Note: with MPI]; what it told the others."""
+    """Rank 0's part of [Note: with MPI]; returns what it sent to the others."""
     mpi = load()
     peers = range(1, world.Get_size())
     buffers = [bytearray(_HOST_BYTES) for _ in peers]
@@ -160,7 +160,7 @@ def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
 
 
 def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
-    """The part of every other rank in [Note: with MPI]; what rank 0 said."""
+    """The part of every other rank in [Note: with MPI]; returns what rank 0 sent."""
     mpi = load()
     name = socket.gethostname().encode()[:_HOST_BYTES]
     request = world.Isend([name, mpi.BYTE], 0, _TAG)
@@ -176,7 +176,7 @@ def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
 
 
 def _open_meeting_point(hosts: Sequence[str]) -> dict[str, Any]:
-    """Where to meet; the same point for all worlds of this process."""
+    """The meeting point, one for all worlds of this process."""
     if not _meeting_point and len(set(hosts)) == 1:
         _meeting_point["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
     elif not _meeting_point:
@@ -202,7 +202,7 @@ def _address_towards(hosts: Iterable[str]) -> str:
 
 
 def _locate(rank: int, hosts: Sequence[str]) -> Topology:
-    """Where a rank stands among ranks on these hosts, given for each rank."""
+    """The topology of a rank, from the host of each rank."""
     names = list(dict.fromkeys(hosts))
     host = hosts[rank]
     return Topology(

@@ -1,4 +1,4 @@
-"""A place to meet that every task of a Slurm step works out alone, without asking another. No torch.
+"""A meeting point that every task of a Slurm step works out alone, without asking another. No torch.
 
 [Note: port] `20000 + (SLURM_JOB_ID + 997 * SLURM_STEP_ID) mod 12768`. It lies in 20000 … 32767, below
 the ports that Linux hands out by itself. Jobs that follow each other get different ports until 12768 of

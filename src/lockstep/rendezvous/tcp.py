@@ -46,7 +46,7 @@ def open_store(
         rank: 0 … world_size-1.
         world_size: number of ranks.
         timeout: until a rank that does not come is an error; also of the store.
-        listener: on rank 0: what listens there already, from `listen`.
+        listener: on rank 0: the socket that listens there already, from `listen`.
 
     Returns:
         An empty store, another one in every call.
@@ -69,7 +69,7 @@ def open_brief_store(
     timeout: timedelta,
     listener: socket.socket | None = None,
 ) -> Store:
-    """The same, but rank 0 listens only for as long as somebody uses the store. Collective.
+    """Like `open_store`, but rank 0 listens only while the store is in use. Collective.
 
     Raises:
         RendezvousError: the port is taken, or not all came in time.
@@ -77,7 +77,7 @@ def open_brief_store(
     if rank == 0 and listener is None:
         listener = listen(address, port)
     try:
-        # A script that later asks torch for env:// at the same port shares what listens there.
+        # A script that later asks torch for env:// at the same port shares this listener.
         if listener is not None:
             return serve_tcp_store(listener, address, port, world_size, timeout, multi_tenant=True)
         return TCPStore(address, port, world_size, False, timeout, multi_tenant=True)
@@ -117,7 +117,7 @@ class _NotHere(Exception):
 
 
 def _own_addresses(address: str) -> list[str]:
-    """What rank 0 should listen on; nothing if that cannot be told from here."""
+    """The addresses on which rank 0 should listen; none if they are not known here."""
     try:
         return [str(ipaddress.ip_address(address))]
     except ValueError:

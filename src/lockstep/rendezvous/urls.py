@@ -1,8 +1,8 @@
-"""Where ranks meet that call `dist.init_process_group` themselves: `mpi://`, and `env://` under mpirun.
+"""How ranks meet that call `dist.init_process_group` themselves: by `mpi://`, and by `env://` under mpirun.
 
 torch looks a handler up by the scheme of `init_method`. `mpi://` is ours: ranks, their number and a store
-come from MPI. `env://`, the default, is torch's own, and stays so wherever torch's variables are set. Under mpirun,
-where they are not and torch would raise, rank and number come from mpirun's variables, and the place to meet from
+come from MPI. `env://`, the default, is torch's own, and stays so wherever torch's variables are set. Under mpirun they
+are not set, and torch would raise: there rank and number come from mpirun's variables, and the meeting point from
 MASTER_ADDR and MASTER_PORT or, without these, from the job.
 """
 
@@ -87,10 +87,10 @@ class _EnvHandler:
 
 
 def _listen_on_one_address(variables: dict[str, str], timeout: timedelta) -> tuple[Store, int, int] | None:
-    """What torch's own handler does, with a rank 0 that listens on MASTER_ADDR instead of every address of its host.
+    """Do what torch's own handler does, with a rank 0 that listens on MASTER_ADDR instead of all addresses of its host.
 
-    None where that is not for this process to do: torchrun's own process listens, a variable is missing, which torch's
-    handler explains, or something of this process listens there already, which torch's handler uses again.
+    Returns None where torch's handler has to do it: torchrun's own process listens, a variable is missing, which it
+    explains, or a store of this process listens there already, which it uses again.
     """
     rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
     address, port = env.MASTER_ADDR.get(variables), env.MASTER_PORT.get(variables)
@@ -110,6 +110,6 @@ def _listen_on_one_address(variables: dict[str, str], timeout: timedelta) -> tup
 
 
 def _query(url: str) -> dict[str, str]:
-    """What torch has put behind the `?`: rank and world_size, where the caller gave them."""
+    """The values that torch has put behind the `?`: rank and world_size, where the caller gave them."""
     _, _, text = url.partition("?")
     return dict(pair.split("=", 1) for pair in text.split("&") if "=" in pair)

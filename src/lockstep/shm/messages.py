@@ -1,8 +1,8 @@
 """Messages between two ranks, and which receive gets which.
 
-A receive names a tag and a source, or any source. It gets the message that came first of those that fit; a message
-goes to the receive that was posted first of those that it fits. So messages of one source and tag are
-received in the order in which they were sent.
+A receive names a tag and a source, or any source. Of the messages that fit it, it gets the first that came; of the
+receives that fit a message, the first that was posted gets it. So messages of one source and tag are received in the
+order in which they were sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """What is known of one side of a message besides its tag. Compared by `fits`, hashed by identity.
+    """Describes one side of a message, besides its tag. Compared by `fits`, hashed by identity.
 
     Attributes:
         dtype: name of the dtype.
@@ -57,15 +57,15 @@ class Label:
         return f"{self.dtype}{list(self.shape)}"
 
     def encode(self) -> bytes:
-        """As bytes, for `decode`."""
+        """Encode as bytes, for `decode`."""
         return f"{self.dtype}|{','.join(map(str, self.shape))}|{self.site}".encode(errors="replace")
 
     @classmethod
     def decode(cls, data: bytes) -> Label:
-        """From bytes, the end of which may be missing.
+        """Decode from bytes, the end of which may be missing.
 
         Raises:
-            ValueError: no label is encoded so.
+            ValueError: the bytes are no label.
         """
         dtype, shape, site = data.decode(errors="replace").split("|", 2)
         return cls(dtype, tuple(int(size) for size in shape.split(",") if size), site)
@@ -76,11 +76,11 @@ class _Operation:
     """One side of a message.
 
     Attributes:
-        tag: as the user gave it.
+        tag: the tag that the user gave.
         label: the label of this side.
         flat: the memory, uint8, shape (n,).
-        done: nothing more will happen to it here.
-        conflict: what the other side said, where the two do not fit.
+        done: whether the operation is over on this rank.
+        conflict: the label of the other side, where the two do not fit.
     """
 
     tag: int
@@ -115,9 +115,9 @@ class Receive(_Operation):
     """A message to come.
 
     Attributes:
-        source: where from, or `ANY_SOURCE`.
+        source: the rank to receive from, or `ANY_SOURCE`.
         order: its number among all receives of this rank.
-        peer: where it did come from, once matched.
+        peer: the rank that sent the message, once matched.
         num_received: bytes copied so far.
     """
 
@@ -134,13 +134,13 @@ class Receive(_Operation):
 
 @dataclass(eq=False)
 class Arrival:
-    """The first that is heard of a message.
+    """A message that has arrived, or been announced.
 
     Attributes:
         peer: the rank that sends.
-        tag: as the sender gave it.
+        tag: the tag that the sender gave.
         label: the label of the sender.
-        num_bytes: of the whole message.
+        num_bytes: bytes of the whole message.
         number: its number among all messages of that peer.
         data: what has come of it: all, the first chunk, or nothing.
         chunk: of the sender's pool in which `data` lies, if it does.

@@ -4,11 +4,11 @@ A segment has no name. It is a memfd by default, which the peers open through
 `/proc/<pid>/fd`, so that nothing can be left behind at any moment of a kill -9, and the size of
 `/dev/shm` (64 MiB in a default container) does not matter. Where peers cannot see each
 other's `/proc`, `LOCKSTEP_SHM_DIR` names a folder that they share: the segment is then a file there
-with a random name and mode 0600, unlinked as soon as everybody has mapped it.
+with a random name and mode 0600, unlinked as soon as all ranks have mapped it.
 
 [Note: orphans] A process killed between making such a file and unlinking it leaves the file. So its
-maker holds a lock on it meanwhile, which no death survives, and whoever makes the next segment
-in that folder removes the files that nobody holds.
+maker holds a lock on it meanwhile, which ends with the process, and the process that makes the next
+segment in that folder removes the files that are not locked.
 
 [Note: forged handles] A handle comes out of a store that others may be able to write, and what it names is mapped and
 written. So it may name only what a rank of this user made for this: a file of our name in this rank's own

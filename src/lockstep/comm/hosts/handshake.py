@@ -201,7 +201,7 @@ class OutgoingHandshake:
 
         Raises:
             RendezvousError: what listens there is not that rank, or refuses this one.
-            OSError: nobody can be reached there.
+            OSError: nothing can be reached there.
         """
         link = self.socket
         assert link is not None
@@ -214,12 +214,12 @@ class OutgoingHandshake:
             self._step = _Step.ANSWER
             return False
         try:
-            return self._listen(link)
+            return self._receive(link)
         except OSError:
             self._break(time.monotonic())
             return False
 
-    def _listen(self, link: socket.socket) -> bool:
+    def _receive(self, link: socket.socket) -> bool:
         if self._step is _Step.ANSWER:
             answer = self._reader.take(_ANSWER_BYTES)
             if answer is None:

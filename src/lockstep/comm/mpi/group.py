@@ -156,7 +156,7 @@ class MpiProcessGroup(EngineProcessGroup):
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
-    """What torch calls to make a group; `options` is its `_DistributedBackendOptions`.
+    """Make a group, for torch; `options` is its `_DistributedBackendOptions`.
 
     Raises:
         SetupError: there is no such rank in a group of that size.

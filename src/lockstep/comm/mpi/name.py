@@ -4,10 +4,10 @@
 every wheel is. `register`, called whenever lockstep is imported beside torch, then makes the name mean our group, with
 as little as that takes; where torch has MPI, it does nothing.
 
-* `Backend("mpi")`, through which torch passes every name, says "mpi4py": so `new_group(backend="mpi")`,
+* `Backend("mpi")`, through which torch passes every name, returns "mpi4py": so `new_group(backend="mpi")`,
   "cpu:mpi,cuda:nccl" and `DeviceMesh` find our group, and `dist.get_backend()` tells its true name.
-* `init_process_group("mpi")` gets rank and number of ranks from MPI and meets by `mpi://`, whatever it is given; rank
-  and world_size get torch's own warning. That is what torch does with its own.
+* `init_process_group("mpi")` takes rank and number of ranks from MPI and meets by `mpi://`, with any arguments; rank
+  and world_size get torch's own warning. torch does the same with its own.
 
 Nothing else of torch changes; `dist.is_mpi_available()` still says what torch was built with.
 """
@@ -45,7 +45,7 @@ def register(module: ModuleType, backend_name: str) -> None:
 
 
 def _translating(torchs_own: Callable[..., str], plain: str, backend_name: str) -> Callable[..., str]:
-    """`Backend.__new__`, which gives the name of our group for the plain one."""
+    """`Backend.__new__` that returns the name of our group for the plain one."""
 
     def __new__(cls: type, name: str) -> str:  # noqa: N807
         found = torchs_own(cls, name)
@@ -55,14 +55,14 @@ def _translating(torchs_own: Callable[..., str], plain: str, backend_name: str) 
 
 
 def _asking_mpi(torchs_own: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group`, which asks MPI if the backend is the plain name."""
+    """`init_process_group` that asks MPI if the backend is the plain name."""
     signature = inspect.signature(torchs_own)
 
     def init_process_group(*args: Any, **options: Any) -> None:
         try:
             given = signature.bind(*args, **options).arguments
         except TypeError:
-            given = {}  # torch says itself what is wrong.
+            given = {}  # torch itself explains what is wrong.
         backend = given.get("backend")
         if not isinstance(backend, str) or backend.lower() != _NAME:
             return torchs_own(*args, **options)

@@ -1,6 +1,6 @@
 """The ranks of one group, connected by MPI: notices, exchanges of tensors, waits with a deadline.
 
-What is common to all teams that talk in messages is in `lockstep.comm.message_team`. Here, short messages go through
+`lockstep.comm.message_team` has what all teams have in common that exchange messages. Here, short messages go through
 one tag, into one receive from any source that is always posted.
 """
 
@@ -29,10 +29,10 @@ _Transfers = Sequence[tuple[int, torch.Tensor]]
 
 
 class MpiTeam(MessageTeam):
-    """The ranks of one group, for an engine, a flight record and point to point.
+    """The ranks of one group, for an engine, a flight recorder and point to point.
 
     Args:
-        comm: a communicator of this group's own.
+        comm: a communicator that only this group uses.
         identities: the process of each rank.
 
     Attributes:
@@ -70,7 +70,7 @@ class MpiTeam(MessageTeam):
         self._sending = [request for request in self._sending if request]
 
     def poll(self) -> None:
-        """Take in what the peers have said. Local; waits for nothing."""
+        """Receive the messages that have come. Local; waits for nothing."""
         with self.lock:
             while self._is_listening and self._receiving.Test(self._status):
                 num_bytes = self._status.Get_count(self._mpi.BYTE)
@@ -114,7 +114,7 @@ class MpiTeam(MessageTeam):
             yield [self._mpi.buffer.fromaddress(address + start, size), self._mpi.BYTE]
 
     def _complete(self, requests: list[tuple[MPI.Request, Sequence[int]]], memory: object, timeout_s: float) -> None:
-        """Wait for requests, each given with the peers on which it depends."""
+        """Wait for requests, each given with the peers that it depends on."""
         pending = [request for request, _ in requests]
 
         def awaited() -> list[int]:
@@ -171,7 +171,7 @@ class MpiTeam(MessageTeam):
         self._send_final_notice()
 
     def try_release(self) -> bool:
-        """After `close`: give the communicator back if all ranks have left, and say whether that is so. Local."""
+        """After `close`: give the communicator back if all ranks have left; returns whether they have. Local."""
         with self.lock:
             if self._comm == self._mpi.COMM_NULL:
                 return True

@@ -26,7 +26,7 @@ class MpiWaiter:
 
     Attributes:
         spins: how often to ask before the core is given up.
-        closed: the group was shut down on this rank; every wait ends.
+        closed: whether the group was shut down on this rank, so that every wait ends.
     """
 
     def __init__(self, num_local: int) -> None:
@@ -39,10 +39,10 @@ class MpiWaiter:
         self.closed = True
 
     def wait(self, awaited: Callable[[], list[int]], look: Callable[[list[int], float], None]) -> None:
-        """Return when nobody is awaited any more.
+        """Return when no rank is awaited any more.
 
         Args:
-            awaited: asks MPI; the ranks that are still needed.
+            awaited: asks MPI, and returns the ranks that are still awaited.
             look: called with these and the seconds waited, every few milliseconds; raises to end the wait.
         """
         for _ in range(self.spins):

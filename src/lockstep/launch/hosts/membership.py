@@ -3,13 +3,13 @@
 [Note: membership] The state is one JSON text, which launchers change by compare-and-set only. So each launcher sees
 every change as a whole; a launcher that was too late reads the new state and tries again.
 
-GATHERING  hosts come: `members` grows until there are `max_nodes`, or at least `min_nodes` and nobody has come for
+GATHERING  hosts come: `members` grows until there are `max_nodes`, or at least `min_nodes` and no host has come for
    │       a while
-   │       the hosts are given their numbers
-RUNNING    `members` is the round's list of hosts. Who comes now stands in `waiting`. A host leaves the round by
-   │       leaving the list, or is taken off it when it gives no sign of life
+   │       the hosts get their numbers
+RUNNING    `members` is the round's list of hosts. A host that comes now waits in `waiting`. A host leaves the round by
+   │       leaving the list, or is taken off it when its heartbeat stops
    │       the list is empty
-   └────── GATHERING, with all who wait, as the next round
+   └────── GATHERING, with all waiting hosts, as the next round
 
 `closed` ends all of it; it holds the reason.
 """
