@@ -74,8 +74,8 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
     return Result("record", quick, environment, settings, series)
 
 
-class _NoFlight(FlightRecorder):
-    """A flight record that records nothing and compares nothing."""
+class _NoRecorder(FlightRecorder):
+    """A flight recorder that records nothing and compares nothing."""
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:
         """Count, which errors need."""
@@ -88,16 +88,16 @@ def _measure_on_rank(job: Job) -> object:
     assert isinstance(folder, str)
     assert isinstance(budget, dict)
     bare, plain = _make_group(), _make_group()
-    bare.engine.flight.__class__ = _NoFlight
+    bare.engine.recorder.__class__ = _NoRecorder
     bare.engine.locate = lambda: _NOWHERE
-    boxes = make_status_files(Path(folder), [dist.get_rank()])  # as the launcher does
+    status_files = make_status_files(Path(folder), [dist.get_rank()])  # as the launcher does
     env.LOCKSTEP_RENDEZVOUS.set(folder)
     env.RANK.set(dist.get_rank())
     groups = {"no_record": bare, "record": plain, "record_launched": _make_group()}
     contestants = [_reducer(name, group) for name, group in groups.items()]
     parameters: dict[str, int | str] = {"world_size": dist.get_world_size(), "bytes": _BYTES}
     series = measure([Configuration(parameters, contestants)], Budget(**budget))
-    for fd in boxes:
+    for fd in status_files:
         os.close(fd)
     return [asdict(item) for item in series]
 
