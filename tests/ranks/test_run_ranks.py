@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env
+from lockstep.comm import deadlock
 from lockstep.errors import InputError, InputTypeError, WorkerFailed
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
@@ -235,3 +236,18 @@ def test_nothing_is_left_when_the_caller_ends(ending: str, tmp_path: Path) -> No
     while left := [pid for pid in pids if alive(pid)] + list(tmp_path.glob("lockstep-testing-*")):
         assert time.monotonic() < deadline, f"left behind: {left}"
         threading.Event().wait(0.02)
+
+
+def _reduce_in_a_thread() -> None:
+    thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))
+    thread.start()
+    thread.join()
+
+
+def _counts_on_the_main_thread_alone() -> bool:
+    return not deadlock._has_other_callers
+
+
+def test_threads_of_one_job_do_not_hide_the_deadlocks_of_the_next() -> None:
+    run_ranks(_reduce_in_a_thread, 2)
+    assert run_ranks(_counts_on_the_main_thread_alone, 2) == [True, True]

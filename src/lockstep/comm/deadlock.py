@@ -28,7 +28,7 @@ from lockstep.comm.work import Runner
 from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.sync import FailureKind, PeerFailure
 
-__all__ = ["MAIN_THREAD", "DeadlockDetector", "note_other_caller"]
+__all__ = ["MAIN_THREAD", "DeadlockDetector", "forget_other_callers", "note_other_caller"]
 
 # From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
 _PUBLISH_AFTER_S = 0.05
@@ -49,6 +49,12 @@ def note_other_caller() -> None:
     """Note that a thread other than the main one called a collective. Local; see [Note: no false alarm]."""
     global _has_other_callers
     _has_other_callers = True
+
+
+def forget_other_callers() -> None:
+    """Count on the main thread alone again. Local; for a process that goes on to another job without such threads."""
+    global _has_other_callers
+    _has_other_callers = False
 
 
 @dataclass(frozen=True)
