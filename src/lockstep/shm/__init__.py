@@ -11,6 +11,7 @@ Knows nothing of torch.distributed. General layout, from the bottom up:
 * `sync`: counters in that segment, by which ranks wait for each other.
 * `terms`: what the ranks of a group must have alike.
 * `bootstrap`: brings a group up: its ranks find each other through a store.
+* `large_slots`: the slots for large tensors, and which groups' slots have memory.
 * `team`: the ranks of one group, met, with the memory they move data through.
 * `kernels`: adds up the parts of all ranks, always in the same tree.
 * `algorithms`: the collectives, as transfers through the slots of a team.

@@ -70,6 +70,7 @@ def all_reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, timeout_s: floa
         _all_reduce_redundant(team, tensor, kernel, num_bytes, timeout_s)
     else:
         _all_reduce_shared(team, tensor, kernel, num_bytes, timeout_s)
+    team.finish(num_bytes)
 
 
 def _all_reduce_redundant(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
@@ -179,6 +180,7 @@ def reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_
         team.step(timeout_s)
         if team.rank == root:
             kernel.reduce(views, part)
+    team.finish(num_bytes)
 
 
 def broadcast(team: Team, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
@@ -194,6 +196,7 @@ def broadcast(team: Team, tensor: torch.Tensor, root: int, timeout_s: float) -> 
         team.step(timeout_s)
         if team.rank != root:
             part.copy_(view)
+    team.finish(num_bytes)
 
 
 def all_gather(team: Team, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
@@ -225,6 +228,7 @@ def _gather_to(
         for peer, output in enumerate(outputs):
             piece = output[start:stop]
             piece.copy_(part if peer == team.rank else views[peer][: piece.numel()])
+    team.finish(num_bytes)
 
 
 def scatter(
@@ -243,6 +247,7 @@ def scatter(
                 view[peer * length : (peer + 1) * length].copy_(source[start:stop])
         team.step(timeout_s)
         tensor[start:stop].copy_(view[team.rank * length : (team.rank + 1) * length])
+    team.finish(num_bytes)
 
 
 def reduce_scatter(
@@ -267,6 +272,7 @@ def reduce_scatter(
         team.step(timeout_s)
         out = tensor[start:stop]
         kernel.reduce([view[rank * length : rank * length + out.numel()] for view in views], out)
+    team.finish(num_bytes)
 
 
 def all_to_all(
@@ -293,3 +299,4 @@ def all_to_all(
         for peer, output in enumerate(outputs):
             piece = output[start:stop]
             piece.copy_(views[peer][rank * length : rank * length + piece.numel()])
+    team.finish(num_bytes)

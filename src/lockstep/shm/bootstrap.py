@@ -185,7 +185,8 @@ class Bootstrap:
         self._store.delete(_SEVERAL_HOSTS)
 
     def _publish(self, size_bytes: int) -> tuple[Segment, str]:
-        segment = Segment.create(size_bytes)
+        # Sparse, since most of it is rings and texts that most groups never use.
+        segment = Segment.create(size_bytes, is_sparse=True)
         published = json.dumps(
             {
                 "handle": segment.handle,

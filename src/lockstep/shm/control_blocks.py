@@ -9,7 +9,8 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     …        small slots of rank 0, then of rank 1, …                      2 x small_slot_bytes each
 
     block:
-    0        step count; fingerprint of the even collective, of the odd    64
+    0        step count; fingerprint of the even collective, of the odd;   64
+             operations through large slots that the rank has finished
     64       state, pid, start time, when the wait was confirmed, number   64
              of the wait, pid namespace
     128      record of the even collective: unused, number, call, site     64
@@ -51,6 +52,7 @@ BLOCK_BYTES = 4096 + 2 * RING * TEXT_BYTES
 
 _GATE_WORD = 8
 _RECORD_WORDS = 8
+_FINISHED_WORD = 3
 _CALL_WORD = 2
 _SITE_WORD = 3
 _STATE_WORD = 8
@@ -213,6 +215,15 @@ class ControlBlocks:
             return f"its record of collective #{number} names the texts {call} and {site} of {RING}"
         state = self.words[self.state_words[rank]]
         return None if PeerState.READY <= state <= PeerState.FAILED else f"it is in state {state}"
+
+    def finish_large(self, number: int) -> None:
+        """Publish how many operations through large slots this rank has finished: it reads no slot of those."""
+        fence()
+        self.words[self._starts[self.rank] // 8 + _FINISHED_WORD] = number
+
+    def finished_large(self) -> list[int]:
+        """How many operations through large slots each rank has finished, as far as it shows here."""
+        return [self.words[start // 8 + _FINISHED_WORD] for start in self._starts]
 
     def announce(self, text: str) -> None:
         """Publish a short text; peers read it after the next step."""

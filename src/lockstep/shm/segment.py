@@ -41,7 +41,7 @@ from lockstep import libc
 from lockstep.errors import SharedMemoryError
 from lockstep.shm.support import segment_folder
 
-__all__ = ["Segment", "boot_id", "can_leave", "leave"]
+__all__ = ["Segment", "boot_id", "can_leave", "give_back", "leave", "populate"]
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -52,6 +52,8 @@ _MEMFD_NAME = "lockstep"
 _MEMFD_LINK = re.compile(rf"/?memfd:{_MEMFD_NAME}( \(deleted\))?")
 _LARGEST_BYTES = 1 << 46
 _LONGEST_DIRECTORY = 200  # the path travels in a small field of the control segment
+_MADV_REMOVE = 9
+_MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
@@ -275,6 +277,38 @@ def leave(piece: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=piece.numel())
 
 
+def give_back(piece: torch.Tensor) -> bool:
+    """Return the memory of a piece of a segment to the system, for all processes that map it; zeros remain. Local.
+
+    Args:
+        piece: uint8 tensor that begins at a page and is some pages long.
+
+    Returns:
+        Whether the kernel did, and knows how to `populate` the piece again.
+    """
+    address, size_bytes = piece.data_ptr(), piece.numel()
+    return libc.advise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE) and libc.advise(address, size_bytes, _MADV_REMOVE)
+
+
+def populate(piece: torch.Tensor) -> None:
+    """Take memory for a piece of a segment that was given back, in huge pages where the kernel has them. Local.
+
+    Args:
+        piece: as for `give_back`.
+
+    Raises:
+        SharedMemoryError: there is not enough.
+    """
+    address, size_bytes = piece.data_ptr(), piece.numel()
+    if size_bytes >= HUGE_PAGE_BYTES:
+        libc.advise(address, size_bytes, _MADV_COLLAPSE)
+    if not libc.advise(address, size_bytes, _MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        raise SharedMemoryError(
+            code, f"cannot reserve {size_bytes / 2**20:.1f} MiB of shared memory again: {os.strerror(code)}. Free some"
+        )
+
+
 class Segment:
     """A piece of zeroed memory that several processes map.
 
@@ -305,12 +339,15 @@ class Segment:
         return -(-size_bytes // unit) * unit
 
     @classmethod
-    def create(cls, size_bytes: int, directory: str | None = None) -> Segment:
+    def create(cls, size_bytes: int, directory: str | None = None, *, is_sparse: bool = False) -> Segment:
         """Make a new segment. Local.
 
         Args:
             size_bytes: rounded up, see `whole`.
             directory: where the file goes; default `LOCKSTEP_SHM_DIR`, else no file at all.
+            is_sparse: take each page when it is first touched, where there is no file. The space of a folder is
+                limited, and a page that it has no space for ends a process with SIGBUS; so a file has its pages
+                from the beginning.
 
         Raises:
             SharedMemoryError: not enough space; says how much was asked for and where.
@@ -324,7 +361,10 @@ class Segment:
             fd, path = _open_in(directory)
         try:
             os.fchmod(fd, 0o600)
-            _reserve(fd, size_bytes, directory or "memory")
+            if is_sparse and directory is None:
+                os.ftruncate(fd, size_bytes)
+            else:
+                _reserve(fd, size_bytes, directory or "memory")
         except OSError:
             os.close(fd)
             if path is not None:

@@ -18,6 +18,7 @@ from lockstep.log import get_logger
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.control_blocks import BLOCK_BYTES, RING, ControlBlocks, Failure
 from lockstep.shm.doorbell import Doorbell
+from lockstep.shm.large_slots import LargeSlots
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.pool import CHUNK_BYTES
@@ -120,8 +121,7 @@ class Team:
         ]
         self.mail_area = MailArea(segment, start + world_size * 2 * SMALL_SLOT_BYTES, world_size)
         self._doorbell = Doorbell(self.mail_area, rank)
-        self._large: Region | None = None
-        self._large_slot_bytes = LARGE_SLOT_BYTES
+        self._large: LargeSlots | None = None
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
         self.blocks.on_end = self.watch.on_death = self._sound_alarm
 
@@ -186,18 +186,36 @@ class Team:
 
     def slot_bytes(self, num_bytes: int) -> int:
         """Bytes of the slots that a transfer of `num_bytes` should go through."""
-        return SMALL_SLOT_BYTES if num_bytes <= SMALL_SLOT_BYTES else self._large_slot_bytes
+        if num_bytes <= SMALL_SLOT_BYTES:
+            return SMALL_SLOT_BYTES
+        assert self._large is not None, "prepare() comes before the first transfer"
+        return self._large.slot_bytes
 
     def prepare(self, num_bytes: int, timeout_s: float) -> None:
-        """Make sure that slots for transfers of `num_bytes` exist. Collective on first use of large ones.
+        """Make sure that slots for an operation on `num_bytes` exist. Collective on first use of large ones.
 
         Called with what the flight record verifies to be equal on all ranks, before the first transfer.
-        """
-        if num_bytes > SMALL_SLOT_BYTES and self._large is None:
-            self.step(timeout_s)
-            self._large = self._allocate_large_slots(timeout_s)
 
-    def _allocate_large_slots(self, timeout_s: float) -> Region:
+        Raises:
+            SharedMemoryError: there is no memory for them, on every rank at their first use.
+            PeerFailure: a rank did not come to their first use.
+        """
+        if num_bytes > SMALL_SLOT_BYTES:
+            if self._large is None:
+                self.step(timeout_s)
+                self._large = self._allocate_large_slots(timeout_s)
+            self._large.begin()
+
+    def finish(self, num_bytes: int) -> None:
+        """Say that this rank has read all that it will of the operation that `prepare` began. Local.
+
+        See [Note: idle slots] in `large_slots.py`. An operation that fails does not come here: who reads what is
+        not known then, and the slots keep their memory.
+        """
+        if num_bytes > SMALL_SLOT_BYTES and self._large is not None:
+            self._large.finish()
+
+    def _allocate_large_slots(self, timeout_s: float) -> LargeSlots:
         slot_bytes = LARGE_SLOT_BYTES
         while True:
             try:
@@ -209,8 +227,7 @@ class Team:
                 if self.rank == 0:
                     _logger.warning("%s; trying slots of %d KiB, which are slower", error, slot_bytes >> 10)
                 continue
-            self._large_slot_bytes = slot_bytes
-            return region
+            return LargeSlots(region.parts, slot_bytes, self.blocks)
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
         """A new region with `part_bytes` for each rank. Collective, with the same size on all ranks.
@@ -281,7 +298,7 @@ class Team:
         if views is None:
             if is_large:
                 assert self._large is not None, "prepare() comes before the first transfer"
-                sources, slot_bytes = self._large.parts, self._large_slot_bytes
+                sources, slot_bytes = self._large.parts, self._large.slot_bytes
             else:
                 sources, slot_bytes = self._small, SMALL_SLOT_BYTES
             start, size = slot * slot_bytes, numel * dtype.itemsize
@@ -297,3 +314,5 @@ class Team:
         self.waiter.close()
         self.watch.close()
         self._views.clear()
+        if self._large is not None:
+            self._large.close()

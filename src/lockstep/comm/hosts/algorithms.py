@@ -167,6 +167,7 @@ def _all_reduce_alone(team: HostsTeam, tensor: torch.Tensor, reduction: Reductio
         """Do nothing: the result is already in the tensor."""
 
     reduce_pipelined(team, reduction, numels, load, target, store, timeout_s, in_place=in_place)
+    team.finish()
 
 
 def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
@@ -202,6 +203,7 @@ def _all_reduce_shared(team: HostsTeam, tensor: torch.Tensor, reduction: Reducti
             part[low:high].copy_(slots[owner][low:high])
 
     reduce_pipelined(team, reduction, numels, load, target, store, timeout_s)
+    team.finish()
 
 
 def all_reduce_symmetric(

@@ -234,16 +234,23 @@ class HostsTeam(MessageTeam):
             memory.numpy()[:] = memoryview(inbox.popleft())
 
     def prepare(self, timeout_s: float) -> None:
-        """Agree on the size of the chunks in which large tensors move. Collective, after `arrive`; once."""
+        """Make the slots of this host ready for a large tensor. Collective, after `arrive`, the first time.
+
+        Then the ranks agree on the size of the chunks in which large tensors move.
+        """
+        self.local.prepare(_LARGE_BYTES, timeout_s)
         if self.chunk_bytes:
             return
-        self.local.prepare(_LARGE_BYTES, timeout_s)
         own = torch.tensor([self.local.slot_bytes(_LARGE_BYTES)])
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         sizes[self.rank] = own
         outputs = [(peer, sizes[peer : peer + 1]) for peer in self._others]
         self.exchange([(peer, own) for peer in self._others], outputs, timeout_s)
         self.chunk_bytes = int(sizes.min())
+
+    def finish(self) -> None:
+        """Say that this rank has read the slots of its host for the last time since `prepare`. Local."""
+        self.local.finish(_LARGE_BYTES)
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
         """Memory that the ranks of each host share, with `part_bytes` for each of them. Collective.

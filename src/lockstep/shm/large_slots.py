@@ -1,0 +1,90 @@
+"""The large slots of the groups of this process, and which of them have memory.
+
+[Note: idle slots] The large slots of a group take 4 MiB for each rank, and a job of many groups rarely moves data in
+all of them by turns. So a process keeps the memory of its own slots in the groups that it used last, and gives that of
+the others back to the system; the addresses stay, and the next operation of such a group takes memory again. A rank
+may give a slot back once every rank has read it: each rank counts in its control block the operations that it has
+finished, and where all counts of an idle group are equal to its own, nobody reads there and nobody will before this
+rank's next step in that group.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.segment import give_back, populate
+
+__all__ = ["LargeSlots"]
+
+# Slots with memory, of all ranks of a host together: a process keeps its part of them, and that of two groups at least.
+_KEPT_ON_A_HOST = 128
+_FEWEST_KEPT = 2
+
+
+class LargeSlots:
+    """The large slots of one group. Not thread-safe, but groups may be used by different threads.
+
+    Args:
+        parts: uint8 tensors, one per rank, each with both slots of that rank; all mapped here.
+        slot_bytes: bytes of each of a rank's two slots.
+        blocks: the control blocks of the group.
+    """
+
+    def __init__(self, parts: list[torch.Tensor], slot_bytes: int, blocks: ControlBlocks) -> None:
+        self.parts = parts
+        self.slot_bytes = slot_bytes
+        self._blocks = blocks
+        self._num_begun = 0
+        self._has_memory = True
+
+    def begin(self) -> None:
+        """Make sure that this rank's slots have memory, before an operation that goes through them. Local.
+
+        Raises:
+            SharedMemoryError: there is no memory any more.
+        """
+        with _lock:
+            self._num_begun += 1
+            _kept.pop(self, None)
+            _kept[self] = len(self.parts)
+            _release_idle()
+            if not self._has_memory:
+                populate(self._own)
+                self._has_memory = True
+
+    def finish(self) -> None:
+        """Tell the other ranks that this one has read all that it will read in the operation. Local."""
+        self._blocks.finish_large(self._num_begun)
+
+    def close(self) -> None:
+        """Forget the slots; their memory goes with the last mapping of them. Local."""
+        with _lock:
+            _kept.pop(self, None)
+
+    @property
+    def _own(self) -> torch.Tensor:
+        return self.parts[self._blocks.rank]
+
+    def release_if_idle(self) -> bool:
+        """Give the memory of this rank's slots back, unless somebody may read it. Local; whether it was given back."""
+        if any(finished != self._num_begun for finished in self._blocks.finished_large()):
+            return False
+        self._has_memory = not give_back(self._own)
+        return not self._has_memory
+
+
+_lock = threading.Lock()
+# The slots that have memory, with the sizes of their groups; those that were used last are behind.
+_kept: weakref.WeakKeyDictionary[LargeSlots, int] = weakref.WeakKeyDictionary()
+
+
+def _release_idle() -> None:
+    """Give back the memory of the slots that were not used for longest, until no more groups have some than may."""
+    limit = max(_FEWEST_KEPT, _KEPT_ON_A_HOST // max(_kept.values()))
+    for slots in list(_kept)[: max(0, len(_kept) - limit)]:
+        if slots.release_if_idle():
+            del _kept[slots]
