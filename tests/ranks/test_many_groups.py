@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import SharedMemoryError
+from lockstep.errors import CollectiveMismatch, SharedMemoryError
 from lockstep.shm import large_slots
 from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.large_slots import LargeSlots
@@ -65,6 +65,12 @@ def test_only_those_used_last_keep_memory() -> None:
 @groups_that_keep_memory(2)
 def use_together(rounds: int) -> int:
     groups = [dist.new_group() for _ in range(5)]
+    if dist.get_rank() == 0:  # From now on the ranks have begun different numbers of large operations.
+        with pytest.raises(CollectiveMismatch):
+            dist.all_reduce(torch.ones(NUMEL), group=groups[0])
+    else:
+        with pytest.raises(CollectiveMismatch):
+            dist.barrier(groups[0])
     wrong = 0
     for round_number in range(rounds):
         tensors = [torch.full((NUMEL,), float(round_number + number)) for number in range(len(groups))]
@@ -83,44 +89,61 @@ def test_nothing_is_lost_where_groups_work_at_once() -> None:
     assert run_ranks(use_together, 2, 20) == [0, 0]
 
 
+segments: dict[LargeSlots, Segment] = {}  # the control segments of those that a test has
+
+
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> list[LargeSlots]:
     """Those of four groups of three ranks each, seen by rank 0 of all."""
     monkeypatch.setattr(large_slots, "_kept", type(large_slots._kept)())
     monkeypatch.setattr(large_slots, "_KEPT_ON_A_HOST", 6)
-    made = []
+    segments.clear()
     for _ in range(4):
-        blocks = ControlBlocks(Segment.create(ControlBlocks.size_bytes(3)), 0, 3)
+        control = Segment.create(ControlBlocks.size_bytes(3))
         data = Segment.create(3 * (8 << 10))
-        made.append(LargeSlots([data.tensor(rank * (8 << 10), 8 << 10) for rank in range(3)], 4 << 10, blocks))
-    return made
+        parts = [data.tensor(rank * (8 << 10), 8 << 10) for rank in range(3)]
+        segments[LargeSlots(parts, 4 << 10, ControlBlocks(control, 0, 3))] = control
+    return list(segments)
 
 
-def finish(slots: LargeSlots, *ranks: int) -> None:
-    """As if these ranks had finished what this one began."""
-    for rank in ranks:
-        blocks = slots._blocks
-        blocks.words[blocks._starts[rank] // 8 + 3] = slots._num_begun
+def finish(slots: LargeSlots, step: int, *peers: int) -> None:
+    """As if this rank, and these, had finished an operation at that step."""
+    slots.finish(step)
+    for peer in peers:
+        ControlBlocks(segments[slots], peer, 3).finish_large(step)
+
+
+def first_values(slots: list[LargeSlots]) -> list[int]:
+    return [int(each.parts[0][0]) for each in slots]
 
 
 def test_slots_keep_what_a_peer_still_reads(slots: list[LargeSlots]) -> None:
     for each in slots:
         each.begin()
         each.parts[0].fill_(7)
-    finish(slots[0], 0, 1)
-    finish(slots[1], 0, 1, 2)
+    finish(slots[0], 5, 1)
+    finish(slots[1], 6, 1, 2)
     slots[3].begin()
-    assert [int(each.parts[0][0]) for each in slots] == [7, 0, 7, 7]
-    finish(slots[0], 2)
+    assert first_values(slots) == [7, 0, 7, 7]
+    finish(slots[0], 5, 1, 2)
     slots[3].begin()
-    assert [int(each.parts[0][0]) for each in slots] == [0, 0, 7, 7]
+    assert first_values(slots) == [0, 0, 7, 7]
+
+
+def test_slots_keep_what_this_rank_still_reads(slots: list[LargeSlots]) -> None:
+    """In an operation, and after one that failed and never finished."""
+    finish(slots[0], 5, 1, 2)
+    for each in slots:
+        each.begin()
+        each.parts[0].fill_(7)
+    slots[3].begin()
+    assert first_values(slots) == [7, 7, 7, 7]
 
 
 def test_slots_are_given_back_once(slots: list[LargeSlots]) -> None:
     for each in slots:
         each.begin()
-        each.finish()
-        finish(each, 1, 2)
+        finish(each, 2, 1, 2)
     assert len(large_slots._kept) == 2
     slots[0].begin()
     slots[0].parts[0].fill_(3)
@@ -132,7 +155,7 @@ def test_slots_are_given_back_once(slots: list[LargeSlots]) -> None:
 def test_memory_that_is_gone_is_an_error(slots: list[LargeSlots], monkeypatch: pytest.MonkeyPatch) -> None:
     for each in slots:
         each.begin()
-        finish(each, 0, 1, 2)
+        finish(each, 2, 1, 2)
     monkeypatch.setattr("lockstep.libc.advise", lambda *_: False)
     with pytest.raises(SharedMemoryError, match=r"cannot reserve 0\.0 MiB of shared memory again"):
         slots[0].begin()

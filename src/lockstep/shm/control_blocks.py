@@ -10,7 +10,7 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
 
     block:
     0        step count; fingerprint of the even collective, of the odd;   64
-             operations through large slots that the rank has finished
+             step at which it finished its last operation on large slots
     64       state, pid, start time, when the wait was confirmed, number   64
              of the wait, pid namespace
     128      record of the even collective: unused, number, call, site     64
@@ -216,13 +216,13 @@ class ControlBlocks:
         state = self.words[self.state_words[rank]]
         return None if PeerState.READY <= state <= PeerState.FAILED else f"it is in state {state}"
 
-    def finish_large(self, number: int) -> None:
-        """Publish how many operations through large slots this rank has finished: it reads no slot of those."""
+    def finish_large(self, step: int) -> None:
+        """Publish that this rank, after that many steps, has read all that it will of the large slots."""
         fence()
-        self.words[self._starts[self.rank] // 8 + _FINISHED_WORD] = number
+        self.words[self._starts[self.rank] // 8 + _FINISHED_WORD] = step
 
     def finished_large(self) -> list[int]:
-        """How many operations through large slots each rank has finished, as far as it shows here."""
+        """After how many steps each rank finished its last operation through large slots, as far as it shows here."""
         return [self.words[start // 8 + _FINISHED_WORD] for start in self._starts]
 
     def announce(self, text: str) -> None:

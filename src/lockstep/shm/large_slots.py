@@ -3,9 +3,10 @@
 [Note: idle slots] The large slots of a group take 4 MiB for each rank, and a job of many groups rarely moves data in
 all of them by turns. So a process keeps the memory of its own slots in the groups that it used last, and gives that of
 the others back to the system; the addresses stay, and the next operation of such a group takes memory again. A rank
-may give a slot back once every rank has read it: each rank counts in its control block the operations that it has
-finished, and where all counts of an idle group are equal to its own, nobody reads there and nobody will before this
-rank's next step in that group.
+may give a slot back once every rank has read it: each rank writes into its control block at which step it finished its
+last operation, and where that is the same step for all ranks of an idle group, nobody reads there and nobody will
+before this rank's next step in that group. Steps, and not a count of operations: after calls that did not match, ranks
+have begun different numbers of operations, and taken the same steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class LargeSlots:
         self.parts = parts
         self.slot_bytes = slot_bytes
         self._blocks = blocks
-        self._num_begun = 0
+        self._finished_at = 0
+        self._is_in_use = False
         self._has_memory = True
 
     def begin(self) -> None:
@@ -48,7 +50,7 @@ class LargeSlots:
             SharedMemoryError: there is no memory any more.
         """
         with _lock:
-            self._num_begun += 1
+            self._is_in_use = True
             _kept.pop(self, None)
             _kept[self] = len(self.parts)
             _release_idle()
@@ -56,9 +58,15 @@ class LargeSlots:
                 populate(self._own)
                 self._has_memory = True
 
-    def finish(self) -> None:
-        """Tell the other ranks that this one has read all that it will read in the operation. Local."""
-        self._blocks.finish_large(self._num_begun)
+    def finish(self, step: int) -> None:
+        """Tell the other ranks that this one has read all that it will read in the operation. Local.
+
+        Args:
+            step: how many steps this rank has taken in the group.
+        """
+        self._blocks.finish_large(step)
+        self._finished_at = step
+        self._is_in_use = False
 
     def close(self) -> None:
         """Forget the slots; their memory goes with the last mapping of them. Local."""
@@ -71,7 +79,7 @@ class LargeSlots:
 
     def release_if_idle(self) -> bool:
         """Give the memory of this rank's slots back, unless somebody may read it. Local; whether it was given back."""
-        if any(finished != self._num_begun for finished in self._blocks.finished_large()):
+        if self._is_in_use or any(step != self._finished_at for step in self._blocks.finished_large()):
             return False
         self._has_memory = not give_back(self._own)
         return not self._has_memory

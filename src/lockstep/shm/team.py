@@ -213,7 +213,7 @@ class Team:
         not known then, and the slots keep their memory.
         """
         if num_bytes > SMALL_SLOT_BYTES and self._large is not None:
-            self._large.finish()
+            self._large.finish(self._channel.count)
 
     def _allocate_large_slots(self, timeout_s: float) -> LargeSlots:
         slot_bytes = LARGE_SLOT_BYTES
