@@ -33,7 +33,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.tools", "lockstep.bench"),
     ("lockstep.commands",),
     ("lockstep.cli", "lockstep.__main__"),
-    ("lockstep.launch.cli",),
 )
 
 MAX_LINES = 600

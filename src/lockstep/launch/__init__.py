@@ -17,7 +17,7 @@ General layout, from the bottom up:
 * `payload`, `spawn`: the same for a Python function.
 * `hosts`: a job on several hosts. A package with a map of its own; parts of it import torch, when they are called.
 * `slurm`: the same script as a job of a cluster; `mpi`: ranks that mpirun has started.
-* `command`, `cli`: how every command line ends, and `lockstep.cli` by its old name.
+* `command`: how every command line ends.
 
 Names resolve lazily, because a rank imports this package on its way to the user's script.
 """
