@@ -333,6 +333,7 @@ def _draw_contention(result: Result) -> Figure:
         axes.set_xticks([int(count) for count in result.values("neighbours")])
         axes.grid(color=GRID, linewidth=0.7)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}x" if round(value) in (2, 3, 5) else "")
         tidy(axes)
     row[0].set_ylabel("times as fast as gloo")
     row[0].legend(fontsize=8, frameon=False)
