@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -64,6 +66,48 @@ def what_init_says() -> dict[str, Any]:
             "ports": sorted(set(ports)),
             "interfaces": (env.GLOO_SOCKET_IFNAME.get(), env.NCCL_SOCKET_IFNAME.get()),
         }
+
+
+def knock(address: str, port: int) -> str:
+    """How an attempt to connect ends."""
+    try:
+        socket.create_connection((address, port), 0.5).close()
+    except OSError as error:
+        return type(error).__name__
+    return "open"
+
+
+def knocks_at_gloo() -> dict[str, Any]:
+    """Whether ranks can connect to what other ranks listen at, once their group is there."""
+    with world() as opened:
+        dist.all_reduce(torch.ones(1))
+        master = int(os.environ["MASTER_PORT"])
+        doors: list[Any] = [None] * opened.world_size
+        dist.all_gather_object(doors, [one for one in listening() if one[1] != master])
+        found = [knock(*one) for one in {tuple(one) for each in doors for one in each}]
+        dist.barrier()
+        value = torch.full((300_000,), 1.0)
+        dist.all_reduce(value)
+        dist.all_reduce(value, group=dist.new_group())
+        return {"doors": sorted(found), "sum": value.unique().tolist()}
+
+
+def little_left(starved: int) -> tuple[str, float]:
+    """A new group while one rank has few descriptors left, and another one later."""
+    with world() as opened:
+        dist.barrier()
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if opened.rank == starved:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, before[1]))
+        try:
+            dist.new_group()
+            said = "nothing was raised"
+        except LockstepError as error:
+            said = str(error)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        value = torch.ones(1)
+        dist.all_reduce(value, group=dist.new_group())
+        return said, value.item()
 
 
 def wrong_interface() -> str:

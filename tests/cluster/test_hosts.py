@@ -64,6 +64,21 @@ def test_init(hosts: Cluster) -> None:
     assert any(port >= MASTER_PORT for _, port in ranks[0]["ports"])
 
 
+def test_nobody_connects_to_gloo_once_the_group_is_there(hosts: Cluster) -> None:
+    """Gloo kept every connection, and a process without descriptors for one more was killed (SIGABRT)."""
+    for found in well(hosts.run(programs.knocks_at_gloo, (1, 1))):
+        assert found["doors"] == ["TimeoutError", "TimeoutError"]
+        assert found["sum"] == [4.0]
+
+
+def test_new_group_without_descriptors_says_so_on_all_ranks(hosts: Cluster) -> None:
+    """A rank without descriptors let the others wait, or was killed by Gloo (SIGABRT)."""
+    for said, total in hosts.run(programs.little_left, (1, 2), 1):
+        assert "rank 1 cannot join a new group, which takes up to" in said
+        assert "raise the limit (ulimit -n)" in said
+        assert total == 3.0
+
+
 def test_ranks_without_a_token_say_so_once(hosts: Cluster) -> None:
     ranks = well(hosts.run(programs.what_init_says, (1, 1), more=lambda rank: {"LOCKSTEP_TOKEN": ""}))
     assert ranks[0]["said"].count("these ranks have no token (LOCKSTEP_TOKEN)") == 1

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from lockstep.errors import LockstepError, RankLost, RendezvousError, SetupError, SharedMemoryError
+from lockstep.shm import descriptors
 from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.liveness import (
     PeerIdentity,
@@ -33,6 +34,7 @@ from lockstep.shm.liveness import (
     started_at_s,
 )
 from lockstep.shm.segment import Segment, boot_id
+from lockstep.shm.sentry import sentry
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.terms import Terms, disagreement
 
@@ -44,6 +46,8 @@ _STALE = (errno.ENOENT, errno.ESRCH, errno.ESTALE)
 _EARLIER_LIFE_PATIENCE_S = 10.0
 _SAME_LIFE_PATIENCE_S = 0.5
 _LONGEST_NAP_S = 0.02
+# A segment, the watch of the peers, the file of the store and what is opened meanwhile.
+_DESCRIPTORS = 4
 _ASK_STORE_EVERY_S = 0.1
 
 
@@ -141,24 +145,38 @@ class Bootstrap:
             SharedMemoryError: the memory cannot be had; on every rank.
             SeveralHosts: not all of them are on one host; on every rank.
         """
+        self._require_descriptors()
         if self.rank != 0:
             return self._introduce(*self._find(size_bytes))
         try:
             return self._introduce(*self._publish(size_bytes))
         except LockstepError as error:
-            # Ranks that come later need not wait for a segment that will not be there.
-            self._store.set(
-                _SEGMENT,
-                json.dumps(
-                    {
-                        "error": type(error).__name__,
-                        "message": str(error),
-                        "boot_id": boot_id(),
-                        "published_at_s": seconds_since_boot(),
-                    }
-                ),
-            )
+            self._give_up(error)
             raise
+
+    def _require_descriptors(self) -> None:
+        """Raise, and have the other ranks raise, if this process has too few left for a group."""
+        try:
+            descriptors.require(_DESCRIPTORS, self.name(self.rank))
+        except SetupError as error:
+            if self.rank == 0:
+                self._give_up(error)
+                raise
+            with sentry().lend():
+                failure = json.dumps([SetupError.__name__, str(error)])
+                self._store.set(_failure_key(self._await_published()), failure)
+            raise
+
+    def _give_up(self, error: LockstepError) -> None:
+        """Publish why there is no segment, so that ranks that come later need not wait for it. By rank 0."""
+        failure = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "boot_id": boot_id(),
+            "published_at_s": seconds_since_boot(),
+        }
+        with sentry().lend():
+            self._store.set(_SEGMENT, json.dumps(failure))
 
     def _introduce(self, segment: Segment, published: str) -> Segment:
         try:

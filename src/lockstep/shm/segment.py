@@ -39,6 +39,7 @@ import torch
 
 from lockstep import libc
 from lockstep.errors import SharedMemoryError
+from lockstep.shm.descriptors import advice
 from lockstep.shm.support import segment_folder
 
 __all__ = ["Segment", "boot_id", "can_leave", "give_back", "leave", "populate"]
@@ -94,7 +95,7 @@ def _open_in(directory: str) -> tuple[int, str]:
     except OSError as error:
         raise SharedMemoryError(
             error.errno,
-            f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}{_out_of_descriptors(error)}",
+            f"cannot make a segment in LOCKSTEP_SHM_DIR={directory}: {error.strerror}{advice(error)}",
         ) from None
 
 
@@ -110,9 +111,7 @@ def _make_memfd() -> int:
     try:
         return os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
     except OSError as error:
-        raise SharedMemoryError(
-            error.errno, f"cannot make a segment: {error.strerror}{_out_of_descriptors(error)}"
-        ) from None
+        raise SharedMemoryError(error.errno, f"cannot make a segment: {error.strerror}{advice(error)}") from None
 
 
 def _remove_orphans(directory: str) -> None:
@@ -127,18 +126,6 @@ def _remove_orphans(directory: str) -> None:
                 os.unlink(entry.path)
             finally:
                 os.close(fd)
-
-
-def _out_of_descriptors(error: OSError) -> str:
-    """What to do where descriptors have run out, as the end of a message; empty for other errors."""
-    if error.errno == errno.EMFILE:
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f". This process may have {limit} open at a time: close some, or raise the limit (ulimit -n)"
-    if error.errno == errno.ENFILE:
-        return ". That is the limit of the whole machine (sysctl fs.file-max)"
-    return ""
 
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -189,13 +176,13 @@ def _open_peers(description: dict[str, Any], directory: str | None) -> tuple[int
     try:
         fd = os.open(path, flags if description["path"] is None else flags | os.O_NOFOLLOW)
     except OSError as error:
-        advice = _out_of_descriptors(error) or (
+        how = advice(error) or (
             ". Ranks in different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they "
             "share"
         )
         raise SharedMemoryError(
             error.errno,
-            f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}{advice}",
+            f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}{how}",
         ) from None
     found = os.fstat(fd)
     # Of the open file, since what a path names may change.

@@ -14,6 +14,7 @@ import os
 import select
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 __all__ = ["Listener", "ProcessKey", "Sentry", "sentry"]
@@ -51,6 +52,7 @@ class Sentry:
         # While there are posts, and until the thread has seen that there are none.
         self._epoll: select.epoll | None = None
         self._bell = -1
+        self._reserve = -1  # a descriptor for when there is no other left; see `lend`
         self._thread: threading.Thread | None = None
 
     def join(self, process: ProcessKey, listener: Listener) -> bool:
@@ -113,6 +115,27 @@ class Sentry:
             for listener in list(post.listeners):
                 listener.note_end(post.process)
 
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[None]:
+        """Meanwhile one descriptor can be opened, even where this process has no other left. Local."""
+        with self._lock:
+            self._give_up_reserve()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._epoll is not None and self._reserve < 0:
+                    self._keep_reserve()
+
+    def _keep_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve = os.dup(self._bell)
+
+    def _give_up_reserve(self) -> None:
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
+
     def _dismiss(self, post: _Post) -> None:
         """Watch a process no more. Under the lock."""
         assert self._epoll is not None
@@ -132,6 +155,7 @@ class Sentry:
             thread = threading.Thread(target=self._sleep_and_tell, args=[epoll], name="lockstep-sentry", daemon=True)
             self._epoll, self._bell, self._thread = epoll, bell, thread
             thread.start()
+            self._keep_reserve()
         except (AttributeError, OSError, RuntimeError):  # No such calls, no descriptors or no threads left.
             self._epoll, self._bell, self._thread = None, -1, None
             if epoll is not None:
@@ -150,6 +174,7 @@ class Sentry:
                 if not self._posts:
                     epoll.close()
                     os.close(self._bell)
+                    self._give_up_reserve()
                     self._epoll, self._bell, self._thread = None, -1, None
                     return
                 with contextlib.suppress(BlockingIOError):
@@ -157,7 +182,7 @@ class Sentry:
 
     def disown(self) -> None:
         """In a forked child: give up what belongs to the parent. Takes no lock: it may have been held at the fork."""
-        for fd in [*self._by_fd, self._bell]:
+        for fd in [*self._by_fd, self._bell, self._reserve]:
             with contextlib.suppress(OSError):
                 os.close(fd)
         if self._epoll is not None:

@@ -24,6 +24,7 @@ __all__ = [
     "default_timeout",
     "device_types_of",
     "end_coalescing",
+    "gloo_device",
     "gloo_group",
     "group_count",
     "is_registered",
@@ -139,14 +140,24 @@ def join_config_of(engine: Any) -> Any:
     return engine._join_config
 
 
-def gloo_group(store: Store, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    """torch's group over Gloo, at an address of this host and with one thread. Collective.
+def gloo_device(address: str) -> Any:
+    """What Gloo listens by, at an address of this host, from now until nobody holds it. Local."""
+    gloo: Any = distributed_c10d.ProcessGroupGloo  # whose methods torch's stubs leave out
+    try:
+        # Else TORCH_GLOO_LAZY_INIT may have ranks connect at their first transfer.
+        return gloo.create_device(hostname=address, lazy_init=False)
+    except TypeError:  # torch 2.6 does not know lazy ones
+        return gloo.create_device(hostname=address)
+
+
+def gloo_group(store: Store, rank: int, world_size: int, device: Any, timeout: timedelta) -> Any:
+    """torch's group over Gloo, on a device of `gloo_device` and with one thread. Collective.
 
     Raises:
         RuntimeError: the ranks could not connect.
         SetupError: this torch has another way to choose the address.
     """
-    gloo: Any = distributed_c10d.ProcessGroupGloo  # whose methods torch's stubs leave out
+    gloo: Any = distributed_c10d.ProcessGroupGloo
     make_options = find("torch.distributed.distributed_c10d.ProcessGroupGloo._Options")
     if make_options is None:
         raise SetupError(
@@ -154,7 +165,7 @@ def gloo_group(store: Store, rank: int, world_size: int, address: str, timeout: 
             "lockstep.init(backend='gloo') uses torch's own group"
         )
     options = make_options()
-    options._devices = [gloo.create_device(hostname=address)]
+    options._devices = [device]
     options._timeout = timeout
     options._threads = 1
     return gloo(store, rank, world_size, options)

@@ -147,6 +147,13 @@ _READ = (
         "groups over several hosts",
     ),
     Record(
+        f"{_CLASSES}.ProcessGroupGloo.create_device",
+        Use.BEHAVIOUR,
+        "its socket listens when it returns, and takes a filter that keeps strangers away",
+        "Gloo's port is open to whoever reaches it",
+        "groups over several hosts",
+    ),
+    Record(
         f"{_CLASSES}.ProcessGroupGloo.send, recv",
         Use.BEHAVIOUR,
         "a wait that times out closes the connection of the pair, which is how a wait for a dead rank is ended",

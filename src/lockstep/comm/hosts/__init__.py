@@ -6,6 +6,7 @@ General layout:
 * `discovery`: finds that out, and the address of each host; `store_exchange`: what ranks tell each other meanwhile.
 * `links`: a connection for each pair of ranks, for short messages and news of deaths.
 * `peer_listener`: where they connect; `handshake`: how they prove to each other who they are.
+* `link_store`: what ranks tell each other over their new connections; `gloo_door`: keeps strangers from Gloo's port.
 * `gloo_transport`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.
 * `pipeline`: large reductions in chunks, each of which is in another stage.

@@ -15,16 +15,17 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from lockstep.errors import RendezvousError
+from lockstep.comm.hosts.gloo_door import GlooDoor
+from lockstep.errors import LockstepError, RendezvousError
 from lockstep.shm.sync import PeerFailure
 from lockstep.torch_private.groups import gloo_group
-from lockstep.torch_private.stores import PrefixStore, Store
+from lockstep.torch_private.stores import Store
 
 __all__ = ["GlooTransfer", "GlooTransport", "Watchdog"]
 
@@ -85,14 +86,25 @@ class GlooTransport:
         rank: this rank in the group.
         world_size: number of ranks of the group.
         address: address of this host; Gloo listens and connects there only.
+        admitted: the addresses from which ranks connect; None for any. See [Note: Gloo's door].
         timeout_s: seconds until missing connections are an error.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        address: str,
+        admitted: Collection[str] | None,
+        timeout_s: float,
+    ) -> None:
         try:
-            self._group = gloo_group(
-                PrefixStore("gloo", store), rank, world_size, address, timedelta(seconds=timeout_s)
-            )
+            door = GlooDoor(address, admitted)
+            self._group = gloo_group(store, rank, world_size, door.device, timedelta(seconds=timeout_s))
+            door.close()
+        except LockstepError:
+            raise
         except RuntimeError as error:
             raise RendezvousError(
                 f"rank {rank} of {world_size} could not connect to all others by Gloo at {address}: "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
+import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 from lockstep import env
@@ -14,6 +15,7 @@ from lockstep.comm.hosts import algorithms
 from lockstep.comm.hosts.discovery import find_members
 from lockstep.comm.hosts.gloo_transport import GlooTransport
 from lockstep.comm.hosts.layout import Layout, Member
+from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.mailbox import HostsMailbox
 from lockstep.comm.hosts.peer_listener import PeerListener
@@ -21,18 +23,18 @@ from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.message_engine import MessageEngine
 from lockstep.comm.wire import current_wire
-from lockstep.errors import InputError, LockstepError, RankLost, RendezvousError
+from lockstep.errors import InputError, LockstepError, RendezvousError
 from lockstep.log import get_logger, warn_once
+from lockstep.network_interfaces import interfaces, source_towards
 from lockstep.secret import secret_of_ranks
+from lockstep.shm import descriptors
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.team import Team
 from lockstep.shm.terms import common_terms, disagreement
-from lockstep.torch_private.stores import PrefixStore
 
 __all__ = ["HostsEngine", "announce", "connect", "known_members"]
 
-_READY = b"ready   "
-_POLL_S = 0.005
+_DESCRIPTORS = 16
 
 
 class HostsEngine(MessageEngine):
@@ -91,7 +93,7 @@ def connect(
     Raises:
         RendezvousError: a rank did not come, or a host cannot be reached.
         RankLost: a rank came and died.
-        SetupError: the ranks go by different terms, such as wire formats.
+        SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
         SharedMemoryError: the memory of a host cannot be had.
     """
     exchange = StoreExchange(store, rank, ranks, timeout_s, check_peers)
@@ -111,6 +113,8 @@ def _connect(
     check_peers: Callable[[], None],
     known: list[Member] | None,
 ) -> Team | HostsTeam:
+    # Two connections to each other rank, and what they are polled by. Gloo ends a process that has no descriptor left.
+    descriptors.require(_DESCRIPTORS + 2 * len(ranks), f"rank {ranks[rank]}")
     members = known or find_members(exchange, rank, len(ranks))
     layout = Layout.of(members)
     here = layout.local_ranks(rank)
@@ -126,12 +130,14 @@ def _connect(
         team = Team.connect(bootstrap)
         exchange.erase()
         return team
-    links, token = _open_links(exchange, rank, ranks, members[rank].address, check_peers)
+    links = _open_links(exchange, rank, ranks, members[rank].address, check_peers)
     try:
         local = Team.connect(bootstrap)
-        _await_ready(links, ranks, rank, exchange.remaining_s(), check_peers)
-        below = PrefixStore(token, store.torch_store)
-        gloo = GlooTransport(below, rank, len(ranks), members[rank].address, exchange.remaining_s())
+        shared = LinkStore(links, rank, ranks, exchange.remaining_s(), check_peers)
+        # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
+        admitted = _addresses_of_all(shared, links, members, rank)
+        gloo = GlooTransport(shared, rank, len(ranks), members[rank].address, admitted, exchange.remaining_s())
+        shared.close()
     except BaseException:
         links.close()
         raise
@@ -141,8 +147,8 @@ def _connect(
 
 def _open_links(
     exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str, check_peers: Callable[[], None]
-) -> tuple[Links, str]:
-    """Connect to all other ranks; also returns a word that only this group knows. Collective."""
+) -> Links:
+    """Connect to all other ranks. Collective."""
     terms = common_terms() | {"wire": current_wire().name}
     listener = PeerListener(address)
     try:
@@ -163,33 +169,28 @@ def _open_links(
             listener.close()
             exchange.part(range(len(ranks)))
             raise error
-    token = endpoints[0][2]
     del endpoints[rank]
-    return listener.connect(rank, endpoints, exchange.remaining_s(), check_peers), token
+    return listener.connect(rank, endpoints, exchange.remaining_s(), check_peers)
 
 
-def _await_ready(
-    links: Links, ranks: Sequence[int], rank: int, timeout_s: float, check_peers: Callable[[], None]
-) -> None:
-    """Wait until the memory of all hosts is there, because the next step cannot be cut short.
+def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member], rank: int) -> frozenset[str] | None:
+    """The addresses from which the ranks may connect by Gloo; None where addresses are translated on the way.
 
-    Raises:
-        RankLost: a rank is gone.
+    Collective. Gloo leaves it to the kernel from which of its addresses a host connects.
     """
-    waiting = {peer for peer in range(len(ranks)) if peer != rank}
-    deadline = time.monotonic() + timeout_s
-    for peer in waiting:
-        links.send(peer, _READY)
-    while waiting:
-        waiting -= {peer for peer, message in links.poll() if bytes(message) == _READY}
-        gone = sorted(links.lost & waiting)
-        if gone or time.monotonic() > deadline:
-            late = gone or sorted(waiting)
-            names = ", ".join(f"rank {ranks[peer]}" for peer in late)
-            what = "was gone again" if gone else "did not go on"
-            raise RankLost(f"{names} came and {what} while the group was being made", tuple(ranks[one] for one in late))
-        check_peers()
-        links.wait(_POLL_S)
+    towards = {source_towards(one.address) for one in members}
+    own = sorted({one.address for one in interfaces()} | {source for source in towards if source is not None})
+    sources = links.sources()
+    is_as_told = all(_is_same(source, members[peer].address) for peer, source in sources.items())
+    found = shared.share("ready", json.dumps([is_as_told, own]).encode())
+    told = [json.loads(value) for value in found.values()]
+    if not is_as_told or not all(one[0] for one in told):
+        return None
+    return frozenset(own).union(*(one[1] for one in told))
+
+
+def _is_same(address: str, other: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]) == ipaddress.ip_address(other.partition("%")[0])
 
 
 def announce(team: HostsTeam) -> None:

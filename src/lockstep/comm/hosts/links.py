@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["Links"]
 
@@ -56,6 +56,7 @@ class Links:
         self._interrupts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._interrupts, select.EPOLLIN)
         self._sleepers: set[int] = set()  # threads in `wait`
+        self._put_back: deque[tuple[int, memoryview]] = deque()
         for peer, one in sockets.items():
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -88,6 +89,8 @@ class Links:
 
     def poll(self) -> Iterator[tuple[int, memoryview]]:
         """The messages that have come, as (rank, bytes)."""
+        while self._put_back:
+            yield self._put_back.popleft()
         for link in self._links.values():
             if link.unsent:
                 self._flush(link)
@@ -100,6 +103,16 @@ class Links:
                 link = self._by_descriptor[descriptor]
                 self._read(link)
                 yield from self._take(link)
+
+    def put_back(self, messages: Iterable[tuple[int, memoryview]]) -> None:
+        """Have the next `poll` yield these messages first, and the next `wait` not sleep. Local."""
+        self._put_back.extend(messages)
+        if self._put_back:
+            self.interrupt()
+
+    def sources(self) -> dict[int, str]:
+        """From which address each rank is connected, as this host sees it. Local."""
+        return {peer: str(link.socket.getpeername()[0]) for peer, link in self._links.items()}
 
     def _read(self, link: _Link) -> None:
         try:
