@@ -88,12 +88,13 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
     monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
     shared = dist.HashStore()
     ours, theirs = BootstrapStore(shared, "group"), BootstrapStore(shared, "group")
-    ours.torch_store.set("segment", '{"handle": "forged"}')
+    forged = dist.PrefixStore("attempt0", shared)
+    forged.set("segment", '{"handle": "forged"}')
     assert not theirs.has("segment")
     ours.set("segment", "true")
     assert theirs.get("segment") == "true"
     monkeypatch.setattr("lockstep.comm.group_setup._PATIENCE_S", -1.0)
-    ours.torch_store.set("segment", b"\x80\xff garbage")
+    forged.set("segment", b"\x80\xff garbage")
     with pytest.raises(RendezvousError, match="'segment' was not written by a rank of this job: it has no seal"):
         theirs.has("segment")
     monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)

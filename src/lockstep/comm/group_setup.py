@@ -44,11 +44,6 @@ class BootstrapStore:
         self._seals = Seals(secret_of_ranks(), *self._scope)
         self._refused: dict[str, float] = {}  # since when
 
-    @property
-    def torch_store(self) -> Store:
-        """The same keys, for torch itself."""
-        return self._store
-
     def below(self, prefix: str) -> BootstrapStore:
         """A store with keys of its own, under a prefix."""
         return BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix)

@@ -95,7 +95,7 @@ class LinkStore(Store):
 
     # ---- what Gloo asks a store ------------------------------------------------------------------------
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what torch hands over, whatever it says
         """Tell all ranks a value. Local."""
         self._values[key] = value = bytes(value)
         name = key.encode()
