@@ -3,6 +3,7 @@
 Knows nothing of torch.distributed. General layout, from the bottom up:
 
 * `support`: what ranks need of the system to share memory, and whether it is there.
+* `descriptors`: what happens where a process has none left.
 * `segment`: memory shared by the processes of one host.
 * `futex`: sleeps until a word of shared memory changes.
 * `sentry`: one thread that sleeps until a process ends; `liveness`: whether a process is still there.
