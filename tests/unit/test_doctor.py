@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,42 @@ def test_little_room_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None
     found = sharing._loader_workers()
     assert found.status == "look"
     assert found.command == "mount -o remount,size=8G /dev/shm"
+
+
+def test_no_room_at_all_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_free_mib", lambda folder: 1)
+    assert sharing._loader_workers().status == "missing"
+    monkeypatch.setattr(sharing, "_free_mib", lambda folder: 100_000)
+    monkeypatch.setattr("os.access", lambda path, mode: path != "/dev/shm")
+    found = sharing._loader_workers()
+    assert (found.status, found.command) == ("missing", "mount -o remount,rw /dev/shm")
+
+
+@pytest.mark.parametrize(
+    ("error", "command"),
+    [
+        ("libtorch_cpu.so: failed to map segment from shared object", "ulimit -v unlimited"),
+        ("libgomp.so.1: cannot open shared object file", "pip install --force-reinstall 'torch>=2.6'"),
+    ],
+)
+def test_torch_that_does_not_load(
+    error: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is one finding, and the report goes on with what can be said without torch."""
+
+    class Refusing:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "torch.distributed":
+                raise ImportError(error)
+
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
+    assert cli.main(["doctor", "--json"]) == 1
+    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert (found["torch"]["status"], found["torch"]["command"]) == ("missing", command)
+    assert error in found["torch"]["text"]
+    assert {"cores", "loader workers", "launcher", "GPUs", "host name"} <= set(found)
+    assert not {"shared memory", "two ranks"} & set(found)
 
 
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:

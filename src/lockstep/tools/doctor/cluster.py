@@ -10,6 +10,7 @@ from lockstep import env
 from lockstep.launch.environment import visible_gpus
 from lockstep.mpi_library import is_installed
 from lockstep.tools.doctor.finding import Finding
+from lockstep.tools.doctor.versions import has_torch
 
 __all__ = ["look"]
 
@@ -27,6 +28,8 @@ def _gpus() -> Finding:
     gpus = visible_gpus(env.snapshot())
     if gpus == 0:
         return Finding("GPUs", "none; `lockstep rehearse` runs scripts for GPUs on the CPU")
+    if not has_torch():
+        return Finding("GPUs", f"{gpus}; without torch no more can be said")
     import torch
 
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0

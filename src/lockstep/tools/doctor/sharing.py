@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -12,6 +13,7 @@ from lockstep.errors import LaunchError, LockstepError
 from lockstep.launch import support as launch_support
 from lockstep.shm import support
 from lockstep.tools.doctor.finding import Finding
+from lockstep.tools.doctor.versions import has_torch
 
 __all__ = ["look"]
 
@@ -25,13 +27,16 @@ _OTHER_FOLDER = "mkdir -p ~/tmp; export TMPDIR=~/tmp"
 
 
 def look() -> Iterator[Finding]:
-    """Shared memory, the launcher, two ranks."""
-    yield _segments()
+    """Shared memory, the launcher, two ranks; without torch what can be said without it."""
+    is_usable = has_torch()
+    if is_usable:
+        yield _segments()
     yield _loader_workers()
-    yield _temporary_folder()
+    temporary = _temporary_folder()
+    yield temporary
     launcher = _launcher()
     yield launcher
-    if not launcher.remedy:
+    if is_usable and not launcher.remedy and temporary.status == "ok":
         yield _two_ranks()
 
 
@@ -62,13 +67,19 @@ def _loader_workers() -> Finding:
     free = _free_mib(_WORKERS_FOLDER)
     if free is None:
         return Finding("loader workers", f"{_WORKERS_FOLDER} cannot be looked at")
-    text = f"{_WORKERS_FOLDER}, through which workers of a DataLoader hand over batches, has {free} MiB free"
+    use = f"{_WORKERS_FOLDER}, through which workers of a DataLoader hand over batches,"
+    if not os.access(_WORKERS_FOLDER, os.W_OK):
+        remedy = "no worker can start: let it be written, or use num_workers=0"
+        command = f"mount -o remount,rw {_WORKERS_FOLDER}"
+        return Finding("loader workers", f"{use} cannot be written", remedy, command, is_needed=True)
+    text = f"{use} has {free} MiB free"
     if free < _LITTLE_FOR_WORKERS_MIB:
         return Finding(
             "loader workers",
             text,
             "little for batches of images: give the container more (docker run --shm-size=8g), or use num_workers=0",
             f"mount -o remount,size=8G {_WORKERS_FOLDER}",
+            is_needed=free < _LITTLE_FOR_FOLDER_MIB,
         )
     return Finding("loader workers", text)
 

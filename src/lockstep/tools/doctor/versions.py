@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import platform
 import sys
@@ -11,9 +12,12 @@ from lockstep.comm.torch_version import NEWEST_TESTED, OLDEST, release_of
 from lockstep.launch.stacks import find_py_spy
 from lockstep.tools.doctor.finding import Finding
 
-__all__ = ["look", "look_at_extras"]
+__all__ = ["has_torch", "look", "look_at_extras"]
 
 _NEWEST_PYTHON_TESTED = (3, 13)
+
+# What the loader of shared libraries says where memory, or the room for addresses, has run out.
+_OUT_OF_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 
 # Extra of this package -> what it is for, and the modules that it brings.
 _EXTRAS = {
@@ -41,8 +45,8 @@ def _torch() -> Finding:
     try:
         import torch
         import torch.distributed as dist
-    except ImportError as error:
-        return Finding("torch", f"cannot be imported: {error}", f"install PyTorch {oldest} or newer", install, True)
+    except (ImportError, OSError) as error:
+        return Finding("torch", f"cannot be imported: {error}", *_remedy_for(str(error), install), is_needed=True)
     release = release_of(torch.__version__)
     if release < OLDEST:
         return Finding("torch", torch.__version__, f"older than {oldest}, the oldest that works", install, True)
@@ -53,6 +57,26 @@ def _torch() -> Finding:
         newest = ".".join(map(str, NEWEST_TESTED))
         return Finding("torch", text, f"newer than {newest}, the newest tested: compare with that if something fails")
     return Finding("torch", text)
+
+
+def _remedy_for(error: str, install: str) -> tuple[str, str]:
+    """What to do, and the command, where torch does not load."""
+    if any(phrase in error for phrase in _OUT_OF_MEMORY):
+        return "it is there, and this process may not use enough memory to load it", "ulimit -v unlimited"
+    if importlib.util.find_spec("torch") is not None:
+        return "it is there, and does not load: install it anew", install.replace(
+            "install", "install --force-reinstall"
+        )
+    return f"install PyTorch {'.'.join(map(str, OLDEST))} or newer", install
+
+
+def has_torch() -> bool:
+    """Whether torch can be imported; `look` says why not."""
+    try:
+        importlib.import_module("torch.distributed")
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def look_at_extras() -> Iterator[Finding]:
