@@ -7,10 +7,10 @@ does not import torch.
 from __future__ import annotations
 
 import importlib
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
 from lockstep.comm import registration as _registration
-from lockstep.rendezvous import urls as _urls
 
 __version__ = "0.1.0"
 
@@ -75,5 +75,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+def _register_urls(module: _ModuleType) -> None:
+    from lockstep.rendezvous import urls
+
+    urls.register(module)
+
+
 # So that `dist.init_process_group("lockstep")` works after `import lockstep`, whichever of the two is imported first.
-_registration.ensure(_urls.register)
+_registration.ensure(_register_urls)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader, MetaPathFinder
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    _Finder, _Loader = MetaPathFinder, Loader
+else:  # without the modules that importlib.abc brings, because the launcher comes here before anything else
+
+    class _Finder: ...
+
+    class _Loader: ...
+
 
 __all__ = ["call_after_import"]
 
 
-class _AfterImport(MetaPathFinder, Loader):
+class _AfterImport(_Finder, _Loader):
     """Finds one module as usual, and calls back when it has been executed. Serves once."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:

@@ -1,26 +1,23 @@
 """The `lockstep` command: finds the module of a command and runs it.
 
-Plain argparse and no torch, so that the ranks start at once.
+Plain argparse and no torch, so that the ranks start at once. What is imported up here is little, because Ctrl-C
+meanwhile shows Python's traceback; everything else is imported under `ends_by_ctrl_c`.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import lockstep
-from lockstep.commands.parsing import suggest
-from lockstep.errors import LaunchError
-from lockstep.launch import support
-from lockstep.launch.command import USAGE_CODE, exit_code_of
+from lockstep.launch.signals import ends_by_ctrl_c
 
 __all__ = ["main"]
 
 
-@dataclass(frozen=True)
-class _Command:
+class _Command(NamedTuple):
     """A command: the module whose `main` it is, how the overview presents it, and whether it starts processes."""
 
     module: str
@@ -35,7 +32,7 @@ _COMMANDS = {
     ),
     "rehearse": _Command(
         "lockstep.commands.rehearse",
-        "run a script for GPUs on the CPU, and say what would bite",
+        "say what would bite a script on GPUs",
         "lockstep rehearse --nproc 4 train.py",
     ),
     "launch": _Command(
@@ -66,7 +63,8 @@ _COMMANDS = {
 
 def _overview() -> str:
     width = max(map(len, _COMMANDS))
-    lines = [f"  {name:{width}}   {one.summary:40} {one.example}" for name, one in _COMMANDS.items()]
+    column = max(len(one.summary) for one in _COMMANDS.values())
+    lines = [f"  {name:{width}}   {one.summary:{column}}   {one.example}" for name, one in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: lockstep <command> ...",
@@ -85,6 +83,8 @@ def _overview() -> str:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
+    from lockstep.launch.command import USAGE_CODE
+
     if not arguments:
         print(_overview(), end="", file=sys.stderr)
         return USAGE_CODE
@@ -95,14 +95,29 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name == "--version":
         print(f"lockstep {lockstep.__version__}")
         return 0
+    return _find(name)(rest)
+
+
+def _find(name: str) -> Callable[[Sequence[str]], int]:
+    """The `main` of a command.
+
+    Raises:
+        LaunchError: there is no such command, or it cannot work on this system.
+    """
+    with ends_by_ctrl_c():
+        from lockstep.commands.parsing import suggest
+        from lockstep.errors import LaunchError
+        from lockstep.launch import support
+
     if name not in _COMMANDS:
         is_script = name.endswith(".py")
         hint = f", did you mean `lockstep run {name}`?" if is_script else suggest(name, _COMMANDS)
         raise LaunchError(f"there is no command {name!r}{hint}; there are: {', '.join(_COMMANDS)}")
     if _COMMANDS[name].starts:
         support.check()  # first, because some of its modules cannot even be imported elsewhere
-    exit_code: int = importlib.import_module(_COMMANDS[name].module).main(rest)
-    return exit_code
+    with ends_by_ctrl_c():
+        main: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[name].module).main
+    return main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,4 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the job, or 2 for what cannot be started, after one line on stderr.
     """
+    with ends_by_ctrl_c():
+        from lockstep.launch.command import exit_code_of
     return exit_code_of(lambda: _dispatch(sys.argv[1:] if arguments is None else arguments))

@@ -55,6 +55,13 @@ def test_overview(capfd: pytest.CaptureFixture[str], arguments: tuple[str]) -> N
     assert "lockstep run --nproc 2 train.py" in out
 
 
+def test_examples_of_the_overview_stand_in_one_column(capfd: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run_main(capfd, "--help")
+    columns = {line.rindex("  lockstep ") for line in out.splitlines() if "  lockstep " in line}
+    assert len(columns) == 1
+    assert max(map(len, out.splitlines())) <= 110
+
+
 def test_no_command_shows_the_overview(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = run_main(capfd)
     assert (code, out) == (2, "")

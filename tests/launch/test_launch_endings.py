@@ -169,6 +169,67 @@ def test_ctrl_c_at_any_moment_of_the_start_is_quiet(launches: Launches) -> None:
     assert codes == [130] * len(codes)
 
 
+# A finder of modules that sends Ctrl-C when {name} is looked for, and swallows it, as Python's import locks may.
+CTRL_C_IN_IMPORT = """
+import os, signal, sys, time
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{name}":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0)
+            except KeyboardInterrupt:
+                {answer}
+
+sys.meta_path.insert(0, Interrupting())
+from lockstep import cli
+sys.exit(cli.main(["run", "--nproc", "1", "script.py"]))
+"""
+
+
+@pytest.mark.parametrize("answer", ["raise", "pass"])
+@pytest.mark.parametrize(
+    "name", ["lockstep.launch.command", "lockstep.launch.config", "lockstep.commands.run", "lockstep.launch.supervisor"]
+)
+def test_ctrl_c_while_the_command_is_imported(launches: Launches, name: str, answer: str) -> None:
+    launches.script("print('must not run')")
+    program = CTRL_C_IN_IMPORT.format(name=name, answer=answer)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=launches.folder, env=launches.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "lockstep: Ctrl-C\n")
+
+
+def test_little_is_imported_before_ctrl_c_is_looked_after() -> None:
+    program = "import sys; import lockstep.cli; print(*sorted(name for name in sys.modules if 'lockstep' in name))"
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
+    ours = "lockstep lockstep.after_import lockstep.cli lockstep.comm lockstep.comm.names lockstep.comm.registration"
+    assert done.stdout.split() == [*ours.split(), "lockstep.launch", "lockstep.launch.signals"]
+
+
+@pytest.mark.parametrize("error", ["ValueError('half')", "KeyboardInterrupt"])
+def test_import_that_ctrl_c_breaks_off_is_no_error_of_a_rank(launches: Launches, error: str) -> None:
+    """Libraries turn KeyboardInterrupt into errors of other kinds; nobody wants their tracebacks then."""
+    launches.script(
+        f"""
+        open(f'importing{{RANK}}', 'w').close()
+        try:
+            time.sleep(60)
+        except BaseException:
+            raise {error} from None
+        """,
+        name="library.py",
+    )
+    process = launches.start("--nproc", "2", launches.script("import library"))
+    wait_until(lambda: all((launches.folder / f"importing{rank}").exists() for rank in range(2)), "both import")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=limit_s(10))
+    assert (process.returncode, out) == (130, "")
+    assert INTERRUPTED.fullmatch(err), err
+
+
 def test_rank_may_finish_its_work_within_the_grace(launches: Launches) -> None:
     script = launches.script(
         NOTE_PID

@@ -15,8 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.after_import import call_after_import
-from lockstep.comm import gloo, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
-from lockstep.comm.mpi import name as mpi_name
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 
 __all__ = ["ensure"]
@@ -45,10 +43,16 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
 
 def _warn_if_untested(options: Any) -> None:
     if not options.global_ranks_in_group:  # the default group
+        from lockstep.comm import torch_version
+
         torch_version.warn_if_untested(sys.modules["torch"].__version__, options.group_rank)
 
 
 def _register(module: ModuleType) -> None:
+    # Not before torch is there: the launcher and `lockstep --help` need none of them.
+    from lockstep.comm import gloo, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
+    from lockstep.comm.mpi import name as mpi_name
+
     torch_version.check_oldest(sys.modules["torch"].__version__)
     backend = module.Backend
     for name, create in ((BACKEND_NAME, _create), (MPI_BACKEND_NAME, _create_mpi)):

@@ -18,7 +18,7 @@ _BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
-    """The exit code that `run` returns, 2 after one line on stderr for a SetupError, 130 after Ctrl-C.
+    """The exit code that `run` returns, 2 after one line on stderr for a SetupError, 130 after one of Ctrl-C.
 
     141 and no word where nobody reads stdout any more, as in `lockstep doctor | head -1`.
     """
@@ -32,6 +32,7 @@ def exit_code_of(run: Callable[[], int]) -> int:
         say(f"lockstep: error: {error}\n")
         return USAGE_CODE
     except KeyboardInterrupt:
+        say("lockstep: Ctrl-C\n")
         return _INTERRUPTED_CODE
     except BrokenPipeError:
         if not _has_lost_reader(1):

@@ -51,6 +51,7 @@ class ErrorReport:
         secondary: whether it is a secondary failure, which follows from another rank's, such as `RankLost`.
         culprits: ranks that the exception blames; empty where it blames none.
         is_timeout: whether it says that a rank did not come before the deadline; of any backend.
+        in_import: whether it was raised while a module was imported.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class ErrorReport:
     secondary: bool
     culprits: tuple[int, ...] = ()
     is_timeout: bool = False
+    in_import: bool = False
 
     def write(self, folder: Path) -> None:
         """Put it into `folder` as error-rank<r>.json, in one step."""
@@ -170,6 +172,12 @@ def _is_timeout(error: BaseException) -> bool:
     return any(map(is_torch_file, files)) and any(phrase in text for phrase in _TIMEOUT_PHRASES)
 
 
+def _is_in_import(error: BaseException) -> bool:
+    """Whether a module other than the script was at its top level. Python leaves its own frames of an import out."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    return any(frame.f_globals.get("__name__") != "__main__" for frame in frames)
+
+
 def _location_of(error: BaseException, trace: TracebackType | None) -> tuple[str, int]:
     """File and line to point at: the innermost frame of the user's own code, else the innermost frame."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -204,6 +212,7 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
         secondary=is_secondary(error),
         culprits=_culprits_of(error),
         is_timeout=_is_timeout(error),
+        in_import=_is_in_import(error),
     )
 
 

@@ -349,12 +349,16 @@ def format_summary(
 
 
 def find_own_errors(failures: list[Failure]) -> list[Failure]:
-    """Those of ranks that raised, and not because of another rank.
+    """Those of ranks that raised, and not because of another rank, in a job that was told to end.
+
+    Nor because of an import: Ctrl-C in the middle of one becomes errors of other kinds, where a library catches
+    everything, or goes on with half a module.
 
     Args:
         failures: from `find_first_failure`.
     """
-    return [one for one in failures if one.report is not None and not one.report.secondary]
+    reports = [(one, one.report) for one in failures if one.report is not None]
+    return [one for one, report in reports if not (report.secondary or report.in_import)]
 
 
 def format_last_words(failures: list[Failure]) -> str:

@@ -1,4 +1,4 @@
-"""Turns signals to the launcher into something that a selector can wait for."""
+"""Turns signals to the launcher into something that a selector can wait for, and Ctrl-C before that into one line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,36 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-__all__ = ["SignalWatch"]
+__all__ = ["SignalWatch", "ends_by_ctrl_c"]
+
+_INTERRUPTED_CODE = 128 + signal.SIGINT
+
+
+@contextlib.contextmanager
+def ends_by_ctrl_c() -> Iterator[None]:
+    """While it is entered, Ctrl-C ends the process at once, with one line. For the imports of a command.
+
+    Not by KeyboardInterrupt: that prints a traceback of Python's own modules, some of which swallow it, as the
+    callbacks of the import locks do. Handlers of others stay, and so do all outside the main thread.
+    """
+    is_free = threading.current_thread() is threading.main_thread()
+    if not is_free or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"lockstep: Ctrl-C\n")
+    os._exit(_INTERRUPTED_CODE)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
