@@ -31,7 +31,7 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
 def test_reader_that_goes_away_is_no_error(arguments: tuple[str, ...]) -> None:
     """As in `lockstep doctor --json | head -1`; two ranks, which doctor starts, are none of this test's."""
     text = (
-        "import sys\nfrom lockstep.launch import cli\nfrom lockstep.tools import doctor\n"
+        "import sys\nfrom lockstep import cli\nfrom lockstep.tools import doctor\n"
         "doctor.examine = lambda: iter(())\nsys.exit(cli.main(sys.argv[1:]))"
     )
     read_fd, write_fd = os.pipe()
