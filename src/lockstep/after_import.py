@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from importlib.abc import Loader, MetaPathFinder
+    from importlib.abc import Loader as _Loader
+    from importlib.abc import MetaPathFinder as _Finder
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-    _Finder, _Loader = MetaPathFinder, Loader
 else:  # without the modules that importlib.abc brings, because the launcher comes here before anything else
 
     class _Finder: ...
@@ -29,7 +28,7 @@ class _AfterImport(_Finder, _Loader):
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name
         self._callback = callback
-        self._loader: Loader | None = None
+        self._loader: _Loader | None = None
 
     def waits_for(self, name: str, callback: Callable[[], None]) -> bool:
         return (self._name, self._callback) == (name, callback)

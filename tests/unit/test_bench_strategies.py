@@ -120,6 +120,15 @@ def test_a_way_that_learns_something_else_is_flagged() -> None:
     assert [view.agrees(name) for name in ("single", "torch_ddp", "fabric")] == [True, True, False]
 
 
+def test_rounding_that_a_training_multiplies_is_not_flagged() -> None:
+    grown = [replace(one, facts=one.facts | {"losses": [2.0, 1.01]} if "losses" in one.facts else one.facts)
+             for one in series_of("torch_ddp", 0.01, loss=2.0)]  # fmt: skip
+    result = result_of(SINGLE, grown)
+    assert View(result).differences("torch_ddp") == pytest.approx([0, 0.01])
+    assert View(result).agrees("torch_ddp")
+    assert "1.0e-02" in as_markdown(blocks(result))
+
+
 def test_a_run_that_was_cut_short_has_its_tables_too() -> None:
     series = [replace(one, facts={key: value for key, value in one.facts.items() if not key.startswith("held_out")})
               for one in SINGLE]  # fmt: skip
