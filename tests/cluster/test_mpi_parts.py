@@ -13,7 +13,7 @@ import pytest
 
 from lockstep import mpi_library
 from lockstep.bench.comm.mpi import clean_environment
-from lockstep.comm.mpi.control_blocks import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
+from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
 from lockstep.errors import BackendUnavailable, RendezvousError, SetupError

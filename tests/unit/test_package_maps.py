@@ -12,7 +12,17 @@ from package_sources import Module, modules
 HEADING = "General layout"
 MUST_HAVE_ONE = {
     f"lockstep.{name}"
-    for name in ("comm", "comm.hosts", "comm.mpi", "launch", "launch.hosts", "parallel", "recipes", "shm")
+    for name in (
+        "comm",
+        "comm.hosts",
+        "comm.messages",
+        "comm.mpi",
+        "launch",
+        "launch.hosts",
+        "parallel",
+        "recipes",
+        "shm",
+    )
 }
 
 

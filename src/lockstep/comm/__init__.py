@@ -10,8 +10,8 @@ General layout, from the bottom up:
 * `work`, `transfers`: handles of collectives and of messages, and the thread that runs asynchronous calls.
 * `engine`: the collectives of one group on one rank: checks, record, and who runs them.
 * `p2p`: send, recv and their kin, the same way.
-* `message_team`, `message_engine`: what groups share whose ranks talk in messages: `hosts` and `mpi`.
-* `hosts`: the `lockstep` group over several hosts; `mpi`: the group "mpi4py". Packages with maps of their own.
+* `messages`: what groups share whose ranks talk in messages. A package with a map of its own, as the next two.
+* `hosts`: the `lockstep` group over several hosts; `mpi`: the group "mpi4py".
 * `backend`: the `lockstep` process group that torch sees, and what it shares with that of `mpi`.
 * `mixed`, `mixed_group`: a `lockstep` group with torch's groups for other devices behind it.
 * `group_setup`, `exit_hooks`, `old_shutdown`: how a group comes to be, and how a rank tells its peers that it leaves.

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from lockstep import env
-from lockstep.comm.message_team import MessageTeam
-from lockstep.comm.mpi.control_blocks import MessageControlBlocks
+from lockstep.comm.messages.message_team import MessageTeam
+from lockstep.comm.messages.notices import MessageControlBlocks
 from lockstep.errors import RankLost, RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.secret import Refused, Seals, secret_of_ranks
@@ -108,7 +108,7 @@ class LivenessCheck:
 
     def __init__(self, default_group: Any, global_ranks: Sequence[int]) -> None:
         team = getattr(getattr(default_group, "engine", None), "team", None)
-        self._team: Team | MessageTeam | None = team if isinstance(team, (Team, MessageTeam)) else None
+        self._team: Team | MessageTeam[Any] | None = team if isinstance(team, (Team, MessageTeam)) else None
         self._ranks = [] if self._team is None else [rank for rank in global_ranks if rank != self._team.rank]
         self._watch = Watch({})
         if isinstance(self._team, Team):

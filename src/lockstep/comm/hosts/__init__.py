@@ -15,5 +15,6 @@ General layout:
 * `group`: how a group comes to be, and its engine.
 
 The op table, the flight record and what moves messages along are those of a group on one host; notices, control blocks
-and arrival are those of a group over MPI (`comm/message_team.py`). `wire.py` says what numbers travel as.
+and arrival are those of every group whose ranks talk in messages (`comm/messages`). `wire.py` says what numbers
+travel as.
 """

@@ -21,7 +21,7 @@ from lockstep.comm.hosts.mailbox import HostsMailbox
 from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.comm.hosts.team import HostsTeam
-from lockstep.comm.message_engine import MessageEngine
+from lockstep.comm.messages.message_engine import MessageEngine
 from lockstep.comm.wire import current_wire
 from lockstep.errors import InputError, LockstepError, RendezvousError
 from lockstep.log import get_logger, warn_once

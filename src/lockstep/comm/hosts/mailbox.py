@@ -6,13 +6,10 @@ mailbox for the peer of a message moves it.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from lockstep.comm.hosts.team import HostsTeam
-from lockstep.comm.mpi.mailbox import MpiMailbox
-from lockstep.comm.mpi.team import MpiTeam
+from lockstep.comm.messages.message_mailbox import MessageMailbox
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.mail_area import MailArea
@@ -55,8 +52,7 @@ class HostsMailbox(BaseMailbox):
         area = team.local.mail_area
         bell = _LinkBell(area, team)
         self._near = Mailbox(area, team.rank, team.world_size, self._local_ranks, self._matcher, bell)
-        # A HostsTeam has all that this mailbox uses of a team over MPI.
-        self._far = MpiMailbox(cast(MpiTeam, team), self._matcher)
+        self._far = MessageMailbox(team, self._matcher)
 
     @property
     def num_records(self) -> int:

@@ -22,7 +22,7 @@ import torch
 from lockstep.comm.hosts.gloo_transport import GlooTransfer, GlooTransport, Watchdog
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
-from lockstep.comm.message_team import MESSAGE_BYTES, MessageTeam
+from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
 from lockstep.comm.wire import Wire
 from lockstep.errors import SharedMemoryError
 from lockstep.shm.liveness import PeerIdentity, Watch
@@ -81,7 +81,7 @@ class _FarWatch(Watch):
         return super().dead() | self._links.lost
 
 
-class HostsTeam(MessageTeam):
+class HostsTeam(MessageTeam[GlooTransfer]):
     """The ranks of one group on several hosts, for an engine, a flight recorder and point to point.
 
     Args:
@@ -328,7 +328,7 @@ class HostsTeam(MessageTeam):
         memory = tensor.view(torch.uint8)
         return [self._gloo.watch(self._gloo.receive(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
-    def are_done(self, requests: Sequence[GlooTransfer]) -> bool:
+    def are_done(self, requests: list[GlooTransfer]) -> bool:
         """Whether these transfers have finished. Local; waits for nothing."""
         return all(transfer.is_done for transfer in requests)
 

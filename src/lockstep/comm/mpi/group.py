@@ -14,9 +14,9 @@ from typing import Any, cast
 from lockstep import env
 from lockstep.comm.backend import EngineProcessGroup, make_group
 from lockstep.comm.flight_recorder import FlightRecorder
-from lockstep.comm.message_engine import MessageEngine
+from lockstep.comm.messages.message_engine import MessageEngine
+from lockstep.comm.messages.message_mailbox import MessageMailbox
 from lockstep.comm.mpi import algorithms, departures
-from lockstep.comm.mpi.mailbox import MpiMailbox
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.comm.wording import describe_group
@@ -104,7 +104,7 @@ class MpiEngine(MessageEngine):
             FlightRecorder(cast(Team, team), group_name, ranks),
             timeout_s,
             algorithms,
-            functools.partial(MpiMailbox, team),
+            functools.partial(MessageMailbox, team),
             load().Exception,
             "MPI says ",
         )

@@ -1,7 +1,7 @@
 """The ranks of one group, connected by MPI: notices, exchanges of tensors, waits with a deadline.
 
-`lockstep.comm.message_team` has what all teams have in common that exchange messages. Here, short messages go through
-one tag, into one receive from any source that is always posted.
+`lockstep.comm.messages.message_team` has what all teams have in common that exchange messages. Here, short messages
+go through one tag, into one receive from any source that is always posted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.comm.message_team import MESSAGE_BYTES, MessageTeam
+from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
 from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, Watch
@@ -28,7 +28,7 @@ _FORGET_SENDS_AT = 64
 _Transfers = Sequence[tuple[int, torch.Tensor]]
 
 
-class MpiTeam(MessageTeam):
+class MpiTeam(MessageTeam["MPI.Request"]):
     """The ranks of one group, for an engine, a flight recorder and point to point.
 
     Args:

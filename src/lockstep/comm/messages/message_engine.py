@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from lockstep.comm.callsite import CallSite
 from lockstep.comm.engine import Engine
 from lockstep.comm.flight_recorder import FlightRecorder
-from lockstep.comm.message_team import MessageTeam
+from lockstep.comm.messages.message_team import MessageTeam
 from lockstep.comm.p2p import PointToPoint
 from lockstep.errors import CollectiveAborted, LockstepError
 from lockstep.shm.base_mailbox import BaseMailbox
@@ -33,7 +33,7 @@ class MessageEngine(Engine):
 
     def __init__(
         self,
-        team: MessageTeam,
+        team: MessageTeam[Any],
         recorder: FlightRecorder,
         timeout_s: float,
         algorithms: ModuleType,

@@ -1,13 +1,13 @@
-"""Point to point over MPI: messages matched by source and tag, in the order in which they were sent.
+"""Point to point in messages: matched by source and tag, in the order in which they were sent.
 
 The counterpart of `lockstep.shm.mailbox`, moved along by the same `lockstep.comm.p2p`.
 
-[Note: eager or announced over MPI] A small message travels through the one channel of its team, with its label; its
+[Note: eager, announced, granted] A small message travels through the one channel of its team, with its label; its
 send is over at once, and a receiver that has no use for it yet keeps it. A large one is announced there. When a
-receive matches and the labels fit, the receiver *grants* it: it has posted an MPI receive into the user's memory, and
+receive matches and the labels fit, the receiver *grants* it: its team has begun to receive into the user's memory, and
 the sender sends right into it. The send is over when the receiver has confirmed that all has come, so a rank that
-waits for its sends may leave. Granted messages come from one rank in the order of its grants, so one MPI tag is enough
-and torch's tags need not be tags of MPI.
+waits for its sends may leave. Granted messages come from one rank in the order of its grants, so MPI and Gloo need one
+tag for all of them, and torch's tags need not be tags of theirs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ import functools
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Generic
 
 import torch
 
-from lockstep.comm.message_team import MESSAGE_BYTES
-from lockstep.comm.mpi.team import MpiTeam
+from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, RequestT
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.messages import Arrival, Label, Matcher, Receive, Send
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["MpiMailbox"]
+__all__ = ["MessageMailbox"]
 
 _HEADER = struct.Struct("=5q")  # kind, number, tag, bytes of the whole message, bytes of the label
 _LABEL_BYTES = 1024
@@ -52,32 +48,32 @@ _decode_label = functools.lru_cache(_LABEL_CACHE_ENTRIES)(Label.decode)
 
 
 @dataclass(eq=False)
-class _Movement:
+class _Movement(Generic[RequestT]):
     """A granted message on its way.
 
     Attributes:
         operation: this rank's side of it.
         number: number of the message.
-        requests: the requests of MPI.
+        requests: what its team calls the sends or receives under way.
         confirmed: whether the receiver has confirmed that all has come.
     """
 
     operation: Send | Receive
     number: int
-    requests: list[MPI.Request]
+    requests: list[RequestT]
     confirmed: bool = False
 
 
 @dataclass(eq=False)
-class _Peer:
+class _Peer(Generic[RequestT]):
     """What is under way with another rank, by number of the message."""
 
     num_messages: int = 0
     announced: dict[int, Send] = field(default_factory=dict)
-    granted: dict[int, _Movement] = field(default_factory=dict)
+    granted: dict[int, _Movement[RequestT]] = field(default_factory=dict)
 
 
-class MpiMailbox(BaseMailbox):
+class MessageMailbox(BaseMailbox, Generic[RequestT]):
     """The messages of one rank. Not thread-safe, save that its team may be in use by another thread.
 
     Args:
@@ -90,11 +86,11 @@ class MpiMailbox(BaseMailbox):
 
     num_records = 0
 
-    def __init__(self, team: MpiTeam, matcher: Matcher | None = None) -> None:
+    def __init__(self, team: MessageTeam[RequestT], matcher: Matcher | None = None) -> None:
         super().__init__(matcher)
         self._team = team
-        self._peers = [_Peer() for _ in range(team.world_size)]
-        self._moving: list[_Movement] = []
+        self._peers: list[_Peer[RequestT]] = [_Peer() for _ in range(team.world_size)]
+        self._moving: list[_Movement[RequestT]] = []
 
     # ---- asked for from above ------------------------------------------------------------------------
 
@@ -123,7 +119,7 @@ class MpiMailbox(BaseMailbox):
             self._moving = [movement for movement in self._moving if not self._has_arrived(movement)]
 
     def close(self) -> None:
-        """Leave what is under way to MPI. Local."""
+        """Leave what is under way to the team. Local."""
         self._team.abandon([(movement.requests, movement.operation) for movement in self._moving])
 
     # ---- messages ------------------------------------------------------------------------------------
@@ -179,7 +175,7 @@ class MpiMailbox(BaseMailbox):
             receive.flat.copy_(arrival.data)
         self._finish(receive, conflict)
 
-    def _has_arrived(self, movement: _Movement) -> bool:
+    def _has_arrived(self, movement: _Movement[RequestT]) -> bool:
         """Whether a granted message is all there; then it is over on this side."""
         if not self._team.are_done(movement.requests):
             return False

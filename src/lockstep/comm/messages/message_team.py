@@ -1,7 +1,7 @@
 """A team whose ranks tell each other in messages what they are doing: what a team over MPI and one over several hosts
 have in common. Notices, arrival, waits with a deadline, and how a rank leaves.
 
-[Note: one channel] All short messages of a group (the notices of `mpi/control_blocks.py`, and those of point to point)
+[Note: one channel] All short messages of a group (the notices of `notices.py`, and those of point to point)
 go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a
 rank is its final notice. A rank that waits for anything receives them, so any wait learns of a rank that failed.
 
@@ -17,15 +17,19 @@ import abc
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
-from lockstep.comm.mpi.control_blocks import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
+from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 
-__all__ = ["MESSAGE_BYTES", "MessageTeam"]
+__all__ = ["MESSAGE_BYTES", "MessageTeam", "RequestT"]
+
+# How a team calls a send or receive that is under way.
+RequestT = TypeVar("RequestT")
 
 # Longest message through the one channel, notices included.
 MESSAGE_BYTES = 8 << 10
@@ -51,7 +55,7 @@ class _WaitingText:
         return self._text if rank == self._rank else ""
 
 
-class MessageTeam(abc.ABC):
+class MessageTeam(abc.ABC, Generic[RequestT]):
     """The ranks of one group, for an engine, a flight record and point to point.
 
     Args:
@@ -112,6 +116,22 @@ class MessageTeam(abc.ABC):
     def _is_closed(self) -> bool:
         """Whether the group was shut down on this rank."""
 
+    @abc.abstractmethod
+    def start_send(self, peer: int, tensor: torch.Tensor) -> list[RequestT]:
+        """Begin to send a flat contiguous tensor that the peer waits for with `start_receive`. Local."""
+
+    @abc.abstractmethod
+    def start_receive(self, peer: int, tensor: torch.Tensor) -> list[RequestT]:
+        """Begin to receive a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
+
+    @abc.abstractmethod
+    def are_done(self, requests: list[RequestT]) -> bool:
+        """Whether what `start_send` or `start_receive` began has finished. Local; waits for nothing."""
+
+    @abc.abstractmethod
+    def abandon(self, memory: object) -> None:
+        """Give up requests, and keep alive the memory that they may still touch. Local."""
+
     def _receive_message(self, peer: int, message: memoryview) -> None:
         kind = notice_kind(message)
         if kind is None:
@@ -153,7 +173,7 @@ class MessageTeam(abc.ABC):
         self.after_step = None
         check()
 
-    def realign(self) -> None:  # noqa: B027 - it has nothing to do in any team of this kind
+    def realign(self) -> None:
         """After a mismatch there is nothing to do: no tensor has moved yet."""
 
     def scratch(self, like: torch.Tensor) -> list[torch.Tensor]:

@@ -1,0 +1,11 @@
+"""What groups have in common whose ranks talk in messages: the group over MPI and the group over several hosts.
+
+General layout, from the bottom up:
+
+* `notices`: what every rank is doing, as it told the others: control blocks that are filled by messages.
+* `message_team`: the ranks of one group: arrival, waits, and how a rank leaves. Subclasses move the messages.
+* `message_mailbox`: point to point.
+* `message_engine`: the collectives of one group on one rank.
+
+`lockstep.comm.mpi` moves messages by MPI, `lockstep.comm.hosts` by connections of its own and by Gloo.
+"""
