@@ -330,7 +330,7 @@ def extend_timeouts() -> float:
     limits = []
     body = world.engine._algorithms.barrier
     world.engine._algorithms = type(
-        "Spy", (), {"barrier": lambda _, team, limit_s: (limits.append(limit_s), body(team, limit_s))}
+        "Spy", (), {"barrier": lambda _, limit_s: (limits.append(limit_s), body(limit_s))}
     )()
     dist.barrier()
     world.set_timeout(timedelta(seconds=20))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from lockstep.shm import algorithms
+from lockstep.shm.algorithms import SharedMemoryAlgorithms
 from lockstep.testing import run_ranks
 from random_programs import Ledger, runner, seeds_from, soak
 from random_programs.program import Call, Drop, Make, Together, Wait, draw_program
@@ -78,13 +78,13 @@ def test_random_programs(world_size: int) -> None:
 def spoil(seeds: list[int], how: str) -> Any:
     """A program on ranks on which one thing is broken."""
     if how == "broadcast":
-        algorithms.broadcast = lambda *_: None
+        SharedMemoryAlgorithms.broadcast = lambda *_: None
     elif how == "descriptor":
         shutdown = dist.destroy_process_group
         dist.destroy_process_group = lambda *arguments: (os.dup(0), shutdown(*arguments))
         runner._has_run_before = True
     elif how == "raise" and int(os.environ["RANK"]) == 1:
-        algorithms.all_to_all = int
+        SharedMemoryAlgorithms.all_to_all = int
     return runner._on_rank(seeds, "lockstep")
 
 

@@ -441,7 +441,8 @@ def test_number_of_looks_in_a_second(
     """See [Note: looks]: what a wait costs is how often it wakes up. On a busy machine they are fewer."""
     (sleeper, _), _ = make_channels(2)
     monkeypatch.setattr(Watch, "must_ask", must_ask)
-    overseer = sleeper.waiter.overseer = CountingOverseer(again_s)
+    overseer = CountingOverseer(again_s)
+    sleeper.waiter.overseers.append(overseer)
     with pytest.raises(PeerFailure):
         sleeper.step(1.0)
     assert overseer.looks <= at_most

@@ -8,10 +8,12 @@ General layout, from the bottom up:
 * `flight_recorder`: the flight record, which tells every rank what the others are doing.
 * `deadlock`, `reorder`: what the record alone does not show: ranks that wait in a cycle, calls in another order.
 * `work`, `transfers`: handles of collectives and of messages, and the thread that runs asynchronous calls.
+* `contract`: what a backend provides: what engine, flight recorder and point to point know of it.
 * `engine`: the collectives of one group on one rank: checks, record, and who runs them.
 * `p2p`: send, recv and their kin, the same way.
 * `messages`: what groups share whose ranks talk in messages. A package with a map of its own, as the next two.
 * `hosts`: the `lockstep` group over several hosts; `mpi`: the group "mpi4py".
+* `shared_memory`: the engine of a group on one host.
 * `backend`: the `lockstep` process group that torch sees, and what it shares with that of `mpi`.
 * `mixed`, `mixed_group`: a `lockstep` group with torch's groups for other devices behind it.
 * `group_setup`, `exit_hooks`, `old_shutdown`: how a group comes to be, and how a rank tells its peers that it leaves.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,22 @@ from torch.distributed import ProcessGroup
 
 from lockstep import env
 from lockstep.comm import ephemeral, exit_hooks
+from lockstep.comm.contract import Team
 from lockstep.comm.engine import Engine, Work
-from lockstep.comm.flight_recorder import FlightRecorder
-from lockstep.comm.group_setup import BootstrapStore, LivenessCheck
+from lockstep.comm.group_setup import BootstrapStore, LivenessCheck, NewGroup
+from lockstep.comm.hosts.layout import Member
 from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.names import BACKEND_NAME
+from lockstep.comm.shared_memory import make_engine
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, SetupError
 from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
-from lockstep.shm.control_blocks import ControlBlocks
-from lockstep.shm.team import Team
+from lockstep.shm.team import Team as SharedMemoryTeam
+from lockstep.shm.terms import Terms
 from lockstep.torch_private.stores import Store
-
-if TYPE_CHECKING:
-    from lockstep.comm.hosts.team import HostsTeam
 
 __all__ = ["VERBS", "EngineProcessGroup", "LockstepProcessGroup", "interface_of", "make_group"]
 
@@ -382,46 +381,39 @@ def make_group(kind: Callable[[Store, int, int, timedelta, str, Sequence[int]], 
     )
 
 
-def _blocks_of_default_group() -> ControlBlocks | None:
-    """The control blocks of the default group, if its ranks share memory; None otherwise."""
-    group = dist.group.WORLD
-    team = group.engine.team if isinstance(group, LockstepProcessGroup) else None
-    return team.blocks if isinstance(team, Team) else None
+def _team_of(group: object) -> Team | None:
+    """The team of a group of ours; None for other groups."""
+    return group.engine.team if isinstance(group, EngineProcessGroup) else None
 
 
-def _connect(store: BootstrapStore, rank: int, ranks: Sequence[int], timeout_s: float) -> Team | HostsTeam:
+def _known_members(team: Team | None, ranks: Sequence[int]) -> list[Member] | None:
+    """The members of these global ranks, if the default group, with that team, is on several hosts; None otherwise."""
+    if team is None or team.layout is None or max(ranks) >= len(team.layout.members):
+        return None
+    return [team.layout.members[rank] for rank in ranks]
+
+
+def _connect(new: NewGroup, default_group: object) -> Engine:
     """Connect the ranks of a new group, on one host or several. Collective."""
-    # What is needed only between hosts is loaded only there.
-    default_group = dist.group.WORLD
-    with LivenessCheck(default_group, ranks) as check_peers:
-        bootstrap = Bootstrap(store, rank, ranks, timeout_s, check_peers, {"wire": current_wire().name})
-        known = None
-        engine: Any = getattr(default_group, "engine", None)
-        if engine is not None and not isinstance(engine.team, Team):
-            from lockstep.comm.hosts.group import known_members
-
-            known = known_members(default_group, ranks)
+    default_team = _team_of(default_group)
+    with LivenessCheck(default_team, new.ranks) as check_peers:
+        terms: Terms = {"wire": current_wire().name}
+        bootstrap = Bootstrap(new.store, new.rank, new.ranks, new.timeout_s, check_peers, terms)
+        known = _known_members(default_team, new.ranks)
         if known is None or len({member.host for member in known}) == 1:
             try:
-                return Team.connect(bootstrap)
+                return make_engine(SharedMemoryTeam.connect(bootstrap), new)
             except SeveralHosts:
                 pass
+        # What is needed only between hosts is loaded only there.
         from lockstep.comm.hosts.group import announce, connect
 
-        team = connect(store, rank, ranks, timeout_s, check_peers, known)
-        if known is None and rank == 0:
+        engine = connect(new, check_peers, known)
+        if known is None and new.rank == 0:
             bootstrap.forget_several_hosts()
-            if default_group is None and not isinstance(team, Team):
-                announce(team)
-        return team
-
-
-def _engine(team: Team | HostsTeam, recorder: FlightRecorder, timeout_s: float) -> Engine:
-    if isinstance(team, Team):
-        return Engine(team, recorder, timeout_s)
-    from lockstep.comm.hosts.group import HostsEngine
-
-    return HostsEngine(team, recorder, timeout_s)
+            if default_group is None and engine.team.layout is not None:
+                announce(engine.team.layout)
+        return engine
 
 
 class LockstepProcessGroup(EngineProcessGroup):
@@ -448,15 +440,14 @@ class LockstepProcessGroup(EngineProcessGroup):
         global_ranks: Sequence[int],
     ) -> None:
         ranks = tuple(global_ranks) or tuple(range(world_size))
-        timeout_s = timeout.total_seconds()
-        team = _connect(BootstrapStore(store, group_name), rank, ranks, timeout_s)
-        name = describe_group(group_name, ranks, is_default=len(global_ranks) == 0)
-        recorder = FlightRecorder(cast(Team, team), name, ranks)
-        recorder.waiting_in = team.mail_area.waiting
-        engine = _engine(team, recorder, timeout_s)
-        blocks = team.blocks if len(global_ranks) == 0 and isinstance(team, Team) else _blocks_of_default_group()
-        if blocks is not None and isinstance(team, Team):
-            engine.watch_others(blocks)
+        is_default = len(global_ranks) == 0
+        name = describe_group(group_name, ranks, is_default)
+        default_group = dist.group.WORLD
+        default_team = None if is_default else _team_of(default_group)
+        waits = None if default_team is None else default_team.published_waits
+        store_of_group = BootstrapStore(store, group_name)
+        new = NewGroup(store_of_group, rank, ranks, timeout.total_seconds(), name, is_default, waits)
+        engine = _connect(new, default_group)
         super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:
@@ -470,5 +461,5 @@ class LockstepProcessGroup(EngineProcessGroup):
 
 def interface_of(group: object) -> str | None:
     """The network interface by which a lockstep group over several hosts reaches the others; None for other groups."""
-    team: Any = group.engine.team if isinstance(group, LockstepProcessGroup) else None
-    return None if team is None or isinstance(team, Team) else str(team.layout.members[team.rank].interface)
+    team = _team_of(group)
+    return None if team is None or team.layout is None else team.layout.members[team.rank].interface

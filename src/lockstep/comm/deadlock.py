@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lockstep.comm.contract import PublishedWaits
 from lockstep.comm.work import Runner
-from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.sync import FailureKind, PeerFailure
 
-__all__ = ["MAIN_THREAD", "DeadlockDetector", "forget_other_callers", "note_other_caller"]
+__all__ = ["MAIN_THREAD", "Deadlock", "DeadlockDetector", "forget_other_callers", "note_other_caller"]
 
 # From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
 _PUBLISH_AFTER_S = 0.05
@@ -68,35 +68,46 @@ class _Wait:
     where: str
 
 
+class Deadlock(PeerFailure):  # never leaves the package, as others of its kind
+    """A wait for ranks that wait for this one, in other groups.
+
+    Attributes:
+        text: which ranks wait in what.
+        culprits: the global ranks outside the majority; none without a majority.
+    """
+
+    def __init__(self, missing: Sequence[int], waited_s: float, text: str, culprits: tuple[int, ...]) -> None:
+        super().__init__(dict.fromkeys(missing, FailureKind.DEADLOCKED), waited_s)
+        self.text = text
+        self.culprits = culprits
+
+
 class DeadlockDetector:
     """Watches the waits of one group on one rank; called by its waiter in every look of a wait.
 
     Args:
-        blocks: of the default group, which all ranks read; indexed by global rank.
+        waits: where the ranks of the default group publish their waits; indexed by global rank.
         global_ranks: global rank of each rank of this group.
         rank: this rank in this group.
         group_name: how errors call this group.
         where: tells in which collective this rank is, and from which line.
-        name: how errors call a global rank.
         runner: runs the asynchronous calls of this group.
     """
 
     def __init__(
         self,
-        blocks: ControlBlocks,
+        waits: PublishedWaits,
         global_ranks: Sequence[int],
         rank: int,
         group_name: str,
         where: Callable[[], str],
-        name: Callable[[int], str],
         runner: Runner,
     ) -> None:
-        self._blocks = blocks
+        self._waits = waits
         self._global_ranks = tuple(global_ranks)
         self._rank = self._global_ranks[rank]
         self._group_name = group_name
         self._where = where
-        self._name = name
         self._runner = runner
         self._published = ""
         self._search_at_s = 0.0
@@ -115,7 +126,7 @@ class DeadlockDetector:
             Seconds after which it wants to look again: soon, if there is a cycle to be confirmed.
 
         Raises:
-            PeerFailure: of kind DEADLOCKED: the missing ranks wait for this one.
+            Deadlock: the missing ranks wait for this one.
         """
         if timeout_s < _SHORTEST_TIMEOUT_S:
             return math.inf
@@ -127,24 +138,24 @@ class DeadlockDetector:
         awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
         text = f"{','.join(map(str, awaited))}|{self._group_name}|{self._where()}"
         if text != self._published:
-            self._blocks.publish_wait(text)
+            self._waits.publish_wait(text)
             self._published = text
             self._suspects = {}
         now_s = time.monotonic()
-        self._blocks.confirm_wait(time.monotonic_ns())
+        self._waits.confirm_wait(time.monotonic_ns())
         if now_s >= self._search_at_s:
             self._search_at_s = now_s + _SEARCH_EVERY_S
             if self._is_certain():
-                self._blocks.confirm_wait(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
+                self._waits.confirm_wait(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
                 self._published = ""  # not to be taken back by `end`
-                raise PeerFailure(dict.fromkeys(missing, FailureKind.DEADLOCKED), waited_s)
+                raise Deadlock(missing, waited_s, *self._explain())
         return _CONFIRM_LOOKS_EVERY_S if self._suspects else math.inf
 
     def end(self) -> None:
         """Withdraw the wait, which is over."""
         if self._published:
             self._published = ""
-            self._blocks.withdraw_wait()
+            self._waits.withdraw_wait()
         self._suspects = {}
 
     def _is_blocked(self) -> bool:
@@ -154,7 +165,7 @@ class DeadlockDetector:
         return threading.get_ident() == MAIN_THREAD or self._runner.is_awaited_by_main
 
     def _wait_of(self, rank: int) -> _Wait | None:
-        published = self._blocks.wait_of(rank)
+        published = self._waits.wait_of(rank)
         if published is None:
             return None
         serial, confirmed_ns, text = published
@@ -200,9 +211,9 @@ class DeadlockDetector:
 
     # ---- the error ------------------------------------------------------------------------------
 
-    def explain(self) -> tuple[str, tuple[int, ...]]:
+    def _explain(self) -> tuple[str, tuple[int, ...]]:
         """What the ranks wait in, and the culprits: the global ranks outside the majority; none without a majority."""
-        waits = dict(self._waits())
+        waits = dict(self._published_waits())
         parties: dict[str, list[int]] = {}
         for rank, wait in waits.items():
             parties.setdefault(wait.group, []).append(rank)
@@ -223,8 +234,12 @@ class DeadlockDetector:
         )
         return text, tuple(culprits)
 
-    def _waits(self) -> Iterator[tuple[int, _Wait]]:
-        for rank in range(self._blocks.world_size):
+    def _name(self, rank: int) -> str:
+        identity = self._waits.identity(rank)
+        return f"rank {rank} ({identity.host}, pid {identity.pid})"
+
+    def _published_waits(self) -> Iterator[tuple[int, _Wait]]:
+        for rank in range(self._waits.world_size):
             wait = self._wait_of(rank)
             if wait is not None:
                 yield rank, wait

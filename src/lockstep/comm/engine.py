@@ -12,13 +12,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from lockstep.comm import clock, staging
 from lockstep.comm.callsite import CallSite, make_locator
+from lockstep.comm.contract import Algorithms, PublishedWaits, Team
 from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_caller
 from lockstep.comm.flight_recorder import FlightRecorder, fingerprint
 from lockstep.comm.p2p import PointToPoint
@@ -33,11 +33,10 @@ from lockstep.errors import (
     SharedMemoryError,
 )
 from lockstep.rank_status import FINISHED
-from lockstep.shm import algorithms
-from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
 from lockstep.shm.sync import PeerFailure
-from lockstep.shm.team import Region, Team
+from lockstep.shm.team import Region
 
 __all__ = ["Engine"]
 
@@ -53,21 +52,29 @@ class Engine:
         team: the ranks of the group.
         recorder: its flight recorder.
         timeout_s: default seconds until a rank that does not come is an error.
-        algorithms: moves the data of the team: a module with the functions of `lockstep.shm.algorithms`.
+        algorithms: the collectives of the team.
+        make_mailbox: makes the mailbox of point to point, at the first send or receive.
+        waits: where the ranks of the default group publish their waits; None for not to look for deadlocks.
 
     Attributes:
         locate: finds the user's line that made a call; benchmarks replace it.
     """
 
     def __init__(
-        self, team: Team, recorder: FlightRecorder, timeout_s: float, algorithms: ModuleType = algorithms
+        self,
+        team: Team,
+        recorder: FlightRecorder,
+        timeout_s: float,
+        algorithms: Algorithms,
+        make_mailbox: Callable[[], BaseMailbox],
+        waits: PublishedWaits | None = None,
     ) -> None:
         self.team = team
         self.recorder = recorder
         self.timeout_s = timeout_s
         self.locate = make_locator()
         self._algorithms = algorithms
-        self._part = team.rank  # which part of a region is this rank's
+        self._make_mailbox = make_mailbox
         self._runner = Runner("lockstep-collectives")
         self._p2p: PointToPoint | None = None  # from the first send or receive on
         self._p2p_lock = threading.Lock()
@@ -76,23 +83,10 @@ class Engine:
         # Symmetric regions by address, to recognise tensors that lie in one.
         self._region_starts: list[int] = []
         self._regions: list[tuple[int, Region]] = []
-
-    def watch_others(self, blocks: ControlBlocks) -> None:
-        """Detect deadlocks with other groups from now on. Local.
-
-        Args:
-            blocks: the control blocks of the default group, indexed by global rank.
-        """
-        recorder = self.recorder
-        recorder.deadlock_detector = self.team.waiter.overseer = DeadlockDetector(
-            blocks,
-            recorder.global_ranks,
-            self.team.rank,
-            recorder.group_name,
-            recorder.describe_activity,
-            lambda rank: f"rank {rank} ({blocks.identity(rank).host}, pid {blocks.identity(rank).pid})",
-            self._runner,
-        )
+        if waits is not None and team.overseers is not None:
+            group_name, ranks = recorder.group_name, recorder.global_ranks
+            where = recorder.describe_activity
+            team.overseers.append(DeadlockDetector(waits, ranks, team.rank, group_name, where, self._runner))
 
     # ---- running -----------------------------------------------------------------------------
 
@@ -170,7 +164,7 @@ class Engine:
         return self._submit(
             "barrier",
             lambda: "barrier()",
-            lambda limit_s: self._algorithms.barrier(self.team, limit_s),
+            self._algorithms.barrier,
             [],
             is_async,
             timeout_s,
@@ -208,7 +202,7 @@ class Engine:
         return self._submit(
             ("all_reduce sparse", tensor.dtype, tensor.shape, tensor.sparse_dim(), op_name(op)),
             lambda: describe_sparse(tensor, op),
-            lambda limit_s: all_reduce_sparse(self._algorithms, self.team, tensor, op, limit_s),
+            lambda limit_s: all_reduce_sparse(self._algorithms, self.team.world_size, tensor, op, limit_s),
             [tensor],
             is_async,
             timeout_s,
@@ -219,10 +213,10 @@ class Engine:
         if found is not None:
             region, offset_bytes = found
             flat = tensor.detach().view(-1)
-            self._algorithms.all_reduce_symmetric(self.team, region, offset_bytes, flat, kernel, limit_s)
+            self._algorithms.all_reduce_symmetric(region, offset_bytes, flat, kernel, limit_s)
             return
         item = FlatTensor(tensor)
-        self._algorithms.all_reduce(self.team, item.flat, kernel, limit_s)
+        self._algorithms.all_reduce(item.flat, kernel, limit_s)
         item.write_back()
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int, is_async: bool, timeout_s: float | None) -> Work:
@@ -231,7 +225,7 @@ class Engine:
 
         def body(limit_s: float) -> None:
             item = FlatTensor(tensor)
-            self._algorithms.reduce(self.team, item.flat, kernel, root, limit_s)
+            self._algorithms.reduce(item.flat, kernel, root, limit_s)
             if self.team.rank == root:
                 item.write_back()
 
@@ -252,7 +246,7 @@ class Engine:
         def body(limit_s: float) -> None:
             for tensor in tensors:
                 item = FlatTensor(tensor, is_read=self.team.rank == root)
-                self._algorithms.broadcast(self.team, item.flat, root, limit_s)
+                self._algorithms.broadcast(item.flat, root, limit_s)
                 if self.team.rank != root:
                     item.write_back()
 
@@ -290,7 +284,7 @@ class Engine:
         def body(limit_s: float) -> None:
             for row, tensor in zip(outputs, inputs, strict=True):
                 items = [FlatTensor(output, is_read=False) for output in row]
-                self._algorithms.all_gather(self.team, [item.flat for item in items], FlatTensor(tensor).flat, limit_s)
+                self._algorithms.all_gather([item.flat for item in items], FlatTensor(tensor).flat, limit_s)
                 for item in items:
                     item.write_back()
 
@@ -322,7 +316,7 @@ class Engine:
         def body(limit_s: float) -> None:
             items = None if outputs is None else [FlatTensor(output, is_read=False) for output in outputs]
             flats = None if items is None else [item.flat for item in items]
-            self._algorithms.gather(self.team, flats, FlatTensor(tensor).flat, root, limit_s)
+            self._algorithms.gather(flats, FlatTensor(tensor).flat, root, limit_s)
             for item in items or ():
                 item.write_back()
 
@@ -352,7 +346,7 @@ class Engine:
         def body(limit_s: float) -> None:
             flats = None if inputs is None else [FlatTensor(source).flat for source in inputs]
             item = FlatTensor(tensor, is_read=False)
-            self._algorithms.scatter(self.team, item.flat, flats, root, limit_s)
+            self._algorithms.scatter(item.flat, flats, root, limit_s)
             item.write_back()
 
         return self._submit(
@@ -390,7 +384,7 @@ class Engine:
             for tensor, row, kernel in zip(outputs, inputs, kernels, strict=True):
                 item = FlatTensor(tensor, is_read=False)
                 flats = [FlatTensor(source).flat for source in row]
-                self._algorithms.reduce_scatter(self.team, item.flat, flats, kernel, limit_s)
+                self._algorithms.reduce_scatter(item.flat, flats, kernel, limit_s)
                 item.write_back()
 
         sizes = [[source.numel() for source in row] for row in inputs]
@@ -425,12 +419,12 @@ class Engine:
             # Every rank learns what every rank sends and expects, so that all see a pair that disagrees.
             own = [source.numel() for source in inputs] + [output.numel() for output in outputs]
             table = [torch.empty(len(own), dtype=torch.int64) for _ in inputs]
-            self._algorithms.all_gather(self.team, table, torch.tensor(own, dtype=torch.int64), limit_s)
+            self._algorithms.all_gather(table, torch.tensor(own, dtype=torch.int64), limit_s)
             sent, expected = torch.stack(table).chunk(2, dim=1)
             check_exchange(self.recorder, sent, expected.T)
             items = [FlatTensor(output, is_read=False) for output in outputs]
             flats = [FlatTensor(source).flat for source in inputs]
-            self._algorithms.all_to_all(self.team, [item.flat for item in items], flats, int(sent.max()), limit_s)
+            self._algorithms.all_to_all([item.flat for item in items], flats, int(sent.max()), limit_s)
             for item in items:
                 item.write_back()
 
@@ -459,11 +453,8 @@ class Engine:
             raise NotInitialized(f"{verb} on {self.recorder.group_name}: {self._closed}")
         if self._p2p is None:
             with self._p2p_lock:
-                self._p2p = self._p2p or self._make_point_to_point()
+                self._p2p = self._p2p or PointToPoint(self.team, self.recorder, self._make_mailbox())
         return self._p2p
-
-    def _make_point_to_point(self) -> PointToPoint:
-        return PointToPoint(self.team, self.recorder)
 
     # ---- symmetric memory ----------------------------------------------------------------------
 
@@ -472,7 +463,10 @@ class Engine:
 
         Raises:
             SharedMemoryError: on every rank, if it cannot be had.
+            InputError: the ranks of this group have none.
         """
+        if not self.team.has_symmetric_memory:
+            raise InputError(f"{self.recorder.group_name} has no symmetric memory; use a lockstep group")
         made: list[Region] = []
         self._submit(
             ("symmetric_empty", part_bytes),
@@ -491,7 +485,7 @@ class Engine:
         """
         numel = int(torch.Size(shape).numel())
         region = self.allocate(max(numel * dtype.itemsize, 1))
-        own = region.parts[self._part]
+        own = region.own
         index = bisect_right(self._region_starts, own.data_ptr())
         self._region_starts.insert(index, own.data_ptr())
         self._regions.insert(index, (own.data_ptr() + region.part_bytes, region))
@@ -504,13 +498,17 @@ class Engine:
             key: what decides the fingerprint; equal keys stand for equal descriptions.
             describe: makes the text behind the fingerprint.
             between: called when all ranks have come; on all ranks it is over when this returns.
+
+        Raises:
+            InputError: there is no memory that all ranks share.
         """
+        if not self.team.shares_memory:
+            raise InputError(f"{self.recorder.group_name} has no memory that all its ranks share")
 
         def body(limit_s: float) -> None:
-            self.team.begin_transfer()
-            self.team.step(limit_s)
+            self._algorithms.barrier(limit_s)
             between()
-            self.team.step(limit_s)
+            self._algorithms.barrier(limit_s)
 
         self._submit(key, describe, body, [], False, None)
 

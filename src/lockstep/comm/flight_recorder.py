@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lockstep import rank_status
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
-from lockstep.comm.deadlock import DeadlockDetector
+from lockstep.comm.contract import Team
+from lockstep.comm.deadlock import Deadlock
 from lockstep.comm.reorder import Order, ReorderDetector
 from lockstep.errors import (
     CollectiveAborted,
@@ -30,9 +31,8 @@ from lockstep.errors import (
 from lockstep.frames import split_site
 from lockstep.log import get_logger, warn_once
 from lockstep.rank_status import CALL, NUMBER, SITE, START
-from lockstep.shm.control_blocks import RING, TEXT_BYTES, ControlBlocks, Failure, Record, damage_text
+from lockstep.shm.control_blocks import RING, TEXT_BYTES, Failure, Record, damage_text
 from lockstep.shm.sync import FailureKind, PeerFailure
-from lockstep.shm.team import Team
 
 _logger = get_logger(__name__)
 
@@ -101,13 +101,11 @@ class FlightRecorder:
         number: collectives entered so far.
         status_words: of the status file; the engine puts `number` at FINISHED when a collective has ended well.
         broken: the error that every further call repeats, or None.
-        waiting_in: names the send or receive that a rank waits in; empty for none. Set where there is point to point.
-        deadlock_detector: finds ranks that wait for each other in different groups; None where there is none.
     """
 
     def __init__(self, team: Team, group_name: str, global_ranks: Sequence[int]) -> None:
         self._team = team
-        self._blocks: ControlBlocks = team.blocks
+        self._blocks = team.blocks
         self._words = team.blocks.words
         self.group_name = group_name
         self._global_ranks = tuple(global_ranks)
@@ -124,9 +122,7 @@ class FlightRecorder:
         self._reorder_detector = ReorderDetector()
         self.number = 0
         self.broken: CollectiveError | None = None
-        self.waiting_in: Callable[[int], str] = lambda rank: ""
-        self.deadlock_detector: DeadlockDetector | None = None
-        self._verify = self.verify  # bound once, not per collective
+        team.on_arrival.append(self.verify)
 
     def _make_slot(self, parity: int) -> _RecordSlot:
         own = self._blocks.record_words[self._rank] + 8 * parity
@@ -156,7 +152,7 @@ class FlightRecorder:
         self.number = slot.words[1] = number
         self._status_times[START] = start_s
         self.status_words[NUMBER] = number
-        self._team.after_step = self._verify
+        self._team.is_entering = True
 
     def _write(self, slot: _RecordSlot, key: object, describe: Callable[[], str], site: CallSite) -> None:
         """Write what the next collective is, and from which line."""
@@ -229,8 +225,8 @@ class FlightRecorder:
 
     def _damaged(self) -> CollectiveError | None:
         """The error if a record of this collective is none that a rank writes; breaks the group. None otherwise."""
-        if not isinstance(self._blocks, ControlBlocks):
-            return None  # type: ignore[unreachable]  # records that came in messages are checked on arrival
+        if not self._blocks.can_be_damaged:
+            return None
         for rank in range(self._team.world_size):
             what = self._blocks.find_damage(rank, self.number)
             record = None if what else self._blocks.record(rank, self.number)
@@ -290,8 +286,8 @@ class FlightRecorder:
         """
         if activity is None:
             activity = self.describe_activity()
-        if failure.ranks(FailureKind.DEADLOCKED):
-            return self._explain_deadlock()
+        if isinstance(failure, Deadlock):
+            return self._explain_deadlock(failure)
         if failure.ranks(FailureKind.CLOSED):
             return CollectiveAborted(f"{self.group_name} was shut down on {self.name(self._rank)} during {activity}")
         if failure.ranks(FailureKind.LATE):
@@ -303,11 +299,9 @@ class FlightRecorder:
             return self.break_with(error, reason)
         return self.break_with(self._explain_loss(failure, failures, activity))
 
-    def _explain_deadlock(self) -> CollectiveMismatch:
-        assert self.deadlock_detector is not None
-        text, culprits = self.deadlock_detector.explain()
-        error = CollectiveMismatch(text, culprits)
-        self.break_with(error, text.replace(":\n  ", ": ").replace("\n  ", "; ").replace("\n", ". "))
+    def _explain_deadlock(self, deadlock: Deadlock) -> CollectiveMismatch:
+        error = CollectiveMismatch(deadlock.text, deadlock.culprits)
+        self.break_with(error, deadlock.text.replace(":\n  ", ": ").replace("\n  ", "; ").replace("\n", ". "))
         return error
 
     def describe_activity(self) -> str:
@@ -381,7 +375,7 @@ class FlightRecorder:
             seen = "had not entered a collective yet"
         else:
             seen = f"was last seen in collective #{record.number}, {_call_at(record.call, record.site)}"
-        waiting = self.waiting_in(rank)
+        waiting = self._team.waiting(rank)
         return f"{seen}, then in {waiting}" if waiting else seen
 
     # ---- the end of the group --------------------------------------------------------------------

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from lockstep import env
-from lockstep.comm.messages.message_team import MessageTeam
-from lockstep.comm.messages.notices import MessageControlBlocks
+from lockstep.comm.contract import ControlBlocks, PublishedWaits, Team
 from lockstep.errors import RankLost, RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.secret import Refused, Seals, secret_of_ranks
-from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.liveness import Watch
 from lockstep.shm.sync import PeerState
-from lockstep.shm.team import Team
 from lockstep.torch_private.stores import PrefixStore, Store
 
-__all__ = ["BootstrapStore", "LivenessCheck"]
+__all__ = ["BootstrapStore", "LivenessCheck", "NewGroup"]
 
 # Seconds until a value of others is an error: the rank that wrote the true one writes it again before that.
 _PATIENCE_S = 10.0
@@ -95,6 +92,29 @@ class BootstrapStore:
             self._store.delete_key(key)
 
 
+@dataclass(frozen=True)
+class NewGroup:
+    """What a rank knows of a group before its ranks are connected.
+
+    Attributes:
+        store: through which the ranks find each other; nobody else uses its keys.
+        rank: this rank in the group.
+        ranks: the global rank of each rank of the group.
+        timeout_s: default seconds until a rank that does not come is an error, now and in collectives.
+        name: how errors call the group.
+        is_default: whether it is the default group.
+        default_waits: where the ranks of the default group publish their waits; None if they cannot, or this is it.
+    """
+
+    store: BootstrapStore
+    rank: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+    name: str
+    is_default: bool
+    default_waits: PublishedWaits | None
+
+
 class LivenessCheck:
     """Looks in the default group for ranks that cannot come to a new one, because they died, left or raised.
 
@@ -102,18 +122,17 @@ class LivenessCheck:
     cannot be watched there. Called while waiting; a context manager.
 
     Args:
-        default_group: the default group; watched only if it is one of ours.
+        team: of the default group; None if it is none of ours, which is not watched.
         global_ranks: global ranks of the new group.
     """
 
-    def __init__(self, default_group: Any, global_ranks: Sequence[int]) -> None:
-        team = getattr(getattr(default_group, "engine", None), "team", None)
-        self._team: Team | MessageTeam[Any] | None = team if isinstance(team, (Team, MessageTeam)) else None
-        self._ranks = [] if self._team is None else [rank for rank in global_ranks if rank != self._team.rank]
+    def __init__(self, team: Team | None, global_ranks: Sequence[int]) -> None:
+        self._team = team
+        self._ranks = [] if team is None else [rank for rank in global_ranks if rank != team.rank]
         self._watch = Watch({})
-        if isinstance(self._team, Team):
+        if team is not None and team.shares_memory:
             for rank in self._ranks:
-                self._watch.add(rank, self._team.blocks.identity(rank))
+                self._watch.add(rank, team.blocks.identity(rank))
 
     def __enter__(self) -> LivenessCheck:
         return self
@@ -128,11 +147,8 @@ class LivenessCheck:
         team = self._team
         if team is None:
             return
-        if isinstance(team, MessageTeam):
-            team.poll()
-            dead = team.watch.dead()
-        else:
-            dead = self._watch.dead()
+        team.poll()
+        dead = self._watch.dead() if team.shares_memory else team.watch.dead()
         for rank in self._ranks:
             story = self._story(team.blocks, rank, rank in dead)
             if story is not None:
@@ -142,7 +158,7 @@ class LivenessCheck:
                     (rank,),
                 )
 
-    def _story(self, blocks: ControlBlocks | MessageControlBlocks, rank: int, is_dead: bool) -> str | None:
+    def _story(self, blocks: ControlBlocks, rank: int, is_dead: bool) -> str | None:
         state = blocks.state(rank)
         if state == PeerState.LEFT:
             return "left the default group"

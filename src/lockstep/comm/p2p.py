@@ -24,16 +24,15 @@ import torch
 
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
+from lockstep.comm.contract import Team
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
 from lockstep.comm.transfers import DoneTransfer, Transfer, source_of
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.cores import own_cores
-from lockstep.shm.mailbox import Mailbox
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, next_look
-from lockstep.shm.team import Team
 
 __all__ = ["PointToPoint"]
 
@@ -58,13 +57,13 @@ class PointToPoint:
     Args:
         team: the ranks of the group.
         recorder: its flight recorder.
-        mailbox: moves the messages; default through the memory of the team.
+        mailbox: moves the messages.
     """
 
-    def __init__(self, team: Team, recorder: FlightRecorder, mailbox: BaseMailbox | None = None) -> None:
+    def __init__(self, team: Team, recorder: FlightRecorder, mailbox: BaseMailbox) -> None:
         self._team = team
         self._recorder = recorder
-        self._mailbox: BaseMailbox = mailbox or Mailbox(team.mail_area, team.rank, team.world_size)
+        self._mailbox = mailbox
         self._lock = threading.Lock()  # guards the mailbox and _transfers
         self._transfers: dict[Send | Receive, Transfer] = {}
         self._labels: dict[tuple[torch.dtype, torch.Size, CallSite], Label] = {}
@@ -194,7 +193,6 @@ class PointToPoint:
             clock.add(time.perf_counter() - started)
 
     def _drive_slowly(self, transfer: Transfer, limit_s: float | None) -> None:
-        area, rank = self._team.mail_area, self._team.rank
         began = moved_at = now = time.monotonic()
         since_s = began if transfer.awaited_since_s is None else transfer.awaited_since_s
         left_s = since_s + transfer.timeout_s - began
@@ -215,7 +213,7 @@ class PointToPoint:
                 if now >= look_at:
                     if not is_said:
                         text = _call_at(transfer.operation, self._recorder)
-                        area.publish_waiting(rank, text)
+                        self._team.publish_waiting(text)
                         self._recorder.publish_waiting(text)
                         is_said = True
                     news = self._team.news
@@ -233,7 +231,7 @@ class PointToPoint:
                         look_at = now
         finally:
             if is_said:
-                area.publish_waiting(rank, "")
+                self._team.publish_waiting("")
                 self._recorder.publish_waiting("")
 
     def _sleep(self, is_over: Callable[[], bool], news: int, limit_s: float, waited_s: float) -> bool:

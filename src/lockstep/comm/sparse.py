@@ -6,14 +6,13 @@ itself: in the order of ranks, so that all get the same bits, and 16-bit floats 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from lockstep.comm.contract import Algorithms
 from lockstep.errors import InputError, InputTypeError
 from lockstep.shm.kernels import find_kernel, op_name
-from lockstep.shm.team import Team
 from lockstep.torch_private.autograd import base_of
 from lockstep.torch_private.tensors import num_specified
 
@@ -46,29 +45,29 @@ def describe_sparse(tensor: torch.Tensor, op: Any) -> str:
     return f"all_reduce(sparse {dtype}{list(tensor.shape)}, {tensor.sparse_dim()} sparse dimension(s), {op_name(op)})"
 
 
-def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, op: Any, timeout_s: float) -> None:
+def all_reduce_sparse(algorithms: Algorithms, world_size: int, tensor: torch.Tensor, op: Any, timeout_s: float) -> None:
     """Reduce a sparse COO tensor in place over all ranks. Collective.
 
     Args:
-        algorithms: moves the data of the team.
-        team: the ranks of the group.
+        algorithms: the collectives of its team.
+        world_size: ranks of the team.
         tensor: the same shape and number of sparse dimensions on all ranks; entries may differ. Coalesced after it.
         op: SUM or AVG.
         timeout_s: seconds until a rank that does not come is an error.
     """
     own = tensor.detach().cpu().coalesce()  # see [Note: staging]
-    counts = torch.empty(team.world_size, dtype=torch.int64)
-    gathered = [counts[rank : rank + 1] for rank in range(team.world_size)]
-    algorithms.all_gather(team, gathered, torch.tensor([num_specified(own)]), timeout_s)
+    counts = torch.empty(world_size, dtype=torch.int64)
+    gathered = [counts[rank : rank + 1] for rank in range(world_size)]
+    algorithms.all_gather(gathered, torch.tensor([num_specified(own)]), timeout_s)
     per_rank = counts.tolist()
-    indices = _gather(algorithms, team, own.indices().t(), per_rank, timeout_s).t()
-    values = _gather(algorithms, team, own.values(), per_rank, timeout_s)
+    indices = _gather(algorithms, own.indices().t(), per_rank, timeout_s).t()
+    values = _gather(algorithms, own.values(), per_rank, timeout_s)
     if tensor.dtype in (torch.float16, torch.bfloat16):
         values = values.to(torch.float32)
     total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
     values = total.values()
     if op_name(op) == "AVG":
-        values = values / team.world_size
+        values = values / world_size
     result = torch.sparse_coo_tensor(
         total.indices(), values.to(tensor.dtype), tensor.shape, check_invariants=True, is_coalesced=True
     )
@@ -76,11 +75,9 @@ def all_reduce_sparse(algorithms: ModuleType, team: Team, tensor: torch.Tensor, 
         tensor.copy_(result.to(tensor.device))
 
 
-def _gather(
-    algorithms: ModuleType, team: Team, rows: torch.Tensor, per_rank: list[int], timeout_s: float
-) -> torch.Tensor:
+def _gather(algorithms: Algorithms, rows: torch.Tensor, per_rank: list[int], timeout_s: float) -> torch.Tensor:
     """The rows of all ranks, one below the other."""
     row_numel = torch.Size(rows.shape[1:]).numel()
     outputs = [torch.empty(count * row_numel, dtype=rows.dtype) for count in per_rank]
-    algorithms.all_gather(team, outputs, rows.contiguous().view(-1), timeout_s)
+    algorithms.all_gather(outputs, rows.contiguous().view(-1), timeout_s)
     return torch.cat(outputs).view(sum(per_rank), *rows.shape[1:])

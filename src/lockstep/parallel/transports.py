@@ -21,7 +21,6 @@ from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.checks import host_device
 from lockstep.parallel.claims import ClaimCheck, Claims
 from lockstep.parallel.symmetric import SymmetricTransport
-from lockstep.shm.team import Team
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
@@ -175,7 +174,7 @@ class GroupTransport:
 def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> Transport:
     """The transport for these buckets over that group. Collective."""
     on_cpu = all(plan.device.type == "cpu" for plan in plans)
-    shares_memory = isinstance(group, LockstepProcessGroup) and isinstance(group.engine.team, Team)
+    shares_memory = isinstance(group, LockstepProcessGroup) and group.engine.team.shares_memory
     if isinstance(group, LockstepProcessGroup) and shares_memory and on_cpu and group.size() > 1:
         return SymmetricTransport(plans, group)
     return GroupTransport(plans, group)

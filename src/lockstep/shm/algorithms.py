@@ -1,7 +1,7 @@
 """The collectives of one host, as transfers through the slots of a team.
 
 All take flat, contiguous CPU tensors and run in the calling thread. Every rank calls the same
-function with the same sizes; the flight recorder verifies that at the first step. Each function
+method with the same sizes; the flight recorder verifies that at the first step. Each method
 moves its data in chunks of a slot, so any size works with bounded shared memory. All may raise
 `PeerFailure`. See [Note: two slots] in team.py for why no transfer ends in a barrier.
 
@@ -21,20 +21,7 @@ import torch
 from lockstep.shm.kernels import Kernel
 from lockstep.shm.team import Region, Team
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_reduce_symmetric",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_in_place",
-    "reduce_scatter",
-    "scatter",
-    "share_bounds",
-]
+__all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "share_bounds"]
 
 # Up to this size every rank reduces everything: one step instead of two.
 _REDUNDANT_BYTES = 16 << 10
@@ -54,74 +41,219 @@ def share_bounds(numel: int, world_size: int) -> list[int]:
     return [min(numel, numel * rank // world_size // _ALIGNMENT * _ALIGNMENT) for rank in range(world_size)] + [numel]
 
 
-def barrier(team: Team, timeout_s: float) -> None:
-    """Every rank waits for every other."""
-    team.begin_transfer()
-    team.step(timeout_s)
+class SharedMemoryAlgorithms:
+    """The collectives of one team of shared memory.
 
-
-def all_reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-    """Reduce `tensor` in place over all ranks."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    team.prepare(num_bytes, timeout_s)
-    if kernel.factor is not None:
-        tensor.mul_(kernel.factor)
-    if num_bytes <= _REDUNDANT_BYTES:
-        _all_reduce_redundant(team, tensor, kernel, num_bytes, timeout_s)
-    else:
-        _all_reduce_shared(team, tensor, kernel, num_bytes, timeout_s)
-    team.finish(num_bytes)
-
-
-def _all_reduce_redundant(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
-    """Each rank reads all slots and does all the adding: one step. `tensor` fits a slot."""
-    views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
-    views[team.rank].copy_(tensor)
-    team.step(timeout_s)
-    kernel.reduce(views, tensor)
-
-
-def _all_reduce_shared(team: Team, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
-    """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""
-    rank, world_size = team.rank, team.world_size
-    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-    for start, stop in _chunks(tensor.numel(), chunk):
-        part = tensor[start:stop]
-        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
-        bounds = share_bounds(stop - start, world_size)
-        low, high = bounds[rank], bounds[rank + 1]
-        mine = views[rank]
-        if low:
-            mine[:low].copy_(part[:low])
-        if high < stop - start:
-            mine[high:].copy_(part[high:])
-        own = part[low:high]
-        team.step(timeout_s)
-        shares = [own if peer == rank else views[peer][low:high] for peer in range(world_size)]
-        reduce_in_place(shares, rank, 0, high - low, kernel)
-        team.step(timeout_s)
-        if low:
-            part[:low].copy_(mine[:low])
-        if high < stop - start:
-            part[high:].copy_(mine[high:])
-
-
-def all_reduce_symmetric(
-    team: Team, region: Region, offset_bytes: int, tensor: torch.Tensor, kernel: Kernel, timeout_s: float
-) -> None:
-    """Reduce a tensor that lies at the same offset of a region on every rank: no copy in or out.
-
-    Each rank reduces its share and writes the result to all parts.
+    Args:
+        team: the ranks of the group.
     """
-    num_bytes = tensor.numel() * tensor.element_size()
-    parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
-    if kernel.factor is not None:
-        tensor.mul_(kernel.factor)
-    team.begin_transfer()
-    team.step(timeout_s)
-    bounds = share_bounds(tensor.numel(), team.world_size)
-    reduce_in_place(parts, team.rank, bounds[team.rank], bounds[team.rank + 1], kernel)
-    team.step(timeout_s)
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def barrier(self, timeout_s: float) -> None:
+        """Every rank waits for every other."""
+        team = self._team
+        team.begin_transfer()
+        team.step(timeout_s)
+
+    def all_reduce(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+        """Reduce `tensor` in place over all ranks."""
+        team = self._team
+        num_bytes = tensor.numel() * tensor.element_size()
+        team.prepare(num_bytes, timeout_s)
+        if kernel.factor is not None:
+            tensor.mul_(kernel.factor)
+        if num_bytes <= _REDUNDANT_BYTES:
+            self._all_reduce_redundant(tensor, kernel, num_bytes, timeout_s)
+        else:
+            self._all_reduce_shared(tensor, kernel, num_bytes, timeout_s)
+        team.finish(num_bytes)
+
+    def _all_reduce_redundant(self, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
+        """Each rank reads all slots and does all the adding: one step. `tensor` fits a slot."""
+        team = self._team
+        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
+        views[team.rank].copy_(tensor)
+        team.step(timeout_s)
+        kernel.reduce(views, tensor)
+
+    def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
+        """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""
+        team = self._team
+        rank, world_size = team.rank, team.world_size
+        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+        for start, stop in _chunks(tensor.numel(), chunk):
+            part = tensor[start:stop]
+            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+            bounds = share_bounds(stop - start, world_size)
+            low, high = bounds[rank], bounds[rank + 1]
+            mine = views[rank]
+            if low:
+                mine[:low].copy_(part[:low])
+            if high < stop - start:
+                mine[high:].copy_(part[high:])
+            own = part[low:high]
+            team.step(timeout_s)
+            shares = [own if peer == rank else views[peer][low:high] for peer in range(world_size)]
+            reduce_in_place(shares, rank, 0, high - low, kernel)
+            team.step(timeout_s)
+            if low:
+                part[:low].copy_(mine[:low])
+            if high < stop - start:
+                part[high:].copy_(mine[high:])
+
+    def all_reduce_symmetric(
+        self, region: Region, offset_bytes: int, tensor: torch.Tensor, kernel: Kernel, timeout_s: float
+    ) -> None:
+        """Reduce a tensor that lies at the same offset of a region on every rank: no copy in or out.
+
+        Each rank reduces its share and writes the result to all parts.
+        """
+        team = self._team
+        num_bytes = tensor.numel() * tensor.element_size()
+        parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
+        if kernel.factor is not None:
+            tensor.mul_(kernel.factor)
+        team.begin_transfer()
+        team.step(timeout_s)
+        bounds = share_bounds(tensor.numel(), team.world_size)
+        reduce_in_place(parts, team.rank, bounds[team.rank], bounds[team.rank + 1], kernel)
+        team.step(timeout_s)
+
+    def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
+        """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
+        team = self._team
+        num_bytes = tensor.numel() * tensor.element_size()
+        team.prepare(num_bytes, timeout_s)
+        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+        for start, stop in _chunks(tensor.numel(), chunk):
+            part = tensor[start:stop]
+            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+            mine = views[team.rank]
+            mine.copy_(part)
+            if kernel.factor is not None:
+                mine.mul_(kernel.factor)
+            team.step(timeout_s)
+            if team.rank == root:
+                kernel.reduce(views, part)
+        team.finish(num_bytes)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """Copy `tensor` of the root to all ranks."""
+        team = self._team
+        num_bytes = tensor.numel() * tensor.element_size()
+        team.prepare(num_bytes, timeout_s)
+        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+        for start, stop in _chunks(tensor.numel(), chunk):
+            part = tensor[start:stop]
+            view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)[root]
+            if team.rank == root:
+                view.copy_(part)
+            team.step(timeout_s)
+            if team.rank != root:
+                part.copy_(view)
+        team.finish(num_bytes)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
+        """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
+        self._gather_to(outputs, [output.numel() for output in outputs], tensor, timeout_s)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, _root: int, timeout_s: float
+    ) -> None:
+        """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
+        team = self._team
+        self._gather_to(outputs, [tensor.numel()] * team.world_size, tensor, timeout_s)
+
+    def _gather_to(
+        self, outputs: Sequence[torch.Tensor] | None, numels: list[int], tensor: torch.Tensor, timeout_s: float
+    ) -> None:
+        team = self._team
+        largest = max(numels)
+        num_bytes = largest * tensor.element_size()
+        team.prepare(num_bytes, timeout_s)
+        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
+        for start, stop in _chunks(largest, chunk):
+            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+            part = tensor[start:stop]
+            views[team.rank][: part.numel()].copy_(part)
+            team.step(timeout_s)
+            if outputs is None:
+                continue
+            for peer, output in enumerate(outputs):
+                piece = output[start:stop]
+                piece.copy_(part if peer == team.rank else views[peer][: piece.numel()])
+        team.finish(num_bytes)
+
+    def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
+        """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
+        team = self._team
+        world_size = team.world_size
+        num_bytes = tensor.numel() * tensor.element_size() * world_size
+        team.prepare(num_bytes, timeout_s)
+        chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
+        for start, stop in _chunks(tensor.numel(), chunk):
+            length = stop - start
+            view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)[root]
+            if inputs is not None:
+                for peer, source in enumerate(inputs):
+                    view[peer * length : (peer + 1) * length].copy_(source[start:stop])
+            team.step(timeout_s)
+            tensor[start:stop].copy_(view[team.rank * length : (team.rank + 1) * length])
+        team.finish(num_bytes)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
+    ) -> None:
+        """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
+        team = self._team
+        rank, world_size = team.rank, team.world_size
+        largest = max(source.numel() for source in inputs)
+        num_bytes = largest * tensor.element_size() * world_size
+        team.prepare(num_bytes, timeout_s)
+        chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
+        for start, stop in _chunks(largest, chunk):
+            length = stop - start
+            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)
+            mine = views[rank]
+            for peer, source in enumerate(inputs):
+                piece = source[start:stop]
+                place = mine[peer * length : peer * length + piece.numel()]
+                place.copy_(piece)
+                if kernel.factor is not None:
+                    place.mul_(kernel.factor)
+            team.step(timeout_s)
+            out = tensor[start:stop]
+            kernel.reduce([view[rank * length : rank * length + out.numel()] for view in views], out)
+        team.finish(num_bytes)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
+    ) -> None:
+        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer.
+
+        Args:
+            largest: numel of the largest tensor that any rank sends, the same on all ranks.
+        """
+        team = self._team
+        rank, world_size = team.rank, team.world_size
+        item_bytes = inputs[0].element_size()
+        num_bytes = largest * item_bytes * world_size
+        team.prepare(num_bytes, timeout_s)
+        chunk = team.slot_bytes(num_bytes) // item_bytes // world_size
+        for start, stop in _chunks(largest, chunk):
+            length = stop - start
+            views = team.views(team.begin_transfer(), num_bytes, inputs[0].dtype, length * world_size)
+            mine = views[rank]
+            for peer, source in enumerate(inputs):
+                piece = source[start:stop]
+                mine[peer * length : peer * length + piece.numel()].copy_(piece)
+            team.step(timeout_s)
+            for peer, output in enumerate(outputs):
+                piece = output[start:stop]
+                piece.copy_(views[peer][rank * length : rank * length + piece.numel()])
+        team.finish(num_bytes)
 
 
 def reduce_in_place(
@@ -163,140 +295,3 @@ def reduce_in_place(
         kernel.reduce(sources, scratch)
         for place in places:
             place.copy_(scratch)
-
-
-def reduce(team: Team, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
-    """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    team.prepare(num_bytes, timeout_s)
-    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-    for start, stop in _chunks(tensor.numel(), chunk):
-        part = tensor[start:stop]
-        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
-        mine = views[team.rank]
-        mine.copy_(part)
-        if kernel.factor is not None:
-            mine.mul_(kernel.factor)
-        team.step(timeout_s)
-        if team.rank == root:
-            kernel.reduce(views, part)
-    team.finish(num_bytes)
-
-
-def broadcast(team: Team, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-    """Copy `tensor` of the root to all ranks."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    team.prepare(num_bytes, timeout_s)
-    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-    for start, stop in _chunks(tensor.numel(), chunk):
-        part = tensor[start:stop]
-        view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)[root]
-        if team.rank == root:
-            view.copy_(part)
-        team.step(timeout_s)
-        if team.rank != root:
-            part.copy_(view)
-    team.finish(num_bytes)
-
-
-def all_gather(team: Team, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
-    """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
-    _gather_to(team, outputs, [output.numel() for output in outputs], tensor, timeout_s)
-
-
-def gather(
-    team: Team, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, _root: int, timeout_s: float
-) -> None:
-    """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
-    _gather_to(team, outputs, [tensor.numel()] * team.world_size, tensor, timeout_s)
-
-
-def _gather_to(
-    team: Team, outputs: Sequence[torch.Tensor] | None, numels: list[int], tensor: torch.Tensor, timeout_s: float
-) -> None:
-    largest = max(numels)
-    num_bytes = largest * tensor.element_size()
-    team.prepare(num_bytes, timeout_s)
-    chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-    for start, stop in _chunks(largest, chunk):
-        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
-        part = tensor[start:stop]
-        views[team.rank][: part.numel()].copy_(part)
-        team.step(timeout_s)
-        if outputs is None:
-            continue
-        for peer, output in enumerate(outputs):
-            piece = output[start:stop]
-            piece.copy_(part if peer == team.rank else views[peer][: piece.numel()])
-    team.finish(num_bytes)
-
-
-def scatter(
-    team: Team, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float
-) -> None:
-    """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
-    world_size = team.world_size
-    num_bytes = tensor.numel() * tensor.element_size() * world_size
-    team.prepare(num_bytes, timeout_s)
-    chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
-    for start, stop in _chunks(tensor.numel(), chunk):
-        length = stop - start
-        view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)[root]
-        if inputs is not None:
-            for peer, source in enumerate(inputs):
-                view[peer * length : (peer + 1) * length].copy_(source[start:stop])
-        team.step(timeout_s)
-        tensor[start:stop].copy_(view[team.rank * length : (team.rank + 1) * length])
-    team.finish(num_bytes)
-
-
-def reduce_scatter(
-    team: Team, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
-) -> None:
-    """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
-    rank, world_size = team.rank, team.world_size
-    largest = max(source.numel() for source in inputs)
-    num_bytes = largest * tensor.element_size() * world_size
-    team.prepare(num_bytes, timeout_s)
-    chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
-    for start, stop in _chunks(largest, chunk):
-        length = stop - start
-        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)
-        mine = views[rank]
-        for peer, source in enumerate(inputs):
-            piece = source[start:stop]
-            place = mine[peer * length : peer * length + piece.numel()]
-            place.copy_(piece)
-            if kernel.factor is not None:
-                place.mul_(kernel.factor)
-        team.step(timeout_s)
-        out = tensor[start:stop]
-        kernel.reduce([view[rank * length : rank * length + out.numel()] for view in views], out)
-    team.finish(num_bytes)
-
-
-def all_to_all(
-    team: Team, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
-) -> None:
-    """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer.
-
-    Args:
-        largest: numel of the largest tensor that any rank sends, the same on all ranks.
-    """
-    rank, world_size = team.rank, team.world_size
-    item_bytes = inputs[0].element_size()
-    num_bytes = largest * item_bytes * world_size
-    team.prepare(num_bytes, timeout_s)
-    chunk = team.slot_bytes(num_bytes) // item_bytes // world_size
-    for start, stop in _chunks(largest, chunk):
-        length = stop - start
-        views = team.views(team.begin_transfer(), num_bytes, inputs[0].dtype, length * world_size)
-        mine = views[rank]
-        for peer, source in enumerate(inputs):
-            piece = source[start:stop]
-            mine[peer * length : peer * length + piece.numel()].copy_(piece)
-        team.step(timeout_s)
-        for peer, output in enumerate(outputs):
-            piece = output[start:stop]
-            piece.copy_(views[peer][rank * length : rank * length + piece.numel()])
-    team.finish(num_bytes)

@@ -113,7 +113,10 @@ class ControlBlocks:
 
     Attributes:
         on_end: called when this rank has left or failed and its block says so. See [Note: alarm] in `sync.py`.
+        can_be_damaged: whether something other than ranks can have written into them: always.
     """
+
+    can_be_damaged = True
 
     def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
         self._bytes = segment.memory

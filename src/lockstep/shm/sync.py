@@ -195,7 +195,7 @@ class Waiter:
             waits do not sleep.
 
     Attributes:
-        overseer: looks further in every look that finds no failure; None for none.
+        overseers: look further in every look that finds no failure.
         closed: whether the group was shut down on this rank, so that every wait ends.
     """
 
@@ -217,7 +217,7 @@ class Waiter:
         self._rank = rank
         self._watch = watch
         self.closed = False
-        self.overseer: Overseer | None = None
+        self.overseers: list[Overseer] = []
         cores = len(os.sched_getaffinity(0))
         self._has_own_core = len(state_words) <= cores
         # Spinning holds the GIL and a core: a few microseconds where each rank has a core of its
@@ -248,8 +248,8 @@ class Waiter:
                 try:
                     self._wait_slowly(words, pending, target, timeout_s)
                 finally:
-                    if self.overseer is not None:
-                        self.overseer.end()
+                    for overseer in self.overseers:
+                        overseer.end()
                 return
 
     def _wait_slowly(
@@ -365,9 +365,9 @@ class Waiter:
             kinds = dict.fromkeys(late, FailureKind.LATE)
         if kinds:
             raise PeerFailure(kinds, waited_s)
-        if missing and self.overseer is not None:
-            return self.overseer.look(missing, waited_s, timeout_s)
-        return math.inf
+        if not missing:
+            return math.inf
+        return min((each.look(missing, waited_s, timeout_s) for each in self.overseers), default=math.inf)
 
     def give_up(self) -> None:
         """Let the peers know that a reason for not coming will follow. See [Note: steps taken back]."""

@@ -23,7 +23,7 @@ from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.pool import CHUNK_BYTES
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
-from lockstep.shm.sync import Channel, PeerFailure, Waiter
+from lockstep.shm.sync import Channel, Overseer, PeerFailure, Waiter
 from lockstep.shm.terms import common_terms
 
 __all__ = ["Region", "Team"]
@@ -42,6 +42,7 @@ class Region:
 
     Attributes:
         parts: uint8 tensors of shape (part_bytes,), one per rank, all mapped here.
+        own: the part of this rank.
         part_bytes: usable bytes of each part.
         words: 64-bit words for the region's own protocol, `WORDS_PER_RANK` for each rank;
             those of rank r start at `word_start(r)` and are written by r only.
@@ -49,11 +50,12 @@ class Region:
 
     WORDS_PER_RANK = 2 * PAGE_BYTES // 8
 
-    def __init__(self, segment: Segment, part_bytes: int, world_size: int) -> None:
+    def __init__(self, segment: Segment, part_bytes: int, world_size: int, rank: int) -> None:
         self.part_bytes = part_bytes
         self.words = segment.memory.cast("q")
         stride, start = self._layout(part_bytes, world_size)
         self.parts = [segment.tensor(start + rank * stride, part_bytes) for rank in range(world_size)]
+        self.own = self.parts[rank]
         self._segment = segment
 
     @classmethod
@@ -100,9 +102,17 @@ class Team:
         watch: liveness of the peers.
         waiter: waits for words of shared memory.
         mail_area: the memory through which messages between two ranks travel.
-        after_step: called once after the next step, then forgotten; the flight record sets it
-            to compare what the ranks came for before anybody reads a byte.
+        is_entering: this rank has entered a collective; the first step of it resets this.
+        on_arrival: called after that step, before anybody reads a byte: the flight recorder compares there what the
+            ranks came for.
+        shares_memory: whether all ranks map the same memory: always.
+        has_symmetric_memory: whether `allocate` works: always.
+        layout: which ranks share a host, where they are on several: never.
     """
+
+    shares_memory = True
+    has_symmetric_memory = True
+    layout = None
 
     def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -113,7 +123,8 @@ class Team:
         blocks = self.blocks
         self.waiter = Waiter(blocks.words, blocks.state_words, rank, self.watch, blocks.gate_word)
         self._channel = Channel(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
-        self.after_step: Callable[[], None] | None = None
+        self.is_entering = False
+        self.on_arrival: list[Callable[[], None]] = []
         self._transfers = 0
         start = ControlBlocks.size_bytes(world_size)
         self._small = [
@@ -167,6 +178,27 @@ class Team:
         """A number that changes when there is a failure to look at."""
         return self.waiter.news
 
+    @property
+    def overseers(self) -> list[Overseer]:
+        """Look at each long wait in a step."""
+        return self.waiter.overseers
+
+    @property
+    def published_waits(self) -> ControlBlocks:
+        """Where the ranks publish their waits: their control blocks."""
+        return self.blocks
+
+    def poll(self) -> None:
+        """Do nothing: what peers say, they write into memory of this rank."""
+
+    def publish_waiting(self, text: str) -> None:
+        """Let the peers know which send or receive this rank waits in; empty for none. Local."""
+        self.mail_area.publish_waiting(self.rank, text)
+
+    def waiting(self, rank: int) -> str:
+        """The send or receive that a rank waits in; empty for none."""
+        return self.mail_area.waiting(rank)
+
     def wait_by(self, waiter: Waiter) -> None:
         """Use another waiter from now on. Local; no wait may be under way."""
         self.waiter = waiter
@@ -179,10 +211,10 @@ class Team:
             PeerFailure: a rank cannot come, or did not come in time.
         """
         self._channel.step(timeout_s)
-        check = self.after_step
-        if check is not None:
-            self.after_step = None
-            check()
+        if self.is_entering:
+            self.is_entering = False
+            for check in self.on_arrival:
+                check()
 
     def slot_bytes(self, num_bytes: int) -> int:
         """Bytes of the slots that a transfer of `num_bytes` should go through."""
@@ -268,7 +300,7 @@ class Team:
             if answer.startswith(_ERROR):
                 raise SharedMemoryError(answer.removeprefix(_ERROR))
         assert segment is not None
-        return Region(segment, part_bytes, self.world_size)
+        return Region(segment, part_bytes, self.world_size, self.rank)
 
     def begin_transfer(self) -> int:
         """The slot to use: see [Note: two slots]. Every rank calls it once for each transfer."""

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lockstep import env
+from lockstep.comm.engine import Engine
 from lockstep.comm.flight_recorder import FlightRecorder
-from lockstep.comm.group_setup import BootstrapStore
-from lockstep.comm.hosts import algorithms
+from lockstep.comm.group_setup import NewGroup
+from lockstep.comm.hosts.algorithms import HostsAlgorithms
 from lockstep.comm.hosts.discovery import find_members
 from lockstep.comm.hosts.gloo_transport import GlooTransport
 from lockstep.comm.hosts.layout import Layout, Member
@@ -22,8 +23,9 @@ from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.messages.message_engine import MessageEngine
+from lockstep.comm.shared_memory import make_engine
 from lockstep.comm.wire import current_wire
-from lockstep.errors import InputError, LockstepError, RendezvousError
+from lockstep.errors import LockstepError, RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.network_interfaces import interfaces, source_towards
 from lockstep.secret import secret_of_ranks
@@ -32,63 +34,21 @@ from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.team import Team
 from lockstep.shm.terms import common_terms, disagreement
 
-__all__ = ["HostsEngine", "announce", "connect", "known_members"]
+__all__ = ["announce", "connect"]
 
 _DESCRIPTORS = 16
 
 
-class HostsEngine(MessageEngine):
-    """The op table of a group over several hosts.
-
-    Args:
-        team: the ranks of the group.
-        recorder: its flight recorder.
-        timeout_s: default seconds until a rank that does not come is an error.
-    """
-
-    def __init__(self, team: HostsTeam, recorder: FlightRecorder, timeout_s: float) -> None:
-        super().__init__(team, recorder, timeout_s, algorithms, functools.partial(HostsMailbox, team), RuntimeError)
-        self.hosts_team = team
-        self._part = team.local.rank
-
-    def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
-        """Refuse protocols over a region of one host's memory: the ranks are on several hosts.
-
-        Raises:
-            InputError: always.
-        """
-        raise InputError("a group over several hosts has no memory that all its ranks share")
-
-
-def known_members(default_group: object, ranks: Sequence[int]) -> list[Member] | None:
-    """The members of these global ranks, if the default group is one over several hosts; None otherwise."""
-    engine = getattr(default_group, "engine", None)
-    if not isinstance(engine, HostsEngine):
-        return None
-    members = engine.hosts_team.layout.members
-    return [members[rank] for rank in ranks] if max(ranks) < len(members) else None
-
-
-def connect(
-    store: BootstrapStore,
-    rank: int,
-    ranks: Sequence[int],
-    timeout_s: float,
-    check_peers: Callable[[], None],
-    known: list[Member] | None,
-) -> Team | HostsTeam:
+def connect(new: NewGroup, check_peers: Callable[[], None], known: list[Member] | None) -> Engine:
     """Connect the ranks of a new group that may be on several hosts. Collective.
 
     Args:
-        store: through which the ranks find each other; nobody else uses its keys.
-        rank: this rank in the group.
-        ranks: the global rank of each rank of the group.
-        timeout_s: until a rank that does not come is an error.
+        new: the group.
         check_peers: called while waiting; raises if a rank cannot come.
         known: the members, if another group knows them already.
 
     Returns:
-        A team of shared memory after all, where all turn out to be on one host.
+        The engine of a group of shared memory after all, where all turn out to be on one host.
 
     Raises:
         RendezvousError: a rank did not come, or a host cannot be reached.
@@ -96,40 +56,35 @@ def connect(
         SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
         SharedMemoryError: the memory of a host cannot be had.
     """
-    exchange = StoreExchange(store, rank, ranks, timeout_s, check_peers)
+    exchange = StoreExchange(new.store, new.rank, new.ranks, new.timeout_s, check_peers)
     try:
-        return _connect(exchange, store, rank, ranks, timeout_s, check_peers, known)
+        return _connect(exchange, new, check_peers, known)
     except LockstepError as error:
         exchange.give_up(error)
         raise
 
 
 def _connect(
-    exchange: StoreExchange,
-    store: BootstrapStore,
-    rank: int,
-    ranks: Sequence[int],
-    timeout_s: float,
-    check_peers: Callable[[], None],
-    known: list[Member] | None,
-) -> Team | HostsTeam:
+    exchange: StoreExchange, new: NewGroup, check_peers: Callable[[], None], known: list[Member] | None
+) -> Engine:
+    rank, ranks = new.rank, new.ranks
     # Two connections to each other rank, and what they are polled by. Gloo ends a process that has no descriptor left.
     descriptors.require(_DESCRIPTORS + 2 * len(ranks), f"rank {ranks[rank]}")
     members = known or find_members(exchange, rank, len(ranks))
     layout = Layout.of(members)
     here = layout.local_ranks(rank)
     bootstrap = Bootstrap(
-        store.below(f"host {members[rank].host}"),
+        new.store.below(f"host {members[rank].host}"),
         layout.local_rank_of[rank],
         [ranks[peer] for peer in here],
-        timeout_s,
+        new.timeout_s,
         check_peers,
         {"wire": current_wire().name},
     )
     if len(layout.hosts) == 1:
-        team = Team.connect(bootstrap)
+        engine = make_engine(Team.connect(bootstrap), new)
         exchange.erase()
-        return team
+        return engine
     links = _open_links(exchange, rank, ranks, members[rank].address, check_peers)
     try:
         local = Team.connect(bootstrap)
@@ -142,7 +97,9 @@ def _connect(
         links.close()
         raise
     exchange.erase()
-    return HostsTeam(rank, layout, links, local, gloo, current_wire())
+    team = HostsTeam(rank, layout, links, local, gloo, current_wire())
+    recorder, make_mailbox = FlightRecorder(team, new.name, ranks), functools.partial(HostsMailbox, team)
+    return MessageEngine(team, recorder, new.timeout_s, HostsAlgorithms(team), make_mailbox, RuntimeError)
 
 
 def _open_links(
@@ -193,9 +150,9 @@ def _is_same(address: str, other: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]) == ipaddress.ip_address(other.partition("%")[0])
 
 
-def announce(team: HostsTeam) -> None:
+def announce(layout: Layout) -> None:
     """Say in one line which hosts there are, and how they reach each other. By one rank."""
-    print(f"[lockstep] {len(team.layout.hosts)} hosts: {team.layout.describe()}", file=sys.stderr, flush=True)
+    print(f"[lockstep] {len(layout.hosts)} hosts: {layout.describe()}", file=sys.stderr, flush=True)
     is_said = env.LOCKSTEP_RENDEZVOUS.get() is not None  # our launcher has said that there is no token
     if not secret_of_ranks().is_given and not is_said:
         warn_once(

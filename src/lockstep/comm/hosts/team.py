@@ -98,14 +98,17 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         waiter: waits for ranks of this host.
         wire: the wire format of float sums between hosts.
         chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
+        has_symmetric_memory: whether `allocate` works: always, among the ranks of each host.
     """
+
+    has_symmetric_memory = True
 
     def __init__(self, rank: int, layout: Layout, links: Links, local: Team, gloo: GlooTransport, wire: Wire) -> None:
         identities = [member.identity for member in layout.members]
         here = layout.local_ranks(rank)
         near = {peer: identities[peer] for peer in here if peer != rank}
         super().__init__(rank, identities, _FarWatch(near, links))
-        self.layout = layout
+        self.layout: Layout = layout
         self.local = local
         self.wire = wire
         self._here = here
@@ -117,7 +120,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
-        self.waiter = _LocalWaiter(self)
+        self.waiter: _LocalWaiter = _LocalWaiter(self)
         local.wait_by(self.waiter)
 
     # ---- messages --------------------------------------------------------------------------------------

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from lockstep.comm.callsite import CallSite
+from lockstep.comm.contract import Algorithms
 from lockstep.comm.engine import Engine
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.messages.message_team import MessageTeam
-from lockstep.comm.p2p import PointToPoint
 from lockstep.errors import CollectiveAborted, LockstepError
 from lockstep.shm.base_mailbox import BaseMailbox
-from lockstep.shm.team import Team
 
 __all__ = ["MessageEngine"]
 
@@ -25,7 +23,7 @@ class MessageEngine(Engine):
         team: the ranks of the group.
         recorder: its flight recorder.
         timeout_s: default seconds until a rank that does not come is an error.
-        algorithms: as for `Engine`.
+        algorithms: the collectives of the team.
         make_mailbox: makes the mailbox of point to point, at the first send or receive.
         failure: the exception that the library raises that moves tensors; it aborts the call.
         library: how errors call that library; comes before its message.
@@ -36,15 +34,13 @@ class MessageEngine(Engine):
         team: MessageTeam[Any],
         recorder: FlightRecorder,
         timeout_s: float,
-        algorithms: ModuleType,
+        algorithms: Algorithms,
         make_mailbox: Callable[[], BaseMailbox],
         failure: type[Exception],
         library: str = "",
     ) -> None:
-        # A MessageTeam has what engine and flight record use of a team, save for symmetric memory.
-        super().__init__(cast(Team, team), recorder, timeout_s, algorithms)
+        super().__init__(team, recorder, timeout_s, algorithms, make_mailbox)
         self._message_team = team
-        self._make_mailbox = make_mailbox
         self._failure = failure
         self._library = library
 
@@ -65,7 +61,4 @@ class MessageEngine(Engine):
             raise CollectiveAborted(message) from error
         finally:
             # The notices of a rank that gave up explain this better.
-            self._message_team.finished = self.recorder.number
-
-    def _make_point_to_point(self) -> PointToPoint:
-        return PointToPoint(self.team, self.recorder, self._make_mailbox())
+            self._message_team.note_finished(self.recorder.number)

@@ -21,10 +21,14 @@ from typing import Generic, TypeVar
 
 import torch
 
+from lockstep.comm.contract import Waiter
+from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
+from lockstep.errors import InputError
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
+from lockstep.shm.team import Region
 
 __all__ = ["MESSAGE_BYTES", "MessageTeam", "RequestT"]
 
@@ -36,23 +40,6 @@ MESSAGE_BYTES = 8 << 10
 assert MESSAGE_BYTES >= NOTICE_BYTES
 
 _ALIGNMENT_BYTES = 64
-
-
-class _WaitingText:
-    """What this rank waits for in a send or receive. Peers do not learn it: it is not worth a message to each."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._text = ""
-
-    def publish_waiting(self, rank: int, text: str) -> None:
-        """Keep what this rank waits for; empty for nothing."""
-        assert rank == self._rank
-        self._text = text
-
-    def waiting(self, rank: int) -> str:
-        """What that rank waits for; empty for nothing, or if this rank does not know."""
-        return self._text if rank == self._rank else ""
 
 
 class MessageTeam(abc.ABC, Generic[RequestT]):
@@ -68,15 +55,26 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         world_size: ranks in the group.
         blocks: the control blocks of all ranks, as far as their notices have arrived.
         watch: liveness of the peers.
+        waiter: waits for the peers; made by the subclass.
         lock: held while messages are received or sent.
         mail: received messages of point to point, as (rank, bytes), in order.
-        mail_area: what this rank waits for in point to point.
-        after_step: called once when all have come to a collective, then forgotten; the flight recorder sets it.
-        finished: number of the last collective that this rank has finished.
+        is_entering: this rank has entered a collective, and not seen yet that all have come to it.
+        on_arrival: called in each collective when all have come: the flight recorder compares there what for.
+        shares_memory: whether all ranks map the same memory: never.
+        has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
+        layout: which ranks share a host, where a subclass knows.
+        overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
+        published_waits: where the ranks publish their waits: nowhere.
         is_told: whether an alarm wakes the waits of this group, so that they need not look often: never.
         news: would change with every alarm.
     """
 
+    waiter: Waiter
+    shares_memory = False
+    has_symmetric_memory = False
+    layout: Layout | None = None
+    overseers = None
+    published_waits = None
     is_told = False
     news = 0
 
@@ -88,9 +86,10 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self.watch = watch
         self.lock = threading.RLock()
         self.mail: deque[tuple[int, bytes]] = deque()
-        self.mail_area = _WaitingText(self.rank)
-        self.after_step: Callable[[], None] | None = None
-        self.finished = 0
+        self.is_entering = False
+        self.on_arrival: list[Callable[[], None]] = []
+        self._finished = 0  # number of the last collective that this rank has finished
+        self._waiting = ""  # what this rank waits for in a send or receive; peers do not learn it
         self._number = 0  # of the collective that this rank is in
         self._arrived = [0] * self.world_size  # number of the last collective that each rank came to
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -153,8 +152,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             PeerFailure: a rank cannot come, or did not come in time.
             CollectiveMismatch: not all came for the same.
         """
-        check = self.after_step
-        if check is None:
+        if not self.is_entering:
             return
         self._number = number = self.blocks.number(self.rank)
         notice = self.blocks.enter_notice()
@@ -170,11 +168,24 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         gave_up = [peer for peer in self._others if self._will_not_finish(peer) is FailureKind.FAILED]
         if gave_up:
             raise PeerFailure(dict.fromkeys(gave_up, FailureKind.FAILED), 0.0)
-        self.after_step = None
-        check()
+        self.is_entering = False
+        for check in self.on_arrival:
+            check()
+
+    def note_finished(self, number: int) -> None:
+        """Note that this rank has finished that collective; peers learn it from its final notice. Local."""
+        self._finished = number
 
     def realign(self) -> None:
         """After a mismatch there is nothing to do: no tensor has moved yet."""
+
+    def allocate(self, part_bytes: int, timeout_s: float) -> Region:
+        """Refuse: there is no memory that ranks share, unless a subclass has some.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError("this group has no symmetric memory; use a lockstep group")
 
     def scratch(self, like: torch.Tensor) -> list[torch.Tensor]:
         """For each rank a tensor of `like`'s dtype and numel, in memory that the next call uses again. Local."""
@@ -186,6 +197,14 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         return [self._scratch[start : start + part_bytes].view(like.dtype) for start in starts]
 
     # ---- waiting ---------------------------------------------------------------------------------------
+
+    def publish_waiting(self, text: str) -> None:
+        """Keep which send or receive this rank waits in; empty for none. It is not worth a message to each peer."""
+        self._waiting = text
+
+    def waiting(self, rank: int) -> str:
+        """The send or receive that a rank waits in; empty for none, and for other ranks."""
+        return self._waiting if rank == self.rank else ""
 
     def _look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         """Raise PeerFailure if one of these ranks will not do its part in this collective."""
@@ -207,6 +226,10 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
 
     # ---- end -------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
+
     def _send_failure(self, _: Failure) -> None:
         self._send_final_notice()
 
@@ -219,7 +242,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         with self.lock:
             if not self._has_left:
                 self._has_left = True
-                notice = self.blocks.final_notice(self.finished)
+                notice = self.blocks.final_notice(self._finished)
                 for peer in self._others:
                     self.send_message(peer, notice)
 

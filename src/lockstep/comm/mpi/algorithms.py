@@ -1,8 +1,6 @@
 """The collectives over MPI, as messages between the ranks of a team.
 
-The same functions, with the same arguments, as in `lockstep.shm.algorithms`: flat contiguous CPU tensors, called
-by every rank with the same sizes, in one thread at a time. Each begins with `team.arrive`, which in a call of
-several tensors does something only once. All may raise `PeerFailure`.
+Each begins with `team.arrive`, which in a call of several tensors does something only once.
 
 [Note: shares] A large all_reduce is two exchanges: every rank gets its share of all ranks' tensors, reduces it, and
 hands the result to all. Each byte crosses between two ranks 2 (W - 1) / W times, the least there is, and
@@ -16,21 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lockstep.comm.contract import Algorithms
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.shm.algorithms import share_bounds
 from lockstep.shm.kernels import Kernel
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+__all__ = ["MpiAlgorithms"]
 
 # Up to this size every rank reduces everything: one exchange instead of two.
 _REDUNDANT_BYTES = 8 << 10
@@ -38,146 +27,152 @@ _REDUNDANT_BYTES = 8 << 10
 _REDUCED_AT_ONCE_BYTES = 32 << 20
 
 
-def barrier(team: MpiTeam, timeout_s: float) -> None:
-    """Every rank waits for every other."""
-    team.arrive(timeout_s)
+class MpiAlgorithms(Algorithms):
+    """The collectives of one team over MPI.
 
+    Args:
+        team: the ranks of the group.
+    """
 
-def all_reduce(team: MpiTeam, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-    """Reduce `tensor` in place over all ranks."""
-    team.arrive(timeout_s)
-    if kernel.factor is not None:
-        tensor.mul_(kernel.factor)
-    for piece in _pieces(tensor):
-        if piece.numel() * piece.element_size() <= _REDUNDANT_BYTES:
-            _all_reduce_redundant(team, piece, kernel, timeout_s)
-        else:
-            _all_reduce_shared(team, piece, kernel, timeout_s)
+    def __init__(self, team: MpiTeam) -> None:
+        self._team = team
 
+    def barrier(self, timeout_s: float) -> None:
+        """Every rank waits for every other."""
+        self._team.arrive(timeout_s)
 
-def _all_reduce_redundant(team: MpiTeam, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-    """Every rank gets the tensors of all ranks and does all the adding."""
-    parts = team.scratch(tensor)
-    parts[team.rank].copy_(tensor)
-    others = _others(team)
-    team.exchange([(peer, tensor) for peer in others], [(peer, parts[peer]) for peer in others], timeout_s)
-    kernel.reduce(parts, tensor)
-
-
-def _all_reduce_shared(team: MpiTeam, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-    """Every rank reduces its share and hands it to all. See [Note: shares]."""
-    shares = _shares(tensor, team.world_size)
-    own = shares[team.rank]
-    _reduce_share(team, shares, own, kernel, timeout_s)
-    others = _others(team)
-    team.exchange([(peer, own) for peer in others], [(peer, shares[peer]) for peer in others], timeout_s)
-
-
-def _reduce_share(
-    team: MpiTeam, shares: Sequence[torch.Tensor], out: torch.Tensor, kernel: Kernel, timeout_s: float
-) -> None:
-    """Reduce this rank's share of all ranks' tensors into `out`, which may be that share itself."""
-    own = shares[team.rank]
-    parts = team.scratch(own)
-    others = _others(team)
-    team.exchange([(peer, shares[peer]) for peer in others], [(peer, parts[peer]) for peer in others], timeout_s)
-    result = out
-    if team.world_size > 2:
-        # The tree must not build its result in one of its parts, and `out` may be the share of this rank.
-        result = parts[team.rank]
-    parts[team.rank] = own
-    kernel.reduce(parts, result)
-    if result is not out:
-        out.copy_(result)
-
-
-def reduce(team: MpiTeam, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
-    """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
-    team.arrive(timeout_s)
-    for piece in _pieces(tensor):
-        source = piece if kernel.factor is None else piece * kernel.factor
-        if piece.numel() * piece.element_size() <= _REDUNDANT_BYTES:
-            parts = team.scratch(piece) if team.rank == root else None
-            _gather(team, parts, source, root, timeout_s)
-            if parts is not None:
-                kernel.reduce(parts, piece)
-            continue
-        shares = _shares(source, team.world_size)
-        reduced = torch.empty_like(shares[team.rank])
-        _reduce_share(team, shares, reduced, kernel, timeout_s)
-        _gather(team, _shares(piece, team.world_size) if team.rank == root else None, reduced, root, timeout_s)
-
-
-def broadcast(team: MpiTeam, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-    """Copy `tensor` of the root to all ranks."""
-    team.arrive(timeout_s)
-    team.broadcast(tensor, root, timeout_s)
-
-
-def all_gather(team: MpiTeam, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
-    """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
-    team.arrive(timeout_s)
-    others = _others(team)
-    team.exchange([(peer, tensor) for peer in others], [(peer, outputs[peer]) for peer in others], timeout_s)
-    outputs[team.rank].copy_(tensor)
-
-
-def gather(
-    team: MpiTeam, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float
-) -> None:
-    """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
-    team.arrive(timeout_s)
-    _gather(team, outputs, tensor, root, timeout_s)
-
-
-def _gather(
-    team: MpiTeam, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float
-) -> None:
-    if outputs is None:
-        team.exchange([(root, tensor)], [], timeout_s)
-    else:
-        team.exchange([], [(peer, outputs[peer]) for peer in _others(team)], timeout_s)
-        outputs[root].copy_(tensor)
-
-
-def scatter(
-    team: MpiTeam, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float
-) -> None:
-    """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
-    team.arrive(timeout_s)
-    if inputs is None:
-        team.exchange([], [(root, tensor)], timeout_s)
-    else:
-        team.exchange([(peer, inputs[peer]) for peer in _others(team)], [], timeout_s)
-        tensor.copy_(inputs[root])
-
-
-def reduce_scatter(
-    team: MpiTeam, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
-) -> None:
-    """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
-    team.arrive(timeout_s)
-    length = max(_REDUCED_AT_ONCE_BYTES // tensor.element_size() // team.world_size, 1)
-    for start in range(0, max(source.numel() for source in inputs), length):
-        shares = [source[start : start + length] for source in inputs]
+    def all_reduce(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+        """Reduce `tensor` in place over all ranks."""
+        team = self._team
+        team.arrive(timeout_s)
         if kernel.factor is not None:
-            shares = [share * kernel.factor for share in shares]
-        _reduce_share(team, shares, tensor[start : start + length], kernel, timeout_s)
+            tensor.mul_(kernel.factor)
+        for piece in _pieces(tensor):
+            if piece.numel() * piece.element_size() <= _REDUNDANT_BYTES:
+                self._all_reduce_redundant(piece, kernel, timeout_s)
+            else:
+                self._all_reduce_shared(piece, kernel, timeout_s)
 
+    def _all_reduce_redundant(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+        """Every rank gets the tensors of all ranks and does all the adding."""
+        team = self._team
+        parts = team.scratch(tensor)
+        parts[team.rank].copy_(tensor)
+        others = self._others()
+        team.exchange([(peer, tensor) for peer in others], [(peer, parts[peer]) for peer in others], timeout_s)
+        kernel.reduce(parts, tensor)
 
-def all_to_all(
-    team: MpiTeam, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], _largest: int, timeout_s: float
-) -> None:
-    """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer."""
-    team.arrive(timeout_s)
-    others = _others(team)
-    team.exchange([(peer, inputs[peer]) for peer in others], [(peer, outputs[peer]) for peer in others], timeout_s)
-    outputs[team.rank].copy_(inputs[team.rank])
+    def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+        """Every rank reduces its share and hands it to all. See [Note: shares]."""
+        team = self._team
+        shares = _shares(tensor, team.world_size)
+        own = shares[team.rank]
+        self._reduce_share(shares, own, kernel, timeout_s)
+        others = self._others()
+        team.exchange([(peer, own) for peer in others], [(peer, shares[peer]) for peer in others], timeout_s)
 
+    def _reduce_share(
+        self, shares: Sequence[torch.Tensor], out: torch.Tensor, kernel: Kernel, timeout_s: float
+    ) -> None:
+        """Reduce this rank's share of all ranks' tensors into `out`, which may be that share itself."""
+        team = self._team
+        own = shares[team.rank]
+        parts = team.scratch(own)
+        others = self._others()
+        team.exchange([(peer, shares[peer]) for peer in others], [(peer, parts[peer]) for peer in others], timeout_s)
+        result = out
+        if team.world_size > 2:
+            # The tree must not build its result in one of its parts, and `out` may be the share of this rank.
+            result = parts[team.rank]
+        parts[team.rank] = own
+        kernel.reduce(parts, result)
+        if result is not out:
+            out.copy_(result)
 
-def _others(team: MpiTeam) -> list[int]:
-    """All peers, beginning with the next rank, so that not all ranks turn to one first."""
-    return [(team.rank + distance) % team.world_size for distance in range(1, team.world_size)]
+    def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
+        """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
+        team = self._team
+        team.arrive(timeout_s)
+        for piece in _pieces(tensor):
+            source = piece if kernel.factor is None else piece * kernel.factor
+            if piece.numel() * piece.element_size() <= _REDUNDANT_BYTES:
+                parts = team.scratch(piece) if team.rank == root else None
+                self._gather(parts, source, root, timeout_s)
+                if parts is not None:
+                    kernel.reduce(parts, piece)
+                continue
+            shares = _shares(source, team.world_size)
+            reduced = torch.empty_like(shares[team.rank])
+            self._reduce_share(shares, reduced, kernel, timeout_s)
+            self._gather(_shares(piece, team.world_size) if team.rank == root else None, reduced, root, timeout_s)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """Copy `tensor` of the root to all ranks."""
+        team = self._team
+        team.arrive(timeout_s)
+        team.broadcast(tensor, root, timeout_s)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
+        """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
+        team = self._team
+        team.arrive(timeout_s)
+        others = self._others()
+        team.exchange([(peer, tensor) for peer in others], [(peer, outputs[peer]) for peer in others], timeout_s)
+        outputs[team.rank].copy_(tensor)
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
+        team = self._team
+        team.arrive(timeout_s)
+        self._gather(outputs, tensor, root, timeout_s)
+
+    def _gather(
+        self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float
+    ) -> None:
+        team = self._team
+        if outputs is None:
+            team.exchange([(root, tensor)], [], timeout_s)
+        else:
+            team.exchange([], [(peer, outputs[peer]) for peer in self._others()], timeout_s)
+            outputs[root].copy_(tensor)
+
+    def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
+        """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
+        team = self._team
+        team.arrive(timeout_s)
+        if inputs is None:
+            team.exchange([], [(root, tensor)], timeout_s)
+        else:
+            team.exchange([(peer, inputs[peer]) for peer in self._others()], [], timeout_s)
+            tensor.copy_(inputs[root])
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
+    ) -> None:
+        """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
+        team = self._team
+        team.arrive(timeout_s)
+        length = max(_REDUCED_AT_ONCE_BYTES // tensor.element_size() // team.world_size, 1)
+        for start in range(0, max(source.numel() for source in inputs), length):
+            shares = [source[start : start + length] for source in inputs]
+            if kernel.factor is not None:
+                shares = [share * kernel.factor for share in shares]
+            self._reduce_share(shares, tensor[start : start + length], kernel, timeout_s)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], _largest: int, timeout_s: float
+    ) -> None:
+        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer."""
+        team = self._team
+        team.arrive(timeout_s)
+        others = self._others()
+        team.exchange([(peer, inputs[peer]) for peer in others], [(peer, outputs[peer]) for peer in others], timeout_s)
+        outputs[team.rank].copy_(inputs[team.rank])
+
+    def _others(self) -> list[int]:
+        """All peers, beginning with the next rank, so that not all ranks turn to one first."""
+        team = self._team
+        return [(team.rank + distance) % team.world_size for distance in range(1, team.world_size)]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

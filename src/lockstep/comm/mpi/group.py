@@ -9,21 +9,21 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 from lockstep import env
 from lockstep.comm.backend import EngineProcessGroup, make_group
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.messages.message_engine import MessageEngine
 from lockstep.comm.messages.message_mailbox import MessageMailbox
-from lockstep.comm.mpi import algorithms, departures
+from lockstep.comm.mpi import departures
+from lockstep.comm.mpi.algorithms import MpiAlgorithms
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.comm.wording import describe_group
-from lockstep.errors import InputError, RendezvousError, SetupError
+from lockstep.errors import RendezvousError, SetupError
 from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, own_identity
-from lockstep.shm.team import Region, Team
 from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["MpiEngine", "MpiProcessGroup", "create"]
@@ -101,21 +101,13 @@ class MpiEngine(MessageEngine):
     def __init__(self, team: MpiTeam, group_name: str, ranks: Sequence[int], timeout_s: float) -> None:
         super().__init__(
             team,
-            FlightRecorder(cast(Team, team), group_name, ranks),
+            FlightRecorder(team, group_name, ranks),
             timeout_s,
-            algorithms,
+            MpiAlgorithms(team),
             functools.partial(MessageMailbox, team),
             load().Exception,
             "MPI says ",
         )
-
-    def allocate(self, part_bytes: int) -> Region:
-        """Symmetric memory is memory of one host; MPI has none.
-
-        Raises:
-            InputError: always.
-        """
-        raise InputError("a group over MPI has no symmetric memory; use a lockstep group")
 
 
 class MpiProcessGroup(EngineProcessGroup):

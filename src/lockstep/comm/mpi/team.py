@@ -46,7 +46,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         host = identities[rank].host
         on_this_host = {peer: one for peer, one in enumerate(identities) if one.host == host and peer != rank}
         super().__init__(rank, identities, Watch(on_this_host))
-        self.waiter = MpiWaiter(len(on_this_host) + 1)
+        self.waiter: MpiWaiter = MpiWaiter(len(on_this_host) + 1)
         self._sending: list[MPI.Request] = []
         self._abandoned: list[object] = []  # requests that were given up, and the memory they may touch
         self._buffer = bytearray(MESSAGE_BYTES)

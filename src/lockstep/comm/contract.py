@@ -1,0 +1,258 @@
+"""The contract: what a backend provides so that its ranks are a process group.
+
+A backend is a team, its algorithms, and a mailbox for point to point (`lockstep.shm.base_mailbox`). The engine, the
+flight recorder and point to point know it by these protocols alone. There are three: shared memory of one host
+(`lockstep.shm`), several hosts (`lockstep.comm.hosts`), MPI (`lockstep.comm.mpi`). What not all of them can do is a
+property, so that nobody asks which backend it is.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from lockstep.comm.hosts.layout import Layout
+from lockstep.errors import InputError
+from lockstep.shm.control_blocks import Failure, Record
+from lockstep.shm.kernels import Kernel
+from lockstep.shm.liveness import PeerIdentity, Watch
+from lockstep.shm.sync import Overseer, PeerState
+from lockstep.shm.team import Region
+
+__all__ = ["Algorithms", "ControlBlocks", "PublishedWaits", "Team", "Waiter"]
+
+
+class Waiter(Protocol):
+    """Waits for the ranks of a team."""
+
+    @property
+    def spins(self) -> int:
+        """How often a wait asks before it gives up the core."""
+
+    def close(self) -> None:
+        """End the waits of this rank, now and later. Local, in any thread."""
+
+
+class ControlBlocks(Protocol):
+    """One block for each rank, with the records of its calls and its state. This rank writes its own only."""
+
+    @property
+    def words(self) -> memoryview:
+        """The memory of the records, as 64-bit words."""
+
+    @property
+    def record_words(self) -> Sequence[int]:
+        """For each rank the index of its record of even collectives; that of odd ones is 8 words further."""
+
+    @property
+    def fingerprint_words(self) -> Sequence[tuple[int, int]]:
+        """For each rank the indices of the fingerprints of its even and its odd collective."""
+
+    @property
+    def can_be_damaged(self) -> bool:
+        """Whether something other than ranks can have written into them; then `find_damage` tells."""
+
+    def find_damage(self, rank: int, number: int) -> str | None:
+        """What that rank's record of collective `number` says and no rank writes; None if nothing is wrong."""
+
+    def identity(self, rank: int) -> PeerIdentity:
+        """The process of that rank."""
+
+    def state(self, rank: int) -> PeerState:
+        """Where that rank stands."""
+
+    def fail(self, failure: Failure) -> None:
+        """Mark this rank as failed, and tell its peers. The first failure stays."""
+
+    def failure(self, rank: int) -> Failure:
+        """Why that rank failed."""
+
+    def add_call(self, text: str) -> int:
+        """Keep a description of a call; returns its index among the `RING` of this rank."""
+
+    def add_site(self, text: str) -> int:
+        """Keep a call site; returns its index among the `RING` of this rank."""
+
+    def record(self, rank: int, number: int) -> Record:
+        """That rank's latest record of a collective of `number`'s parity."""
+
+    def latest_record(self, rank: int) -> Record | None:
+        """The record of the last collective that rank entered; None before its first."""
+
+
+class PublishedWaits(Protocol):
+    """Where each rank of a group publishes what it waits in, for the deadlock detectors of all others."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+
+    def identity(self, rank: int) -> PeerIdentity:
+        """The process of that rank."""
+
+    def publish_wait(self, text: str) -> None:
+        """Publish what this rank waits in, and for whom."""
+
+    def confirm_wait(self, time_ns: int) -> None:
+        """Confirm that the published wait still went on at that time of the monotonic clock."""
+
+    def withdraw_wait(self) -> None:
+        """Publish that this rank waits no more."""
+
+    def wait_of(self, rank: int) -> tuple[int, int, str] | None:
+        """Number of that rank's wait, when it was last confirmed (ns), and its text; None if it published none."""
+
+
+class Team(Protocol):
+    """The ranks of one group, connected.
+
+    Attributes:
+        is_entering: this rank has entered a collective, which the flight recorder notes here, and has not seen yet that
+            all have come, which the team notes here.
+    """
+
+    is_entering: bool
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks map the same memory, so that protocols over a region need no messages."""
+
+    @property
+    def has_symmetric_memory(self) -> bool:
+        """Whether `allocate` works."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """Which ranks share a host, if they are on several and the group itself connects these; else None."""
+
+    @property
+    def blocks(self) -> ControlBlocks:
+        """The control blocks of all ranks."""
+
+    @property
+    def watch(self) -> Watch:
+        """Liveness of the peers."""
+
+    @property
+    def waiter(self) -> Waiter:
+        """Waits for the peers in collectives."""
+
+    @property
+    def on_arrival(self) -> list[Callable[[], None]]:
+        """Called in each collective once all ranks have come, before any of them reads a byte; may raise."""
+
+    @property
+    def overseers(self) -> list[Overseer] | None:
+        """Look at each long wait in a collective; None where waits cannot be overseen."""
+
+    @property
+    def published_waits(self) -> PublishedWaits | None:
+        """Where the ranks publish their waits; None where they cannot."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a failure wakes the threads that sleep in a wait of this group, so that they may look rarely."""
+
+    @property
+    def news(self) -> int:
+        """A number that changes with every failure that wakes threads."""
+
+    def poll(self) -> None:
+        """Receive what peers have said, where they talk in messages. Local; waits for nothing."""
+
+    def publish_waiting(self, text: str) -> None:
+        """Let the peers know which send or receive this rank waits in, if they can; empty for none. Local."""
+
+    def waiting(self, rank: int) -> str:
+        """The send or receive that a rank waits in; empty for none, or if this rank cannot know."""
+
+    def realign(self) -> None:
+        """Go on after a collective in which the ranks came for different things. Local, on all ranks."""
+
+    def allocate(self, part_bytes: int, timeout_s: float) -> Region:
+        """A region of symmetric memory, with `part_bytes` for each rank. Collective.
+
+        Raises:
+            SharedMemoryError: on every rank, if it cannot be had.
+            PeerFailure: a rank did not come.
+        """
+
+    def close(self) -> None:
+        """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
+
+
+class Algorithms(Protocol):
+    """The collectives of one team.
+
+    All take flat contiguous CPU tensors and run in the calling thread, one at a time. Every rank calls the same method
+    with the same sizes; what is not the same, `on_arrival` finds before data moves. All may raise `PeerFailure`.
+    `timeout_s` are the seconds until each wait is an error.
+    """
+
+    @abc.abstractmethod
+    def barrier(self, timeout_s: float) -> None:
+        """Every rank waits for every other."""
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+        """Reduce `tensor` in place over all ranks."""
+
+    def all_reduce_symmetric(
+        self, region: Region, offset_bytes: int, tensor: torch.Tensor, kernel: Kernel, timeout_s: float
+    ) -> None:
+        """Reduce in place a tensor that lies at the same offset of a region on every rank.
+
+        Raises:
+            InputError: the team has no symmetric memory.
+        """
+        raise InputError("this group has no symmetric memory; use a lockstep group")
+
+    @abc.abstractmethod
+    def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
+        """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """Copy `tensor` of the root to all ranks."""
+
+    @abc.abstractmethod
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
+        """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
+
+    @abc.abstractmethod
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
+
+    @abc.abstractmethod
+    def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
+        """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
+    ) -> None:
+        """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
+
+    @abc.abstractmethod
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
+    ) -> None:
+        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer.
+
+        Args:
+            outputs: one for each rank.
+            inputs: one for each rank.
+            largest: numel of the largest tensor that any rank sends, the same on all ranks.
+            timeout_s: seconds until each wait is an error.
+        """
