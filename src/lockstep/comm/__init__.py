@@ -5,11 +5,12 @@ General layout, from the bottom up:
 * `tensors`, `staging`, `inference`, `sparse`: which tensors a group takes, and how it gets at their memory.
 * `wire`: what float sums travel as between hosts.
 * `callsite`, `wording`, `clock`: the user's line, names in messages, seconds spent communicating.
-* `flight_recorder`: the flight record, which tells every rank what the others are doing.
+* `flight_recorder`, `descriptions`: the flight record, which tells every rank what the others are doing.
 * `deadlock`, `reorder`: what the record alone does not show: ranks that wait in a cycle, calls in another order.
 * `work`, `transfers`: handles of collectives and of messages, and the thread that runs asynchronous calls.
 * `contract`: what a backend provides: what engine, flight recorder and point to point know of it.
-* `engine`: the collectives of one group on one rank: checks, record, and who runs them.
+* `engine`: the collectives of one group on one rank: checks, record, and who runs them; `symmetric_regions`: which
+  tensors lie in its symmetric memory.
 * `p2p`: send, recv and their kin, the same way.
 * `messages`: what groups share whose ranks talk in messages. A package with a map of its own, as the next two.
 * `hosts`: the `lockstep` group over several hosts; `mpi`: the group "mpi4py".

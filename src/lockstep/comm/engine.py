@@ -8,7 +8,6 @@ in the group's thread. Either way calls run one at a time, in the order in which
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter
@@ -20,9 +19,11 @@ from lockstep.comm import clock, staging
 from lockstep.comm.callsite import CallSite, make_locator
 from lockstep.comm.contract import Algorithms, PublishedWaits, Team
 from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_caller
-from lockstep.comm.flight_recorder import FlightRecorder, fingerprint
+from lockstep.comm.descriptions import describe_call, describe_rows
+from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
+from lockstep.comm.symmetric_regions import SymmetricRegions
 from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_tensor
 from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
@@ -80,9 +81,7 @@ class Engine:
         self._p2p_lock = threading.Lock()
         self._turn = threading.Lock()
         self._closed = ""  # why the group cannot be used any more
-        # Symmetric regions by address, to recognise tensors that lie in one.
-        self._region_starts: list[int] = []
-        self._regions: list[tuple[int, Region]] = []
+        self._symmetric = SymmetricRegions()
         if waits is not None and team.overseers is not None:
             group_name, ranks = recorder.group_name, recorder.global_ranks
             where = recorder.describe_activity
@@ -177,7 +176,7 @@ class Engine:
             kernel = find_kernel(op, check_tensor(tensor, "all_reduce").dtype)
             if not tensor.is_contiguous():
                 check_output(tensor, "all_reduce")
-            offset = self._symmetric_offset(tensor) if self._regions else None
+            offset = self._symmetric.offset_of(tensor) if self._symmetric.starts else None
             key: object = ("all_reduce", tensor.dtype, tensor.shape, kernel.name, offset)
 
             def body(limit_s: float) -> None:
@@ -185,7 +184,7 @@ class Engine:
 
         else:
             kernels = [find_kernel(op, check_output(tensor, "all_reduce").dtype) for tensor in tensors]
-            offsets = [self._symmetric_offset(tensor) for tensor in tensors] if self._regions else ()
+            offsets = [self._symmetric.offset_of(tensor) for tensor in tensors] if self._symmetric.starts else ()
             key = ("all_reduce", op_name(op), *offsets, *((tensor.dtype, tensor.shape) for tensor in tensors))
 
             def body(limit_s: float) -> None:
@@ -193,8 +192,12 @@ class Engine:
                     self._all_reduce_one(tensor, kernel, limit_s)
 
         return self._submit(
-            key, lambda: self._describe("all_reduce", tensors, op_name(op)), body, list(tensors), is_async, timeout_s
+            key, lambda: self._describe_all_reduce(tensors, op_name(op)), body, list(tensors), is_async, timeout_s
         )
+
+    def _describe_all_reduce(self, tensors: Sequence[torch.Tensor], op: str) -> str:
+        offsets = [self._symmetric.offset_of(tensor) for tensor in tensors]
+        return describe_call("all_reduce", tensors, op, offsets=offsets)
 
     def all_reduce_sparse(self, tensor: torch.Tensor, op: Any, is_async: bool, timeout_s: float | None) -> Work:
         """Add up a sparse tensor in place over all ranks. Collective."""
@@ -209,7 +212,7 @@ class Engine:
         )
 
     def _all_reduce_one(self, tensor: torch.Tensor, kernel: Kernel, limit_s: float) -> None:
-        found = self._find_region(tensor) if self._regions else None
+        found = self._symmetric.find(tensor) if self._symmetric.starts else None
         if found is not None:
             region, offset_bytes = found
             flat = tensor.detach().view(-1)
@@ -231,7 +234,7 @@ class Engine:
 
         return self._submit(
             ("reduce", tensor.dtype, tensor.shape, kernel.name, root),
-            lambda: self._describe("reduce", [tensor], kernel.name, root=root),
+            lambda: describe_call("reduce", [tensor], kernel.name, root=self.recorder.global_rank(root)),
             body,
             [tensor],
             is_async,
@@ -252,7 +255,7 @@ class Engine:
 
         return self._submit(
             ("broadcast", root, *((tensor.dtype, tensor.shape) for tensor in tensors)),
-            lambda: self._describe("broadcast", tensors, root=root),
+            lambda: describe_call("broadcast", tensors, root=self.recorder.global_rank(root)),
             body,
             list(tensors),
             is_async,
@@ -292,7 +295,7 @@ class Engine:
         sizes = [[output.numel() for output in row] for row in outputs]
         return self._submit(
             ("all_gather", tuple(map(tuple, sizes)), *((tensor.dtype, tensor.shape) for tensor in inputs)),
-            lambda: self._describe_rows("all_gather", inputs, sizes),
+            lambda: describe_rows("all_gather", inputs, sizes),
             body,
             [output for row in outputs for output in row],
             is_async,
@@ -322,7 +325,7 @@ class Engine:
 
         return self._submit(
             ("gather", tensor.dtype, tensor.shape, root),
-            lambda: self._describe("gather", [tensor], root=root),
+            lambda: describe_call("gather", [tensor], root=self.recorder.global_rank(root)),
             body,
             list(outputs or ()),
             is_async,
@@ -351,7 +354,7 @@ class Engine:
 
         return self._submit(
             ("scatter", tensor.dtype, tensor.shape, root),
-            lambda: self._describe("scatter", [tensor], root=root),
+            lambda: describe_call("scatter", [tensor], root=self.recorder.global_rank(root)),
             body,
             [tensor],
             is_async,
@@ -391,7 +394,7 @@ class Engine:
         dtypes = tuple(tensor.dtype for tensor in outputs)
         return self._submit(
             ("reduce_scatter", tuple(map(tuple, sizes)), dtypes, op_name(op)),
-            lambda: self._describe_rows("reduce_scatter", outputs, sizes, op_name(op)),
+            lambda: describe_rows("reduce_scatter", outputs, sizes, op_name(op)),
             body,
             list(outputs),
             is_async,
@@ -486,9 +489,7 @@ class Engine:
         numel = int(torch.Size(shape).numel())
         region = self.allocate(max(numel * dtype.itemsize, 1))
         own = region.own
-        index = bisect_right(self._region_starts, own.data_ptr())
-        self._region_starts.insert(index, own.data_ptr())
-        self._regions.insert(index, (own.data_ptr() + region.part_bytes, region))
+        self._symmetric.add(region)
         return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
@@ -511,53 +512,6 @@ class Engine:
             self._algorithms.barrier(limit_s)
 
         self._submit(key, describe, body, [], False, None)
-
-    def _find_region(self, tensor: torch.Tensor) -> tuple[Region, int] | None:
-        if not self._region_starts or not tensor.is_contiguous():
-            return None
-        address = tensor.data_ptr()
-        index = bisect_right(self._region_starts, address) - 1
-        if index < 0:
-            return None
-        end, region = self._regions[index]
-        if address + tensor.numel() * tensor.element_size() > end:
-            return None
-        return region, address - self._region_starts[index]
-
-    def _symmetric_offset(self, tensor: torch.Tensor) -> int | None:
-        found = self._find_region(tensor)
-        return None if found is None else found[1]
-
-    # ---- checks and descriptions -----------------------------------------------------------------
-
-    def _describe(
-        self, operation: str, tensors: Sequence[torch.Tensor], op: str | None = None, root: int | None = None
-    ) -> str:
-        parts = [describe_tensor(tensor) for tensor in tensors[:4]]
-        offsets = [self._symmetric_offset(tensor) for tensor in tensors] if operation == "all_reduce" else []
-        if len(tensors) > 4:
-            # The rest decides the fingerprint too, in short.
-            rest = "".join(map(describe_tensor, tensors[4:]))
-            parts.append(f"… {len(tensors)} tensors {fingerprint(rest):x}")
-        if op is not None:
-            parts.append(op)
-        if root is not None:
-            parts.append(f"root={self.recorder.global_rank(root)}")
-        if any(offset is not None for offset in offsets):
-            # Part of the fingerprint, because such tensors are reduced where they lie.
-            shown = ", ".join(map(str, offsets[:4])) + (f" {fingerprint(str(offsets)):x}" if len(offsets) > 4 else "")
-            parts.append(f"symmetric memory at {shown}")
-        return f"{operation}({', '.join(parts)})"
-
-    def _describe_rows(
-        self, operation: str, tensors: Sequence[torch.Tensor], sizes: list[list[int]], op: str | None = None
-    ) -> str:
-        even = all(len(set(row)) == 1 for row in sizes)
-        if even:
-            return self._describe(operation, tensors, op)
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        suffix = f", {op}" if op else ""
-        return f"{operation}({dtype} of uneven sizes {str(sizes)[:160]} {fingerprint(str(sizes)):x}{suffix})"
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -584,8 +538,7 @@ class Engine:
         finally:
             if had_turn:
                 self._turn.release()
-        self._regions.clear()
-        self._region_starts.clear()
+        self._symmetric.clear()
 
     def disown(self) -> None:
         """In a forked child: the group belongs to the parent alone. Local; touches nothing shared."""
