@@ -387,7 +387,7 @@ class Channel:
         bell_word: index of the bell, which asks for a call of `waiter.open_gate`.
 
     Attributes:
-        count: steps taken so far.
+        count: steps taken so far; this rank's word says how many another channel took before.
         waiter: waits for words of the segment.
     """
 
@@ -397,7 +397,7 @@ class Channel:
         self._bell = bell_word
         self._peers = [(peer, word) for peer, word in enumerate(step_words) if peer != rank]
         self.waiter = waiter
-        self.count = 0
+        self.count = words[self._mine]
 
     def step(self, timeout_s: float) -> None:
         """Arrive, and wait until every rank has. Collective.

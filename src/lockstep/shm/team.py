@@ -89,6 +89,10 @@ def _terms(world_size: int) -> dict[str, str | int]:
     }
 
 
+def _plain_waiter(blocks: ControlBlocks, watch: Watch) -> Waiter:
+    return Waiter(blocks.words, blocks.state_words, blocks.rank, watch, blocks.gate_word)
+
+
 class Team:
     """The ranks of one host, connected.
 
@@ -96,6 +100,7 @@ class Team:
         segment: the mapped control segment.
         rank: this rank among the team.
         world_size: number of ranks in the team.
+        make_waiter: makes what waits for words of shared memory.
 
     Attributes:
         blocks: the control blocks.
@@ -114,14 +119,20 @@ class Team:
     has_symmetric_memory = True
     layout = None
 
-    def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        world_size: int,
+        make_waiter: Callable[[ControlBlocks, Watch], Waiter] = _plain_waiter,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.blocks = ControlBlocks(segment, rank, world_size)
         peers = {peer: self.blocks.identity(peer) for peer in range(world_size) if peer != rank}
         self.watch = Watch(peers)
         blocks = self.blocks
-        self.waiter = Waiter(blocks.words, blocks.state_words, rank, self.watch, blocks.gate_word)
+        self.waiter = make_waiter(blocks, self.watch)
         self._channel = Channel(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
         self.is_entering = False
         self.on_arrival: list[Callable[[], None]] = []
@@ -146,11 +157,27 @@ class Team:
             SetupError: ranks were given different world sizes, or go by different terms; on every rank.
             SharedMemoryError: the memory cannot be had; on every rank.
         """
+        return cls._connect(bootstrap)[1]
+
+    @classmethod
+    def meet(cls, bootstrap: Bootstrap) -> Segment:
+        """Connect the ranks of this host as `connect` does, for a team that is made afterwards. Collective.
+
+        Returns:
+            The control segment of all of them.
+        """
+        segment, team = cls._connect(bootstrap)
+        team.watch.close()
+        return segment
+
+    @classmethod
+    def _connect(cls, bootstrap: Bootstrap) -> tuple[Segment, Team]:
         world_size = bootstrap.world_size
         bootstrap.terms |= _terms(world_size)
         slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
         size_bytes = ControlBlocks.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
-        team = cls(bootstrap.open_segment(size_bytes), bootstrap.rank, world_size)
+        segment = bootstrap.open_segment(size_bytes)
+        team = cls(segment, bootstrap.rank, world_size)
         if bootstrap.rank == 0:
             bootstrap.forget_segment()
         try:
@@ -161,7 +188,7 @@ class Team:
             team.blocks.fail(Failure(type(error).__name__, culprits, str(error)))
             team.watch.close()
             raise error from None
-        return team
+        return segment, team
 
     def _sound_alarm(self) -> None:
         """Wake the ranks that wait, in collectives and in point to point, because a rank has ended."""
@@ -198,11 +225,6 @@ class Team:
     def waiting(self, rank: int) -> str:
         """The send or receive that a rank waits in; empty for none."""
         return self.mail_area.waiting(rank)
-
-    def wait_by(self, waiter: Waiter) -> None:
-        """Use another waiter from now on. Local; no wait may be under way."""
-        self.waiter = waiter
-        self._channel.waiter = waiter
 
     def step(self, timeout_s: float) -> None:
         """Wait until every rank has taken this step. Collective.

@@ -87,7 +87,7 @@ def _connect(
         return engine
     links = _open_links(exchange, rank, ranks, members[rank].address, check_peers)
     try:
-        local = Team.connect(bootstrap)
+        segment = Team.meet(bootstrap)
         shared = LinkStore(links, rank, ranks, exchange.remaining_s(), check_peers)
         # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
         admitted = _addresses_of_all(shared, links, members, rank)
@@ -97,7 +97,7 @@ def _connect(
         links.close()
         raise
     exchange.erase()
-    team = HostsTeam(rank, layout, links, local, gloo, current_wire())
+    team = HostsTeam(rank, layout, links, segment, gloo, current_wire())
     recorder, make_mailbox = FlightRecorder(team, new.name, ranks), functools.partial(HostsMailbox, team)
     return MessageEngine(team, recorder, new.timeout_s, HostsAlgorithms(team), make_mailbox, RuntimeError)
 

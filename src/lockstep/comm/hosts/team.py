@@ -12,6 +12,7 @@ a wait watches the ranks that it waits for, and receives their messages.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
@@ -25,7 +26,9 @@ from lockstep.comm.hosts.links import Links
 from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
 from lockstep.comm.wire import Wire
 from lockstep.errors import SharedMemoryError
+from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.liveness import PeerIdentity, Watch
+from lockstep.shm.segment import Segment
 from lockstep.shm.sync import FailureKind, PeerFailure, Waiter, next_look
 from lockstep.shm.team import SMALL_SLOT_BYTES, Region, Team
 
@@ -51,9 +54,8 @@ class _LocalWaiter(Waiter):
 
     polls_in_looks = True
 
-    def __init__(self, team: HostsTeam) -> None:
-        local, blocks = team.local, team.local.blocks
-        super().__init__(blocks.words, blocks.state_words, local.rank, local.watch, blocks.gate_word)
+    def __init__(self, team: HostsTeam, blocks: ControlBlocks, watch: Watch) -> None:
+        super().__init__(blocks.words, blocks.state_words, blocks.rank, watch, blocks.gate_word)
         self._team = team
 
     def look(
@@ -88,7 +90,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         rank: this rank in the group.
         layout: which ranks share a host.
         links: the connections to the other ranks.
-        local: the team of shared memory of this host.
+        segment: the control segment of this host's ranks, who have met.
         gloo: moves large data between hosts.
         wire: the wire format of float sums between hosts.
 
@@ -103,13 +105,14 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     has_symmetric_memory = True
 
-    def __init__(self, rank: int, layout: Layout, links: Links, local: Team, gloo: GlooTransport, wire: Wire) -> None:
+    def __init__(
+        self, rank: int, layout: Layout, links: Links, segment: Segment, gloo: GlooTransport, wire: Wire
+    ) -> None:
         identities = [member.identity for member in layout.members]
         here = layout.local_ranks(rank)
         near = {peer: identities[peer] for peer in here if peer != rank}
         super().__init__(rank, identities, _FarWatch(near, links))
         self.layout: Layout = layout
-        self.local = local
         self.wire = wire
         self._here = here
         self._links = links
@@ -120,8 +123,8 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
-        self.waiter: _LocalWaiter = _LocalWaiter(self)
-        local.wait_by(self.waiter)
+        self.local = Team(segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self))
+        self.waiter: Waiter = self.local.waiter
 
     # ---- messages --------------------------------------------------------------------------------------
 
