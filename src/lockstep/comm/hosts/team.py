@@ -23,7 +23,7 @@ import torch
 from lockstep.comm.hosts.gloo_transport import GlooTransfer, GlooTransport, Watchdog
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
-from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
+from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, Parts
 from lockstep.comm.wire import Wire
 from lockstep.errors import SharedMemoryError
 from lockstep.shm.control_blocks import ControlBlocks
@@ -45,8 +45,6 @@ _EAGER_KIND, _WAKE = (
 assert _EAGER_BYTES + len(_EAGER_KIND) <= MESSAGE_BYTES
 
 _POOL_BYTES = 64 << 20
-
-_Parts = Sequence[tuple[int, torch.Tensor]]
 
 
 class _LocalWaiter(Waiter):
@@ -198,7 +196,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     # ---- data ------------------------------------------------------------------------------------------
 
-    def exchange(self, sends: _Parts, receives: _Parts, timeout_s: float) -> None:
+    def exchange(self, sends: Parts, receives: Parts, timeout_s: float) -> None:
         """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
 
         Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.

@@ -30,7 +30,10 @@ from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.team import Region
 
-__all__ = ["MESSAGE_BYTES", "MessageTeam", "RequestT"]
+__all__ = ["MESSAGE_BYTES", "MessageTeam", "Parts", "RequestT"]
+
+# Tensors, each with the peer that it goes to or comes from.
+Parts = Sequence[tuple[int, torch.Tensor]]
 
 # How a team calls a send or receive that is under way.
 RequestT = TypeVar("RequestT")
@@ -114,6 +117,27 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     @abc.abstractmethod
     def _is_closed(self) -> bool:
         """Whether the group was shut down on this rank."""
+
+    @abc.abstractmethod
+    def exchange(self, sends: Parts, receives: Parts, timeout_s: float) -> None:
+        """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
+
+        Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
+
+        Raises:
+            PeerFailure: a peer failed or left, or was not done in time.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """Copy the root's flat contiguous tensor to all ranks. After `arrive`.
+
+        Raises:
+            PeerFailure: a peer failed or left, or was not done in time.
+        """
+        if self.rank == root:
+            self.exchange([(peer, tensor) for peer in self._others], [], timeout_s)
+        else:
+            self.exchange([], [(root, tensor)], timeout_s)
 
     @abc.abstractmethod
     def start_send(self, peer: int, tensor: torch.Tensor) -> list[RequestT]:

@@ -5,11 +5,11 @@ General layout:
 * `name`: the plain name "mpi", where torch has no MPI.
 * `waiter`: waiting without blocking in MPI.
 * `team`: the ranks of one group, connected: notices, exchanges of tensors, and how a rank leaves.
-* `algorithms`: the collectives, as exchanges between the ranks of a team.
 * `departures`: how a process leaves MPI, in good order or not.
 * `group`: the process group that torch sees.
 
-Notices, arrival and point to point are those of every group whose ranks talk in messages: `lockstep.comm.messages`.
+Notices, arrival, collectives and point to point are those of groups whose ranks talk in messages:
+`lockstep.comm.messages`.
 
 [Note: who adds] MPI moves bytes here and does not add. `MPI_Allreduce` of bfloat16 adds bit patterns, knows
 neither float8 nor torch's float16, and may add in another order for another size or on another rank. So

@@ -14,10 +14,10 @@ from typing import Any
 from lockstep import env
 from lockstep.comm.backend import EngineProcessGroup, make_group
 from lockstep.comm.flight_recorder import FlightRecorder
+from lockstep.comm.messages.message_algorithms import MessageAlgorithms
 from lockstep.comm.messages.message_engine import MessageEngine
 from lockstep.comm.messages.message_mailbox import MessageMailbox
 from lockstep.comm.mpi import departures
-from lockstep.comm.mpi.algorithms import MpiAlgorithms
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.comm.wording import describe_group
@@ -103,7 +103,7 @@ class MpiEngine(MessageEngine):
             team,
             FlightRecorder(team, group_name, ranks),
             timeout_s,
-            MpiAlgorithms(team),
+            MessageAlgorithms(team),
             functools.partial(MessageMailbox, team),
             load().Exception,
             "MPI says ",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
+from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, Parts
 from lockstep.comm.mpi.waiter import MpiWaiter
 from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, Watch
@@ -24,8 +24,6 @@ __all__ = ["MpiTeam"]
 _CHANNEL_TAG, _TENSOR_TAG, _MAIL_TAG = 1, 2, 3
 _PIECE_BYTES = 1 << 30  # MPI counts in 32 bits
 _FORGET_SENDS_AT = 64
-
-_Transfers = Sequence[tuple[int, torch.Tensor]]
 
 
 class MpiTeam(MessageTeam["MPI.Request"]):
@@ -80,7 +78,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
 
     # ---- collectives ---------------------------------------------------------------------------------
 
-    def exchange(self, sends: _Transfers, receives: _Transfers, timeout_s: float) -> None:
+    def exchange(self, sends: Parts, receives: Parts, timeout_s: float) -> None:
         """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
 
         Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.

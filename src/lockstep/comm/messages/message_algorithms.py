@@ -1,4 +1,4 @@
-"""The collectives over MPI, as messages between the ranks of a team.
+"""The collectives of a team whose ranks exchange tensors with each other, and share no memory.
 
 Each begins with `team.arrive`, which in a call of several tensors does something only once.
 
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from lockstep.comm.contract import Algorithms
-from lockstep.comm.mpi.team import MpiTeam
+from lockstep.comm.messages.message_team import MessageTeam
 from lockstep.shm.algorithms import share_bounds
 from lockstep.shm.kernels import Kernel
 
-__all__ = ["MpiAlgorithms"]
+__all__ = ["MessageAlgorithms"]
 
 # Up to this size every rank reduces everything: one exchange instead of two.
 _REDUNDANT_BYTES = 8 << 10
@@ -27,14 +28,14 @@ _REDUNDANT_BYTES = 8 << 10
 _REDUCED_AT_ONCE_BYTES = 32 << 20
 
 
-class MpiAlgorithms(Algorithms):
-    """The collectives of one team over MPI.
+class MessageAlgorithms(Algorithms):
+    """The collectives of one team, as exchanges between its ranks.
 
     Args:
         team: the ranks of the group.
     """
 
-    def __init__(self, team: MpiTeam) -> None:
+    def __init__(self, team: MessageTeam[Any]) -> None:
         self._team = team
 
     def barrier(self, timeout_s: float) -> None:
