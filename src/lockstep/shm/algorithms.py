@@ -65,18 +65,14 @@ class SharedMemoryAlgorithms:
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
         if num_bytes <= _REDUNDANT_BYTES:
-            self._all_reduce_redundant(tensor, kernel, num_bytes, timeout_s)
+            # Each rank reads all slots and does all the adding: one step. The tensor fits a slot.
+            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
+            views[team.rank].copy_(tensor)
+            team.step(timeout_s)
+            kernel.reduce(views, tensor)
         else:
             self._all_reduce_shared(tensor, kernel, num_bytes, timeout_s)
         team.finish(num_bytes)
-
-    def _all_reduce_redundant(self, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
-        """Each rank reads all slots and does all the adding: one step. `tensor` fits a slot."""
-        team = self._team
-        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
-        views[team.rank].copy_(tensor)
-        team.step(timeout_s)
-        kernel.reduce(views, tensor)
 
     def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
         """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""
