@@ -223,7 +223,9 @@ def run_threads(body: Callable[[int], Any], world_size: int) -> list[Any]:
         except Exception as error:
             results[rank] = error
         finally:
-            dist.destroy_process_group()
+            # torch's own end of a group knows nothing of threads in some releases; the rest goes with the thread.
+            for group in list(dist.distributed_c10d._world.pg_map):
+                group.shutdown()
 
     with _threads_are_ranks():
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
