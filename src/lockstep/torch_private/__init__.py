@@ -5,6 +5,7 @@
   (old scripts, Apex, Horovod, rehearsals).
 * `lookup.py` finds a name of the table in the torch that runs; `patching.py` replaces one. Both refuse others.
 * `autograd.py`, `tensors.py`, `modules.py`, `groups.py`, `loader.py`, `trees.py`: what the rest of the package imports.
+* `gloo_waits.py` calls what torch's library has and Python does not.
 * `page.py` writes docs/torch-internals.md from the table.
 
 A release of torch that lacks one of these names costs what the record says, with one warning, and no more. Everything

@@ -161,6 +161,13 @@ _READ = (
         "groups over several hosts",
     ),
     Record(
+        "c10d::ProcessGroupGloo::RecvWork::abort, SendWork::abort",
+        Use.BEHAVIOUR,
+        "ends the wait for a transfer whose connection broke in the middle of its bytes, which Gloo itself never ends",
+        "a survivor of a lost rank may wait on, until its launcher ends it",
+        "groups over several hosts",
+    ),
+    Record(
         f"{_CLASSES}.ProcessGroup._device_types",
         Use.OVERRIDE,
         "torch's object verbs and asynchronous checkpoints ask a group for its devices; so does our DDP",

@@ -6,7 +6,8 @@ what, and in which order, stays Lockstep's business (`wire.py`, `pipeline.py`).
 [Note: waits] A thread can wait for a send or receive of Gloo, but not ask whether it is done; and a wait that reaches a
 deadline closes the connection for good. So a thread that needs data waits without a deadline, which costs nothing
 while all is well, and a second thread, the `Watchdog`, watches the peers meanwhile. If one of them fails, the watchdog
-closes the connections, which ends the wait.
+closes the connections, which ends the wait; and where it does not, because the transfer was in the middle of its bytes
+([Note: waits that no error ends] in `torch_private/gloo_waits.py`), it ends the wait itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from lockstep.comm.hosts.gloo_door import GlooDoor
 from lockstep.errors import LockstepError, RendezvousError
 from lockstep.shm.sync import PeerFailure
+from lockstep.torch_private.gloo_waits import end_wait
 from lockstep.torch_private.groups import gloo_group
 from lockstep.torch_private.stores import Store
 
@@ -37,6 +39,7 @@ _WATCHDOG_LOOKS_AT_LEAST_EVERY_S = 0.2
 _WATCHDOG_RESTS_AFTER_S = 1.0
 _REASON_FOLLOWS_WITHIN_S = 1.0
 _CLOSE_PATIENCE_S = 2.0
+_ENDS_WAITS_AFTER_S = 0.05
 
 
 class GlooTransfer:
@@ -63,9 +66,15 @@ class GlooTransfer:
         """
         if not self.is_done:
             try:
-                self._work.wait(_FOREVER)
+                has_finished = self._work.wait(_FOREVER)
             finally:
                 self.is_done = True
+            if has_finished is False:
+                raise RuntimeError("its wait was ended")
+
+    def end_wait(self) -> None:
+        """End the wait of another thread, which raises. Local; for connections that are gone."""
+        end_wait(self._work)
 
 
 class _Refused:
@@ -74,7 +83,7 @@ class _Refused:
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
-    def wait(self, _: timedelta) -> None:
+    def wait(self, _: timedelta) -> bool:
         raise self._error
 
 
@@ -113,6 +122,7 @@ class GlooTransport:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._watched: queue.SimpleQueue[tuple[GlooTransfer, Callable[[], None]] | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
+        self._waits_for: GlooTransfer | None = None  # that thread
         self._is_closed = False
 
     def send(self, peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
@@ -141,6 +151,7 @@ class GlooTransport:
     def _wait_for_watched(self) -> None:
         while (item := self._watched.get()) is not None:
             transfer, on_done = item
+            self._waits_for = transfer
             with contextlib.suppress(RuntimeError):  # The connection is gone; the waits of others explain that.
                 transfer.wait()
             on_done()
@@ -164,6 +175,8 @@ class GlooTransport:
             self._watcher.join(_CLOSE_PATIENCE_S)
             if self._watcher.is_alive():
                 self.abort()
+                if self._waits_for is not None:
+                    self._waits_for.end_wait()
                 self._watcher.join(_CLOSE_PATIENCE_S)
 
 
@@ -180,6 +193,7 @@ class Watchdog:
         self._abort = abort
         self._watched: tuple[tuple[int, ...], float, float] | None = None  # ranks, since when, limit
         self._failure: PeerFailure | None = None
+        self._pending: Sequence[GlooTransfer] = ()
         self._is_needed = threading.Event()
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -194,6 +208,7 @@ class Watchdog:
         if not pending:
             return
         since = time.monotonic()
+        self._pending = pending
         self._watched = (tuple({transfer.peer for transfer in pending}), since, timeout_s)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
@@ -234,6 +249,7 @@ class Watchdog:
                 except PeerFailure as failure:
                     self._failure = failure
                     self._abort()
+                    self._end_waits()
                     return  # The group is broken.
             elif now - used_at > _WATCHDOG_RESTS_AFTER_S:
                 self._is_needed.clear()
@@ -243,6 +259,14 @@ class Watchdog:
                 continue
             waited_s = 0.0 if watched is None else now - watched[1]
             time.sleep(min(max(_WATCHDOG_LOOKS_EVERY_S, waited_s / 10), _WATCHDOG_LOOKS_AT_LEAST_EVERY_S))
+
+    def _end_waits(self) -> None:
+        """Return when this rank waits no more; the connections are closed."""
+        while self._watched is not None and not self._is_closed:
+            time.sleep(_ENDS_WAITS_AFTER_S)
+            for transfer in self._pending:
+                if not transfer.is_done:
+                    transfer.end_wait()
 
     def close(self) -> None:
         """End the thread."""
