@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
 from launching import NOTE_PID, Launches, children_of, is_alive, wait_until
 from lockstep.testing import limit_s
 from test_launch_positions import RECORD
@@ -204,7 +205,10 @@ def test_ctrl_c_while_the_command_is_imported(launches: Launches, name: str, ans
 
 def test_little_is_imported_before_ctrl_c_is_looked_after() -> None:
     program = "import sys; import lockstep.cli; print(*sorted(name for name in sys.modules if 'lockstep' in name))"
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
+    # Without what an installation runs when Python starts, and from where this process has it.
+    environment = os.environ | {"PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     ours = "lockstep lockstep.after_import lockstep.cli lockstep.comm lockstep.comm.names lockstep.comm.registration"
     assert done.stdout.split() == [*ours.split(), "lockstep.launch", "lockstep.launch.signals"]
 
