@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+# Rank 0's, until its process ends: ranks that begin another group at the port may come before rank 0 does.
+_listening: list[Store] = []
+
 _Met = Iterator["tuple[Store, int, int]"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -106,7 +109,10 @@ def _listen_on_one_address(variables: dict[str, str], timeout: timedelta) -> tup
             listener = tcp.listen(address, port)
         except RendezvousError:
             return None
-    return tcp.open_brief_store(address, port, rank, world_size, timeout, listener), rank, world_size
+    store = tcp.open_brief_store(address, port, rank, world_size, timeout, listener)
+    if rank == 0:
+        _listening.append(store)
+    return store, rank, world_size
 
 
 def _query(url: str) -> dict[str, str]:
