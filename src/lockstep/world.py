@@ -491,11 +491,10 @@ def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None
         )
     if env.TORCHELASTIC_USE_AGENT_STORE.get() == "True":
         return None, "env://"  # torchrun's own process listens there
-    # On one host the port is for this group alone; between hosts it stays, so that who comes again finds it.
-    return _meet_at_master(topology, timeout, tcp.open_store if topology.num_nodes > 1 else tcp.open_brief_store), None
+    return _meet_at_master(topology, timeout), None
 
 
-def _meet_at_master(topology: Topology, timeout: timedelta, open_store: Callable[..., Store] = tcp.open_store) -> Store:
+def _meet_at_master(topology: Topology, timeout: timedelta) -> Store:
     """A store on the address that is rank 0's for all, and on no other."""
     address, port = env.MASTER_ADDR.get(), env.MASTER_PORT.get()
     if address is None or port is None:
@@ -503,7 +502,7 @@ def _meet_at_master(topology: Topology, timeout: timedelta, open_store: Callable
             f"rank {topology.rank} of {topology.world_size} does not know where to meet the ranks of the other hosts: "
             "MASTER_ADDR and MASTER_PORT, which the launcher sets, are not set here"
         )
-    return open_store(address, port, topology.rank, topology.world_size, timeout)
+    return tcp.open_store(address, port, topology.rank, topology.world_size, timeout)
 
 
 def symmetric_empty(

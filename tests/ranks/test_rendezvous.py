@@ -234,8 +234,64 @@ def test_port_that_is_taken_is_said() -> None:
 
 
 def test_ranks_that_do_not_come_to_the_port() -> None:
-    with pytest.raises(RendezvousError, match=r"rank 0 of 2 did not meet the others at 127.0.0.1, port \d+"):
-        tcp.open_store("127.0.0.1", find_free_port(), 0, 2, SHORT)
+    with pytest.raises(RendezvousError, match=r"rank 1, rank 2 did not come to 127.0.0.1, port \d+.* within 1 s"):
+        tcp.open_store("127.0.0.1", find_free_port(), 0, 3, SHORT)
+
+
+def meet_unevenly(port: int) -> list[int]:
+    """Two meet, then three, then two: who was not there does not know how many meetings there were."""
+    rank, _ = whoami()
+    seen = []
+    for world_size in (2, 3, 2):
+        if rank < world_size:
+            store = tcp.open_store("127.0.0.1", port, rank, world_size, LONG)
+            seen.append(store.add("who comes", 1))
+    return seen
+
+
+def test_meetings_of_some_ranks_at_one_port() -> None:
+    zero, one, two = run_ranks(meet_unevenly, 3, find_free_port(), init=False)
+    assert sorted([zero[0], one[0]]) == [1, 2]
+    assert sorted([zero[1], one[1], *two]) == [1, 2, 3]
+    assert sorted([zero[2], one[2]]) == [1, 2]
+
+
+def come_late_once(port: int, another: int) -> int:
+    """Rank 1 misses the first meeting; the invitation to it is not taken for one to the second."""
+    rank, _ = whoami()
+    if rank == 0:
+        with pytest.raises(RendezvousError, match="rank 1 did not come"):
+            tcp.open_store("127.0.0.1", port, 0, 2, SHORT)
+        tcp.open_store("127.0.0.1", another, 0, 2, LONG)
+    else:
+        tcp.open_store("127.0.0.1", another, 1, 2, LONG)
+    return tcp.open_store("127.0.0.1", port, rank, 2, LONG).add("who comes", 1)
+
+
+def test_a_meeting_that_failed_is_not_the_next() -> None:
+    assert sorted(run_ranks(come_late_once, 2, find_free_port(), find_free_port(), init=False)) == [1, 2]
+
+
+def begin_groups_in_turn(port: int) -> float:
+    """As a script does that tries gloo first, or checks its answer with another backend."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.pop("LOCKSTEP_RENDEZVOUS", None)
+    total = 0.0
+    for backend in ("gloo", "lockstep", None, "gloo", None):
+        with contextlib.ExitStack() as stack:
+            if backend is None:
+                stack.enter_context(lockstep.init(timeout=LONG, device="cpu"))
+            else:
+                dist.init_process_group(backend)
+                stack.callback(dist.destroy_process_group)
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            total += tensor.item()
+    return total
+
+
+def test_groups_in_turn_at_one_port() -> None:
+    assert run_ranks(begin_groups_in_turn, 3, find_free_port(), init=False) == [15.0] * 3
 
 
 def test_an_address_elsewhere_means_all_addresses_here() -> None:
@@ -308,13 +364,18 @@ def all_listening() -> set[str]:
     return {words[1] for words in lines if words[3] == "0A"}
 
 
+def listen_in_step(place: Path, number: int) -> tuple[tuple[Topology | str, str, float, list[str]], set[str]]:
+    outcome = train_in_step(place, 2, number, {"MASTER_ADDR": "127.0.0.1"})
+    return outcome, listening(20_000 + number % 12_768)
+
+
 def test_step_on_two_hosts_with_a_master(tmp_path: Path) -> None:
     """Two nodes that are this host: MASTER_ADDR is given, and the port is the step's."""
     number = job()
-    outcomes = run_ranks(train_in_step, 3, tmp_path, 2, number, {"MASTER_ADDR": "127.0.0.1"}, init=False)
-    assert [found for found, *_ in outcomes] == [(0, 3, 0, 2, 0), (1, 3, 1, 2, 0), (2, 3, 0, 1, 1)]
-    assert {total for _, _, total, _ in outcomes} == {12.0}
-    assert listening(20_000 + number % 12_768) == {"0100007F"}
+    outcomes = run_ranks(listen_in_step, 3, tmp_path, number, init=False)
+    assert outcomes[0][1] == {"0100007F"}
+    assert [found for (found, *_), _ in outcomes] == [(0, 3, 0, 2, 0), (1, 3, 1, 2, 0), (2, 3, 0, 1, 1)]
+    assert {total for (_, _, total, _), _ in outcomes} == {12.0}
 
 
 def test_step_whose_hosts_have_no_address(tmp_path: Path) -> None:

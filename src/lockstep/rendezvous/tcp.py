@@ -6,24 +6,22 @@ import contextlib
 import errno
 import ipaddress
 import socket
-from collections import Counter
+import time
 from datetime import timedelta
-
-import torch.distributed as dist
 
 from lockstep.errors import RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
-__all__ = ["listen", "open_brief_store", "open_store"]
+__all__ = ["listen", "open_store", "stop_serving"]
 
 _BACKLOG = 4096
 _ANY_ADDRESS = "::"
 _ANY_ADDRESS_V4 = "0.0.0.0"
 _LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
-_stores: dict[tuple[str, int], Store] = {}
-_openings: Counter[tuple[str, int]] = Counter()
+# What this process serves until it ends, by port.
+_servers: dict[int, Store] = {}
 
 
 def open_store(
@@ -42,7 +40,7 @@ def open_store(
 
     Args:
         address: name or address of rank 0's host, as all ranks know it.
-        port: where rank 0 listens, until its process ends.
+        port: where rank 0 listens, until its process ends, so that ranks which come again before rank 0 does find it.
         rank: 0 … world_size-1.
         world_size: number of ranks.
         timeout: until a rank that does not come is an error; also of the store.
@@ -52,40 +50,122 @@ def open_store(
         An empty store, another one in every call.
 
     Raises:
-        RendezvousError: the port is taken, or not all came in time.
+        RendezvousError: the port is taken, or not all came in time; names those who did not.
     """
-    endpoint = (address, port)
-    if endpoint not in _stores:
-        _stores[endpoint] = open_brief_store(address, port, rank, world_size, timeout, listener)
-    _openings[endpoint] += 1
-    return PrefixStore(f"world{_openings[endpoint]}", _stores[endpoint])
+    meeting = _Meeting(address, port, world_size, timeout)
+    if rank == 0:
+        return meeting.invite(_serve(address, port, timeout, listener))
+    return meeting.accept(rank)
 
 
-def open_brief_store(
-    address: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    listener: socket.socket | None = None,
-) -> Store:
-    """Like `open_store`, but rank 0 listens only while the store is in use. Collective.
+def stop_serving() -> None:
+    """Let go of the ports, in a process that goes on with another job. Local."""
+    _servers.clear()
+
+
+def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket | None) -> Store:
+    """Rank 0's store at the port: the one that this process serves there already, or a new one.
 
     Raises:
-        RendezvousError: the port is taken, or not all came in time.
+        RendezvousError: the port is taken by another process, or by another kind of socket of this one.
     """
-    if rank == 0 and listener is None:
-        listener = listen(address, port)
+    if port in _servers:
+        return _servers[port]
+    # Who later asks torch for a store of this process at the same port shares it, and this shares torch's.
     try:
-        # A script that later asks torch for env:// at the same port shares this listener.
-        if listener is not None:
-            return serve_tcp_store(listener, address, port, world_size, timeout, multi_tenant=True)
-        return TCPStore(address, port, world_size, False, timeout, multi_tenant=True)
-    except dist.DistError as error:
-        raise RendezvousError(
-            f"rank {rank} of {world_size} did not meet the others at {address}, port {port}, where rank 0 listens: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        server = serve_tcp_store(
+            listen(address, port) if listener is None else listener,
+            address,
+            port,
+            None,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RendezvousError as taken:
+        try:
+            server = TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+        except RuntimeError:
+            raise taken from taken.__cause__
+    _servers[port] = server
+    return server
+
+
+class _Meeting:
+    """Ranks that come to one port for one store: [Note: invitations].
+
+    [Note: invitations] A server that stays holds the keys of earlier meetings, and a rank does not know how many there
+    were: it may be new, or have missed one that failed. So rank 0 numbers them. It leaves an invitation with the
+    number for every rank, in place of one that nobody took; a rank takes its own away and signs. When all have
+    signed, all go on, with a store whose keys begin with the number.
+
+    Args:
+        address: of rank 0's host.
+        port: where rank 0 listens.
+        world_size: number of ranks.
+        timeout: until a rank that does not come is an error; also of the store.
+    """
+
+    def __init__(self, address: str, port: int, world_size: int, timeout: timedelta) -> None:
+        self._address = address
+        self._port = port
+        self._world_size = world_size
+        self._timeout = timeout
+        self._end_s = time.monotonic() + timeout.total_seconds()
+
+    def invite(self, server: Store) -> Store:
+        """Rank 0's part."""
+        server.set_timeout(self._timeout)
+        meetings = PrefixStore("lockstep", server)
+        number = str(meetings.add("meetings", 1))
+        for rank in range(1, self._world_size):
+            meetings.set(_invitation(rank), number)
+        return self._wait_for_all(server, number)
+
+    def accept(self, rank: int) -> Store:
+        """The part of every other rank."""
+        try:
+            client = TCPStore(
+                self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
+            )
+            meetings = PrefixStore("lockstep", client)
+            meetings.wait([_invitation(rank)], self._time_left())
+            number = meetings.get(_invitation(rank)).decode()
+            meetings.delete_key(_invitation(rank))
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rank {rank} of {self._world_size} did not meet the others at {self._address}, port {self._port}, "
+                f"where rank 0 listens: {str(error).splitlines()[0]}"
+            ) from error
+        PrefixStore(f"lockstep/meeting{number}", client).set(str(rank), "here")
+        return self._wait_for_all(client, number)
+
+    def _wait_for_all(self, store: Store, number: str) -> Store:
+        signatures = PrefixStore(f"lockstep/meeting{number}", store)
+        others = [str(rank) for rank in range(1, self._world_size)]
+        try:
+            signatures.wait(others, self._time_left())
+        except RuntimeError as error:
+            raise RendezvousError(self._explain(error, signatures, others)) from error
+        return PrefixStore(f"world{number}", store)
+
+    def _explain(self, error: RuntimeError, signatures: Store, others: list[str]) -> str:
+        place = f"{self._address}, port {self._port}, where rank 0 listens"
+        try:
+            missing = [f"rank {rank}" for rank in others if not signatures.check([rank])]
+        except RuntimeError:
+            return f"the connection to {place}, is lost: {str(error).splitlines()[0]}"
+        return (
+            f"{', '.join(missing)} did not come to {place}, within {self._timeout.total_seconds():g} s. Did all ranks "
+            "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+        )
+
+    def _time_left(self) -> timedelta:
+        return timedelta(seconds=max(self._end_s - time.monotonic(), 0.001))
+
+
+def _invitation(rank: int) -> str:
+    return f"invitation/{rank}"
 
 
 def listen(address: str, port: int) -> socket.socket:

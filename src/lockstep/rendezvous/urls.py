@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-# Rank 0's, until its process ends: ranks that begin another group at the port may come before rank 0 does.
-_listening: list[Store] = []
-
 _Met = Iterator["tuple[Store, int, int]"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -92,8 +89,8 @@ class _EnvHandler:
 def _listen_on_one_address(variables: dict[str, str], timeout: timedelta) -> tuple[Store, int, int] | None:
     """Do what torch's own handler does, with a rank 0 that listens on MASTER_ADDR instead of all addresses of its host.
 
-    Returns None where torch's handler has to do it: torchrun's own process listens, a variable is missing, which it
-    explains, or a store of this process listens there already, which it uses again.
+    Returns None where torch's handler has to do it: torchrun's own process listens, or a variable is missing, which it
+    explains.
     """
     rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
     address, port = env.MASTER_ADDR.get(variables), env.MASTER_PORT.get(variables)
@@ -103,16 +100,7 @@ def _listen_on_one_address(variables: dict[str, str], timeout: timedelta) -> tup
         return None
     from lockstep.rendezvous import tcp
 
-    listener = None
-    if rank == 0:
-        try:
-            listener = tcp.listen(address, port)
-        except RendezvousError:
-            return None
-    store = tcp.open_brief_store(address, port, rank, world_size, timeout, listener)
-    if rank == 0:
-        _listening.append(store)
-    return store, rank, world_size
+    return tcp.open_store(address, port, rank, world_size, timeout), rank, world_size
 
 
 def _query(url: str) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 A job changes as little as it can of the worker it runs in: the caller's environment,
 working directory, module search path, stdout and stderr are in force while it runs;
-the process group, the seeds, the published batch share and the default dtype are reset
-after it. A worker is used again only if its job went well on every rank.
+the process group, the ports it serves, the seeds, the published batch share and the
+default dtype are reset after it. A worker is used again only if its job went well on every rank.
 """
 
 from __future__ import annotations
@@ -173,6 +173,7 @@ def _clean_up(_: Job) -> None:
     import torch.distributed as dist
 
     from lockstep.comm import deadlock
+    from lockstep.rendezvous import tcp
     from lockstep.world import current_world
 
     left_open = current_world()
@@ -180,6 +181,7 @@ def _clean_up(_: Job) -> None:
         left_open.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+    tcp.stop_serving()
     batch.reset()
     deadlock.forget_other_callers()
     torch.set_default_dtype(torch.float32)
