@@ -264,6 +264,20 @@ def test_rounds_of_two_launchers() -> None:
     zero.shutdown()
 
 
+def test_a_round_that_began_while_a_member_ended_its_ranks_is_its_round() -> None:
+    """It left that round for another, and the others took it for lost."""
+    port = find_free_port()
+    zero = rendezvous_of(quick(port, node_rank=0))
+    one = rendezvous_of(quick(port, node_rank=1, is_holder=False))
+    one._change(lambda membership: membership.joined(one.host))  # as a host does that goes back to the first store
+    zero.next_rendezvous()
+    assert one.next_rendezvous().rank == 1
+    zero.look()
+    assert (zero.number, one.number, zero.missing()) == (0, 0, [])
+    one.shutdown()
+    zero.shutdown()
+
+
 def test_launchers_that_were_told_different_things() -> None:
     port = find_free_port()
     zero = rendezvous_of(quick(port, node_rank=0, join_s=3.0))

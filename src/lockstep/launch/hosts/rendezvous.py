@@ -422,7 +422,7 @@ class HostRendezvous(RendezvousHandler):
         start_s = changed_s = time.monotonic()
         told_s, seen = start_s + _TOLD_AFTER_S, frozenset[str]()
         self._check_terms()
-        self._change(lambda membership: membership.joined(self.host))
+        self._change(self._joined)
         while True:
             self._give_up_lost()
             self._beware(time.monotonic())
@@ -447,6 +447,12 @@ class HostRendezvous(RendezvousHandler):
                 say(f"lockstep: {self._describe_wait(membership)}\n")
             self._check_deadline(membership, now_s - start_s)
             self._check(_POLL_S)
+
+    def _joined(self, membership: Membership) -> Membership:
+        """The state after this host has joined, unless it did before and the others have begun: that is its round."""
+        has_begun = membership.is_running and membership.number != self.number
+        is_member = any(member.key == self.host.key for member in membership.members)
+        return membership if has_begun and is_member else membership.joined(self.host)
 
     def _begin(self, members: tuple[Host, ...]) -> None:
         """Begin the round with these hosts, unless another launcher has, or a host came."""
