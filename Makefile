@@ -12,7 +12,7 @@ ARGS ?=
 # How long `make test` may take on two quiet cores: it leaves out the longest tests until the others fit.
 MINUTES ?= 6.5
 
-# What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod contention decode"
+# What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod contention decode listing"
 BENCH ?= all_reduce train_step startup
 
 # Nothing is written outside the clone (pip keeps its own cache): what programs would put under
@@ -21,6 +21,8 @@ VAR := $(CURDIR)/$(VENV)/var
 RUN := MPLCONFIGDIR=$(VAR)/matplotlib XDG_CACHE_HOME=$(VAR)/cache PYTEST_DEBUG_TEMPROOT=$(VAR)/tmp
 # mkdocs-material advertises at each start, unless it is told not to.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+# Tests start Python thousands of times, and without its byte code each start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
