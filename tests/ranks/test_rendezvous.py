@@ -7,6 +7,8 @@ import errno
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from lockstep import env
 from lockstep.errors import RendezvousError
 from lockstep.launch.free_port import find_free_port
 from lockstep.rendezvous import folder, tcp
-from lockstep.testing import run_ranks
+from lockstep.testing import limit_s, run_ranks
 from lockstep.topology import Topology
 
 LONG = timedelta(seconds=30)
@@ -222,6 +224,36 @@ def test_env_url_listens_on_one_address() -> None:
     outcomes = run_ranks(meet_by_env, 3, find_free_port(), init=False)
     assert {total for total, _ in outcomes} == {6.0}
     assert outcomes[0][1] == {LOOPBACK[0]}
+
+
+FORKS = """
+import multiprocessing, os, sys
+import torch, torch.distributed as dist, lockstep
+
+def meet(rank, world_size):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], RANK=str(rank), WORLD_SIZE=str(world_size))
+    for backend in ("gloo", "lockstep"):
+        dist.init_process_group(backend)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        assert tensor.item() == world_size
+
+meet(0, 1)
+children = [multiprocessing.get_context("fork").Process(target=meet, args=(rank, 2)) for rank in range(2)]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+assert [child.exitcode for child in children] == [0, 0]
+"""
+
+
+def test_forked_children_meet_at_their_parents_port() -> None:
+    """The parent has met alone there, and its server is not the child's."""
+    command = [sys.executable, "-c", FORKS, str(find_free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(60))
+    assert done.returncode == 0, done.stderr
 
 
 def test_port_that_is_taken_is_said() -> None:

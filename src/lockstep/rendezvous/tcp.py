@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 import time
 from datetime import timedelta
@@ -20,8 +21,8 @@ _ANY_ADDRESS = "::"
 _ANY_ADDRESS_V4 = "0.0.0.0"
 _LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
-# What this process serves until it ends, by port.
-_servers: dict[int, Store] = {}
+# What this process serves until it ends, by its pid and the port: the server of a forked child stayed in its parent.
+_servers: dict[tuple[int, int], Store] = {}
 
 
 def open_store(
@@ -69,8 +70,9 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
     Raises:
         RendezvousError: the port is taken by another process, or by another kind of socket of this one.
     """
-    if port in _servers:
-        return _servers[port]
+    key = (os.getpid(), port)
+    if key in _servers:
+        return _servers[key]
     # Who later asks torch for a store of this process at the same port shares it, and this shares torch's.
     try:
         server = serve_tcp_store(
@@ -87,7 +89,7 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
             server = TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
         except RuntimeError:
             raise taken from taken.__cause__
-    _servers[port] = server
+    _servers[key] = server
     return server
 
 
