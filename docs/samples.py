@@ -1,7 +1,7 @@
-"""What README shows of programs' output, by running these programs.
+"""What README and the guides show of programs' output, by running these programs.
 
 A sample stands between `<!-- sample: NAME -->` and `<!-- /sample -->`. `python -m docs.samples` runs all of them and
-writes what they print to the page; tests/examples/test_samples.py runs them and compares. Times, rates and rounding are
+writes what they print to the pages; tests/examples/ runs them and compares. Times, rates and rounding are
 not the same twice, nor on two machines: these numbers are masked in the comparison, all others must be right.
 """
 
@@ -12,11 +12,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-__all__ = ["PAGE", "SAMPLES", "fill", "masked", "samples_in"]
+__all__ = ["GUIDES", "PAGE", "SAMPLES", "fill", "masked", "samples_in", "script_in"]
 
 PAGE = Path(__file__).parents[1] / "README.md"
+# The name of the sample of a guide, and of its script.
+GUIDES = {
+    name: Path(__file__).with_name(f"guide-{page}.md")
+    for name, page in {
+        "loop": "loop",
+        "data": "data",
+        "evaluation": "evaluation",
+        "checkpoints": "checkpoints",
+        "coming": "coming-from",
+    }.items()
+}
 
 _SAMPLE = re.compile(r"(<!-- sample: (?P<name>\w+) -->\n```\n)(?P<text>.*?)(```\n<!-- /sample -->)", re.DOTALL)
 
@@ -59,13 +71,30 @@ def _mismatch() -> str:
     return printed
 
 
-SAMPLES: Mapping[str, Callable[[], str]] = {"train": _train, "mismatch": _mismatch}
+def _guide(name: str) -> str:
+    """What the script of a guide prints on two processes."""
+    script = f"{name}.py"
+    return _output_of("run", "--nproc", "2", "--no-prefix", script, **{script: script_in(GUIDES[name].read_text())})
 
 
-def _output_of(*arguments: str) -> str:
-    """What a `lockstep` command prints, in a folder with a train.py."""
+SAMPLES: Mapping[str, Callable[[], str]] = {
+    "train": _train,
+    "mismatch": _mismatch,
+    **{name: partial(_guide, name) for name in GUIDES},
+}
+
+
+def script_in(page: str) -> str:
+    """The Python program of a guide, which has one."""
+    (script,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    return script
+
+
+def _output_of(*arguments: str, **files: str) -> str:
+    """What a `lockstep` command prints, in a folder with a train.py, or with these files."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train.py").write_text(_MISMATCH)
+        for name, text in (files or {"train.py": _MISMATCH}).items():
+            Path(folder, name).write_text(text)
         command = [sys.executable, "-m", "lockstep", *arguments]
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.replace(f"{folder}/", "")
@@ -101,8 +130,10 @@ def masked(text: str) -> str:
 
 
 def main() -> None:
-    """Run every sample and write the page."""
-    PAGE.write_text(fill(PAGE.read_text(), {name: run() for name, run in SAMPLES.items()}))
+    """Run every sample and write the pages."""
+    outputs = {name: run() for name, run in SAMPLES.items()}
+    for page in (PAGE, *GUIDES.values()):
+        page.write_text(fill(page.read_text(), outputs))
 
 
 if __name__ == "__main__":

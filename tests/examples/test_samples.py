@@ -1,4 +1,4 @@
-"""README shows what programs print."""
+"""README and the guides show what programs print; test_guides.py runs those of the guides."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import subprocess
 
 import pytest
 
-from docs.samples import PAGE, SAMPLES, fill, masked, samples_in
+from docs.samples import GUIDES, PAGE, SAMPLES, fill, masked, samples_in
 from lockstep.testing import limit_s
 
 
-def test_every_sample_is_on_the_page() -> None:
-    """And filling it with what it shows changes nothing."""
-    page = PAGE.read_text()
-    assert samples_in(page).keys() == SAMPLES.keys()
-    assert fill(page, samples_in(page)) == page
+def test_every_sample_is_on_its_page() -> None:
+    """And filling the page with what it shows changes nothing."""
+    pages = {path: path.read_text() for path in (PAGE, *GUIDES.values())}
+    shown = {path: samples_in(page) for path, page in pages.items()}
+    assert [name for path in shown for name in shown[path]] == list(SAMPLES)
+    assert {name: list(shown[path]) for name, path in GUIDES.items()} == {name: [name] for name in GUIDES}
+    assert {path: fill(page, shown[path]) for path, page in pages.items()} == pages
 
 
 @pytest.mark.parametrize("name", ["train", "mismatch"])
