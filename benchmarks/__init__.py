@@ -18,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["CASES", "REPOSITORY", "RESULTS"]
 
-CASES = ("all_reduce", "train_step", "horovod", "startup", "record", "hosts", "contention", "decode")
+CASES = ("all_reduce", "train_step", "horovod", "startup", "record", "hosts", "contention", "decode", "listing")
 """The cases, in the order in which they run; each is a module `case_<name>`."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -15,6 +15,7 @@ from benchmarks.report import (
     HOROVOD_LIMIT,
     HOSTS_TARGETS,
     LAUNCH_NAMES,
+    LISTERS,
     MODEL_NAMES,
     OVERHEAD_TARGETS,
     RECORD_LIMIT,
@@ -43,6 +44,8 @@ COLOURS = {
     "lockstep_run": "#0072B2",
     "lockstep_run_init": "#009E73",
     "torchrun": "#D55E00",
+    "every_rank": "#D55E00",
+    "lockstep_again": "#009E73",
     "record": "#0072B2",
     "record_launched": "#009E73",
 }
@@ -222,30 +225,40 @@ def _draw_horovod(result: Result) -> Figure:
 def _draw_startup(result: Result) -> Figure:
     """Every sample as a dot over the bar of its median."""
     figure = new_figure(8.6, 2.7, "startup: from the command line to the first finished all_reduce")
+    bars = []
+    for nproc in result.values("nproc"):
+        peer = result.samples("torchrun", nproc=nproc)
+        for name, label in LAUNCH_NAMES.items():
+            bars.append((name, f"{label.replace('`', '')}\n{nproc} ranks", result.samples(name, nproc=nproc), peer))
+    _draw_times(figure, bars, "torchrun")
+    return figure
+
+
+def _draw_times(
+    figure: Figure, bars: Sequence[tuple[str, str, list[float] | None, list[float] | None]], rival: str
+) -> None:
+    """A bar for each contestant, label, samples and samples of the rival at the same."""
     axes = figure.subplots()
     labels: list[str] = []
-    for nproc in result.values("nproc"):
-        for name, label in LAUNCH_NAMES.items():
-            samples, peer = (result.samples(key, nproc=nproc) for key in (name, "torchrun"))
-            if not samples:
-                continue
-            position = len(labels)
-            middle = stats.median(samples)
-            axes.barh(position, middle, 0.62, color=COLOURS[name], alpha=0.85)
-            spread = [position + 0.18 * (2 * (i % 4) / 3 - 1) for i in range(len(samples))]
-            axes.scatter(samples, spread, s=12, color="black", alpha=0.55, linewidths=0, zorder=3)
-            text = format_seconds(middle)
-            if peer and name != "torchrun":
-                text += f", {stats.ratio(peer, samples).value:.2f}x as fast"
-            axes.annotate(text, (0, position), (6, 0), textcoords="offset points", va="center", color="white")
-            labels.append(f"{label.replace('`', '')}\n{nproc} ranks")
+    for name, label, samples, peer in bars:
+        if not samples:
+            continue
+        position = len(labels)
+        middle = stats.median(samples)
+        axes.barh(position, middle, 0.62, color=COLOURS[name], alpha=0.85)
+        spread = [position + 0.18 * (2 * (i % 4) / 3 - 1) for i in range(len(samples))]
+        axes.scatter(samples, spread, s=12, color="black", alpha=0.55, linewidths=0, zorder=3)
+        text = format_seconds(middle)
+        if peer and name != rival:
+            text += f", {stats.ratio(peer, samples).value:.2f}x as fast"
+        axes.annotate(text, (0, position), (6, 0), textcoords="offset points", va="center", color="white")
+        labels.append(label)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds")
     axes.grid(axis="x", color=GRID, linewidth=0.7)
     tidy(axes)
-    return figure
 
 
 # ---------------------------------------------------------------- record
@@ -372,6 +385,18 @@ def _draw_decode(result: Result) -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------- listing
+
+
+def _draw_listing(result: Result) -> Figure:
+    """Every sample as a dot over the bar of its median."""
+    figure = new_figure(8.6, 2.0, f"listing: {result.settings['images']:,} images, at the start of a run of 2 ranks")
+    peer = result.samples("every_rank")
+    bars = [(name, label, result.samples(name), peer) for name, label in LISTERS.items()]
+    _draw_times(figure, bars, "every_rank")
+    return figure
+
+
 _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
@@ -381,4 +406,5 @@ _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "hosts": _draw_hosts,
     "contention": _draw_contention,
     "decode": _draw_decode,
+    "listing": _draw_listing,
 }

@@ -55,6 +55,8 @@ CONTESTANT_NAMES = {
     "lockstep_int8": "lockstep, int8",
     "lockstep_ddp_fp32": "lockstep DDP, exact",
     "lockstep_ddp_bf16": "lockstep DDP, bf16",
+    "every_rank": "every rank walks the folder",
+    "lockstep_again": "lockstep, every later run",
 }
 # Contestant, rival, and how many times as fast the first must be.
 HOSTS_TARGETS = (
@@ -506,6 +508,33 @@ def _decode_verdicts(result: Result) -> list[Verdict]:
     return found
 
 
+# ---------------------------------------------------------------- listing
+
+LISTERS = {
+    "every_rank": CONTESTANT_NAMES["every_rank"],
+    "lockstep": "lockstep, first run",
+    "lockstep_again": CONTESTANT_NAMES["lockstep_again"],
+}
+
+
+def _listing_tables(result: Result) -> tuple[Section, Section]:
+    peer = result.samples("every_rank")
+    rows = []
+    for name, label in LISTERS.items():
+        samples = result.samples(name)
+        rows.append([label, _time_with_spread(samples), _speedup(peer, samples, interval=True)])
+    images, classes = (f"{result.settings[key]:,}" for key in ("images", "classes"))
+    header = [f"{images} images in {classes} folders", "time", "times as fast as walking"]
+    return markdown_table(header, rows), ""
+
+
+def _listing_verdicts(result: Result) -> list[Verdict]:
+    peer, own = (result.samples(name) for name in ("every_rank", "lockstep"))
+    if not peer or not own:
+        return []
+    return [_at_least("the first run lists no slower than ranks that walk for themselves", stats.ratio(peer, own), 1)]
+
+
 _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
@@ -515,6 +544,7 @@ _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "hosts": _hosts_tables,
     "contention": _contention_tables,
     "decode": _decode_tables,
+    "listing": _listing_tables,
 }
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
@@ -525,6 +555,7 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "hosts": _hosts_verdicts,
     "contention": _contention_verdicts,
     "decode": _decode_verdicts,
+    "listing": _listing_verdicts,
 }
 
 # ---------------------------------------------------------------- formatting

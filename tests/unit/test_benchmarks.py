@@ -180,7 +180,27 @@ def test_decode_notices_an_epoch_that_lacks_images() -> None:
         case_decode._load("torch", [(None, torch.tensor([0, 1, 1]))], 4)  # type: ignore[arg-type]
 
 
-ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup(), _record(), _contention(), _decode()]
+def _listing() -> Result:
+    series = _series({}, every_rank=6.0, lockstep=4.0, lockstep_again=0.02)
+    return Result("listing", False, ENVIRONMENT, {"images": 1_281_167, "classes": 1000}, series)
+
+
+def test_listing_is_held_against_ranks_that_walk_for_themselves() -> None:
+    assert [verdict.met for verdict in report.verdicts(_listing())] == [True]
+    assert "| 1,281,167 images in 1,000 folders | time |" in report.render(_listing())
+    assert "| lockstep, every later run | 20.0 ms" in report.render(_listing())
+
+
+def test_listing_end_to_end(tmp_path: Path) -> None:
+    from benchmarks import case_listing
+
+    budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
+    result = case_listing.run(case_listing.Plan(3, 20, budget), quick=True)
+    assert [one.contestant for one in result.series] == ["every_rank", "lockstep", "lockstep_again"]
+    assert "20 images in 3 folders" in report.render(Result.load(result.save(tmp_path)))
+
+
+ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup(), _record(), _contention(), _decode(), _listing()]
 
 
 def test_horovod_step_is_held_against_ddps() -> None:
