@@ -18,7 +18,7 @@ __all__ = [
     "public_call",
     "split_site",
     "up_to_user",
-    "without_relays",
+    "without_own",
 ]
 
 _PACKAGE = str(Path(__file__).parent)
@@ -73,9 +73,7 @@ def is_internal_file(name: str) -> bool:
     """Whether code of that file is not the user's: Lockstep itself, torch, and what wraps their functions."""
     if name.startswith(_GENERATED) or name.endswith(_WRAPPERS):
         return True
-    if name.startswith(f"{_PACKAGE}/"):
-        return not name.startswith(_USERS_INSIDE)
-    return is_torch_file(name)
+    return _is_own(name) or is_torch_file(name)
 
 
 def is_torch_file(name: str) -> bool:
@@ -130,9 +128,20 @@ def up_to_user(trace: TracebackType | None) -> TracebackType | None:
     return _chain(links) or trace
 
 
-def without_relays(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that Lockstep has put around methods of torch's."""
-    return _chain([link for link in _links(trace) if link.tb_frame.f_code.co_filename != _RELAY])
+def without_own(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without Lockstep's frames; if the innermost is one, only without those around torch's methods.
+
+    For errors of others that came through Lockstep, such as a signal's in a wait, or one of a user's hook.
+    """
+    links = list(_links(trace))
+    others = [link for link in links if not _is_own(link.tb_frame.f_code.co_filename)]
+    if not others or others[-1] is not links[-1]:
+        others = [link for link in links if link.tb_frame.f_code.co_filename != _RELAY]
+    return _chain(others)
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(f"{_PACKAGE}/") and not name.startswith(_USERS_INSIDE)
 
 
 def _links(trace: TracebackType | None) -> Iterator[TracebackType]:

@@ -49,7 +49,7 @@ except ModuleNotFoundError:
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from lockstep import env, libc
 
-from lockstep.frames import up_to_user, without_relays
+from lockstep.frames import up_to_user, without_own
 from lockstep.launch.attempt_folder import announce_failure
 from lockstep.launch.report import capture, is_expected, is_own, without_leading_frames
 
@@ -189,7 +189,7 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
     keep_all = env.LOCKSTEP_DEBUG.get() is True
     trace = error.__traceback__ if keep_all else without_leading_frames(error.__traceback__, _OWN_FILES)
     if not keep_all:
-        trace = up_to_user(trace) if is_own(error) else without_relays(trace)
+        trace = up_to_user(trace) if is_own(error) else without_own(trace)
     is_plain = _has_plain_hook()
     # The hook of another library may do more than print.
     if is_plain and not keep_all:

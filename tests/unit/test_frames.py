@@ -1,0 +1,33 @@
+"""Tracebacks as users see them."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from lockstep.frames import without_own
+from lockstep.rank_zero import on_rank_zero
+
+
+def fail() -> str:
+    raise ValueError("of the user")
+
+
+def names_of(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(without_own(error.__traceback__))]
+
+
+def test_errors_that_came_through_lockstep_are_shown_without_its_frames() -> None:
+    """Such as one that a signal raises in a wait: it was eleven frames away from the user's line."""
+    with pytest.raises(ValueError, match="of the user") as caught:
+        on_rank_zero(fail)
+    every = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert every == ["test_errors_that_came_through_lockstep_are_shown_without_its_frames", "on_rank_zero", "fail"]
+    assert names_of(caught.value) == [every[0], every[2]]
+
+
+def test_errors_inside_lockstep_keep_its_frames() -> None:
+    with pytest.raises(TypeError) as caught:
+        on_rank_zero("no function")  # type: ignore[arg-type]
+    assert names_of(caught.value)[-1] == "on_rank_zero"
