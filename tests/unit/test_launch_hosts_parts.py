@@ -278,6 +278,28 @@ def test_a_round_that_began_while_a_member_ended_its_ranks_is_its_round() -> Non
     zero.shutdown()
 
 
+def test_a_host_that_finds_its_store_again_has_left_the_round() -> None:
+    """Its ranks are gone, and the others must end theirs."""
+    port = find_free_port()
+    zero = rendezvous_of(quick(port, node_rank=0))
+    one = rendezvous_of(quick(port, node_rank=1, is_holder=False))
+    pending = in_thread(one.next_rendezvous)
+    zero.next_rendezvous()
+    pending.result(limit_s(20))
+    one._settle_at(one.job_store.reconnect())
+    pending = in_thread(one.next_rendezvous)
+    deadline = time.monotonic() + limit_s(10)
+    while not zero.missing() and time.monotonic() < deadline:
+        zero.look()
+        time.sleep(0.02)
+    assert zero.missing() == [one.host]
+    zero.next_rendezvous()
+    pending.result(limit_s(20))
+    assert (zero.number, one.number) == (1, 1)
+    one.shutdown()
+    zero.shutdown()
+
+
 def test_launchers_that_were_told_different_things() -> None:
     port = find_free_port()
     zero = rendezvous_of(quick(port, node_rank=0, join_s=3.0))

@@ -128,7 +128,7 @@ class HostRendezvous(RendezvousHandler):
         self.membership = Membership(self._terms)
         self.membership = self._change(lambda membership: membership)
         self.members: tuple[Host, ...] = ()
-        self.number = -1
+        self.number = self._last_number = -1
         self.position = 0
         self.master = (job_store.address, 0)
         self._looked_at_s = 0.0
@@ -184,7 +184,8 @@ class HostRendezvous(RendezvousHandler):
 
     def _next_round(self) -> RendezvousInfo:
         self._take_part()
-        self.number, self.members = self.membership.number, self.membership.members
+        self.number = self._last_number = self.membership.number
+        self.members = self.membership.members
         self.position = [member.key for member in self.members].index(self.host.key)
         if self.position == 0:
             self.put("master", json.dumps([self.host.address, find_free_port()]))
@@ -449,8 +450,11 @@ class HostRendezvous(RendezvousHandler):
             self._check(_POLL_S)
 
     def _joined(self, membership: Membership) -> Membership:
-        """The state after this host has joined, unless it did before and the others have begun: that is its round."""
-        has_begun = membership.is_running and membership.number != self.number
+        """The state after this host has left its last round, and joined.
+
+        Where it joined before, and the others have begun since, that is its round.
+        """
+        has_begun = membership.is_running and membership.number > self._last_number
         is_member = any(member.key == self.host.key for member in membership.members)
         return membership if has_begun and is_member else membership.joined(self.host)
 
