@@ -7,7 +7,8 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `buckets`, `views`: where each gradient lies; `grad_bucket`: what a communication hook sees of it.
 * `transports`, `symmetric`: how a full bucket is averaged.
 * `reducer`: when: once for each backward pass.
-* `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches.
+* `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches; `backward_pass`: how far it
+  is, a drawing.
 * `missing_gradients`: parameters that a backward pass brought no gradient for.
 * `feeding`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
 * `claims`: whether all ranks understood a step alike.

@@ -2,7 +2,8 @@
 
 [Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward
 pass (`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back
-when the pass is over. A pass that reached only some parameters is of one of three kinds: the rest is reachable
+when the pass is over; the phases in between are drawn in `backward_pass.py`. A pass that reached only some
+parameters is of one of three kinds: the rest is reachable
 from outputs that no gradient has come to yet (another backward pass will bring it: wait; if it never comes, the
 next forward pass raises), the user said that parameters may be unused (zeros go out for them), or it is a
 mistake, and raises in that very step. A pass that reaches no parameter of the model at all
@@ -29,6 +30,7 @@ from lockstep.errors import InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
+from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
@@ -38,7 +40,6 @@ from lockstep.parallel.checks import (
     find_buffers,
     host_device,
 )
-from lockstep.parallel.claims import Claims, join_claims
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.forward_pass import ForwardPass
@@ -186,14 +187,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.changes = ParameterChanges(module, self._own, ignored)
         self._buffer_places = find_buffers(module, ignored)
         self._feeding = Feeding(group, host_device(group, self.device))
-        self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
-        self._batches: set[str] = set()  # that they are of
         # Forward passes behind which the loss is looked at; one process divides by what it likes.
         self._looks_left = 3 if self._world_size > 1 and group.rank() == 0 else 0
         self._num_hooks = 0
-        self._task, self._task_reaches = -1, False  # the last backward pass seen, and whether it concerns the model
-        self._begun_task = -1  # the last backward pass that averages
-        self._missing = MissingGradients(self._parameters_to_reduce, self._names, group, self.device, static_graph)
+        self._backward = BackwardPass()
+        self._missing = MissingGradients(
+            self._backward, self._parameters_to_reduce, self._names, group, self.device, static_graph
+        )
         self._join_divisor: int | None = None
         self._divide_by_initial_world_size = True
         self._early_passes: EarlyPasses | None = EarlyPasses()
@@ -212,6 +212,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             plans,
             make_transport(plans, self.process_group),
             self.process_group,
+            self._backward,
             may_go_early=not self.static_graph and self._world_size > 1,
             always_views=self._always_views,
             unannounced=weakref.WeakMethod(self._gradient_comes),
@@ -330,7 +331,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not roots and self.training:
             self._watch_parameters(feed, type(output).__name__)
         if forward.syncing:
-            self._missing.expect(roots)
+            self._backward.expect(roots)
             self._look_at_loss(feed)
         return output
 
@@ -380,7 +381,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 work.wait()
             syncing = self._agree_on_step(trains=True, averages=syncing)
         if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
-            self._missing.forget_outputs()
+            self._backward.forget_outputs()
             if not self._is_ready:
                 return syncing
             if syncing:
@@ -404,25 +405,24 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _backward_reaches(self, output: int, forward: ForwardPass) -> bool:
         """A gradient has come to an output; whether it goes on to parameters of the model. See `ForwardPass`."""
-        task = current_graph_task_id()
-        if task != self._task:
-            self._task = task
+        backward, task = self._backward, current_graph_task_id()
+        if task != backward.seen_task:
             is_seen = runs_backward_to(self._parameters_to_reduce)
-            self._task_reaches = is_seen or forward.begins_with_checkpoint
+            backward.see(task, reaches=is_seen or forward.begins_with_checkpoint)
             if not is_seen and forward.syncing:
                 self._look_out()
-        if not self._task_reaches:
+        if not backward.reaches:
             return False
-        self._missing.reached(output)
+        backward.reach(output)
         forward.settle()
         is_compared = self._compares_rows or forward.feed.share is not None
         if forward.feed.claim and is_compared and forward.claimed_task != task:
             forward.claimed_task = task
             if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
-                self._take_claims()  # what came before was thrown away
+                backward.take_claims()  # what came before was thrown away
             share = forward.feed.share
-            self._claims[forward.feed.claim] = forward.feed.is_certain
-            self._batches.add(share.name if share is not None and share.world_size == self._world_size else "")
+            name = share.name if share is not None and share.world_size == self._world_size else ""
+            backward.claim(forward.feed.claim, forward.feed.is_certain, name)
         if forward.syncing:
             self._backward_begins()
         return True
@@ -441,25 +441,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def brings_now(self, parameter: torch.Tensor) -> bool:
         """Whether the backward pass under way came by this engine, which averages the parameter. Local."""
-        tasks = (self._task if self._task_reaches else -1, self._begun_task)
-        return current_graph_task_id() in tasks and id(parameter) in self._own
+        return self._backward.came_by(current_graph_task_id()) and id(parameter) in self._own
 
     def _backward_begins(self) -> None:
         task = current_graph_task_id()
-        if task != self._begun_task:
-            self._begun_task = task
-            self._reducer.begin()
+        if task != self._backward.begun_task:
+            self._reducer.begin(task)
             queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         missing = self._reducer.missing()
         if self._missing.come_later(missing, self.find_unused_parameters):
-            self._reducer.wait()
             return
         self._missing.check(missing, self.find_unused_parameters)
         if self._world_size == 1 and not self._num_hooks:
             self._reducer.disarm()
-            self._take_claims()
+            self._backward.take_claims()
             return
         with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
@@ -469,13 +466,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 self._reducer.finish(unused)
                 self._rescale_after_join()
             else:
-                self._reducer.finish(unused, self._buffers_to_sync(), self._take_claims())
-
-    def _take_claims(self) -> Claims:
-        """What the forward passes of this step were understood to hold."""
-        claims, batches = self._claims, self._batches
-        self._claims, self._batches = {}, set()
-        return join_claims(claims, batches)
+                self._reducer.finish(unused, self._buffers_to_sync(), self._backward.take_claims())
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over."""
@@ -510,12 +501,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def has_strayed(self) -> bool:
         """Whether gradients came past this engine and have not been averaged since; see `strays.py`."""
-        return self._is_ready and self._reducer.has_strayed and not join_config_of(self).enable
+        return self._backward.has_strayed and not join_config_of(self).enable
 
     @property
     def awaits_gradients(self) -> bool:
         """Whether a backward pass has left gradients to another one, and none have been averaged."""
-        return self._missing.are_awaited
+        return bool(self._backward.awaited)
 
     def refuse_step(self, step: str) -> None:
         """An optimizer steps although gradients are awaited. Local.
@@ -527,7 +518,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def forget_strayed(self) -> None:
         """Those gradients were looked at. Local."""
-        self._reducer.has_strayed = False
+        self._backward.has_strayed = False
 
     # ---- join: ranks with fewer batches --------------------------------------------------------
 

@@ -5,14 +5,14 @@ See [Note: backward passes] in `distributed.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import Node
 
 from lockstep.errors import UnusedParameters
+from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.graph import reachable_leaves
 
 __all__ = ["MissingGradients"]
@@ -30,11 +30,10 @@ _ADVICE_FOR_OUTPUTS = (
 
 
 class MissingGradients:
-    """What one engine knows of the outputs of its last forward pass, and of the parameters left out so far.
-
-    Parameters are named by their index.
+    """What one engine knows of the parameters that its backward passes leave out. They are named by their index.
 
     Args:
+        backward: the engine's.
         parameters: that the engine averages.
         names: of each.
         group: whose ranks average.
@@ -44,39 +43,21 @@ class MissingGradients:
 
     def __init__(
         self,
+        backward: BackwardPass,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         group: dist.ProcessGroup,
         device: torch.device,
         static_graph: bool,
     ) -> None:
+        self._backward = backward
         self._parameters = parameters
         self._names = names
         self._group = group
         self._device = device
         self._static_graph = static_graph
-        # Of the last forward pass that may have a backward pass, those outputs that none has come to yet.
-        self._roots: dict[int, Node] = {}
-        self._awaited: list[int] = []  # parameters that a backward pass left to another one
         self._static_unused: frozenset[int] | None = None
         self._static_any_unused = False  # on any rank; the same on all
-
-    def expect(self, roots: Mapping[int, Node]) -> None:
-        """A forward pass has these outputs, by number: backward passes may come to them. Local."""
-        self._roots.update(roots)
-
-    def reached(self, output: int) -> None:
-        """A backward pass has come to that output. Local."""
-        self._roots.pop(output, None)
-
-    def forget_outputs(self) -> None:
-        """Another forward pass begins. Local."""
-        self._roots.clear()
-
-    @property
-    def are_awaited(self) -> bool:
-        """Whether a backward pass has left gradients to another one."""
-        return bool(self._awaited)
 
     def check_awaited(self, when: str = "in the step before this one") -> None:
         """Another step begins, or an optimizer's. Local.
@@ -87,24 +68,28 @@ class MissingGradients:
         Raises:
             UnusedParameters: a backward pass left gradients to another one, which did not come.
         """
-        awaited, self._awaited = self._awaited, []
+        awaited = self._backward.take_awaited()
         if awaited:
             self._raise(awaited, when, _ADVICE_FOR_OUTPUTS)
 
     def come_later(self, missing: list[int], may_be_unused: bool) -> bool:
-        """Whether another backward pass will bring what this one did not, over outputs that none has come to. Local.
+        """Wait for another backward pass, if one can bring what is missing over the outputs left. Local.
 
         Args:
             missing: no gradient came for these.
             may_be_unused: the user said so (`find_unused_parameters`).
+
+        Returns:
+            Whether it waits.
         """
-        if missing and not may_be_unused and self._roots:
-            reachable = reachable_leaves(self._roots.values())
+        backward = self._backward
+        if missing and not may_be_unused and backward.roots:
+            reachable = reachable_leaves(backward.roots.values())
             if any(id(self._parameters[index]) in reachable for index in missing):
-                self._awaited = missing
+                backward.wait(missing)
                 return True
-        self._awaited = []
-        self._roots.clear()
+        backward.take_awaited()
+        backward.forget_outputs()
         return False
 
     def check(self, missing: list[int], may_be_unused: bool) -> None:

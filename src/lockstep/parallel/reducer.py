@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
+from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE, host_device
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
@@ -50,16 +50,6 @@ __all__ = ["CommHook", "Reducer"]
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
-class _Phase(Enum):
-    """Where the reducer stands."""
-
-    IDLE = "idle"  # gradients may accumulate
-    READY = "ready"  # a forward pass has been whose backward pass will reduce
-    ARMED = "armed"  # in that backward pass; buckets may go out early
-    DEFERRED = "deferred"  # in that backward pass; all buckets go out at its end
-    WAITING = "waiting"  # behind a backward pass that was not all: another one brings the missing gradients
-
-
 class Reducer:
     """Averages the gradients of a fixed list of parameters.
 
@@ -69,13 +59,11 @@ class Reducer:
         plans: the buckets.
         transport: moves and averages the buckets.
         group: who averages.
+        backward: the engine's.
         may_go_early: whether buckets may go out before the backward pass ends.
         always_views: gradients are views of buckets, whoever holds them.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
             `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
-
-    Attributes:
-        has_strayed: gradients came outside of all forward passes, and no backward pass has averaged them since.
     """
 
     def __init__(
@@ -85,6 +73,7 @@ class Reducer:
         plans: Sequence[BucketPlan],
         transport: Transport,
         group: dist.ProcessGroup,
+        backward: BackwardPass,
         may_go_early: bool,
         always_views: bool = False,
         unannounced: Callable[[], Callable[[torch.Tensor], None] | None] = lambda: None,
@@ -94,6 +83,7 @@ class Reducer:
         self._plans = plans
         self._transport = transport
         self._group = group
+        self._backward = backward
         self._may_go_early = may_go_early
         self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
@@ -104,9 +94,6 @@ class Reducer:
         self._own_memory = set() if always_views or views.can_renew else set(range(len(self._parameters)))
         self._given: dict[int, torch.Tensor] = {}  # `.grad` of before this pass that others hold, too
         self._copied_back: set[int] = set()  # of those in `_left`
-        self._phase = _Phase.IDLE
-        self._is_accumulating = False  # The last forward pass was one whose gradients are not to be averaged.
-        self.has_strayed = False
         self._out: set[int] = set()
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
@@ -135,13 +122,15 @@ class Reducer:
             reducer = reference()
             if reducer is None:
                 return
-            if reducer._phase is _Phase.ARMED:
+            backward = reducer._backward
+            phase = backward.phase
+            if phase is Phase.ARMED:
                 if not is_last:
                     reducer._try_bucket(bucket)
-            elif reducer._phase is _Phase.READY:
+            elif phase is Phase.READY:
                 reducer._announce(parameter)
-            elif reducer._phase is _Phase.IDLE and not reducer._is_accumulating:
-                reducer.has_strayed = True
+            elif phase is Phase.IDLE and not backward.is_accumulating:
+                backward.has_strayed = True
 
         self._handles[bucket] = _call_after(self._parameters[index], on_gradient)
 
@@ -158,7 +147,7 @@ class Reducer:
 
         def on_gradient(parameter: torch.Tensor) -> None:
             reducer = reference()
-            if reducer is not None and reducer._phase is _Phase.READY:
+            if reducer is not None and reducer._backward.phase is Phase.READY:
                 reducer._announce(parameter, keeps_watching=True)
 
         self._watchers += [_call_after(parameter, on_gradient) for parameter in self._parameters]
@@ -167,7 +156,7 @@ class Reducer:
         announce = self._unannounced()
         if announce is not None:
             announce(parameter)
-        if keeps_watching and self._phase is not _Phase.READY:
+        if keeps_watching and self._backward.phase is not Phase.READY:
             self._passes_to_watch = 0
 
     def _try_bucket(self, bucket: int) -> None:
@@ -215,7 +204,7 @@ class Reducer:
         if self._hook is not None:
             self._run_hook(bucket)
             return
-        if self._phase is _Phase.ARMED:
+        if self._backward.phase is Phase.ARMED:
             for index in self._members[bucket]:
                 self._versions[index] = version_of(self._views[index])
         self._transport.publish(bucket)
@@ -254,10 +243,9 @@ class Reducer:
 
     def rearm(self) -> None:
         """A forward pass begins whose backward pass will reduce. Local."""
-        if self._phase not in (_Phase.IDLE, _Phase.READY):
+        if self._backward.phase not in (Phase.IDLE, Phase.READY):
             self._restart()
-        self._phase = _Phase.READY
-        self._is_accumulating = False
+        self._backward.ready()
         if self._passes_to_watch:
             self._passes_to_watch -= 1
             if not self._passes_to_watch:
@@ -266,25 +254,23 @@ class Reducer:
 
     def disarm(self) -> None:
         """A forward pass begins whose backward pass will not reduce. Local."""
-        self._is_accumulating = True
-        if self._phase in (_Phase.ARMED, _Phase.DEFERRED):
+        if self._backward.is_under_way:
             self._restart()
-        if self._phase is not _Phase.WAITING:
-            self._phase = _Phase.IDLE
+        self._backward.accumulate()
 
-    def begin(self) -> None:
-        """A backward pass begins that will reduce. Local."""
-        if self._phase in (_Phase.ARMED, _Phase.DEFERRED):
+    def begin(self, task: int) -> None:
+        """A backward pass begins that will reduce: this task of autograd's. Local."""
+        if self._backward.is_under_way:
             self._restart()
         early = self._may_go_early and self._hook is None and not self._out
         # With create_graph, a second gradient would not be written into the bucket but replace it.
         are_none = all(parameter.grad is None for parameter in self._parameters)
         early = early and not torch.is_grad_enabled() and are_none
-        if self._phase is not _Phase.WAITING:
+        if self._backward.phase is not Phase.WAITING:
             self._given.clear()
             if not are_none and not self._always_views:
                 self._note_given()
-        self._phase = _Phase.ARMED if early else _Phase.DEFERRED
+        self._backward.begin(task, early)
 
     def _note_given(self) -> None:
         own = zip(self._parameters, self._views, strict=True)
@@ -292,10 +278,6 @@ class Reducer:
         gradients = [each.grad for each in map(self._parameters.__getitem__, indices) if each.grad is not None]
         held = zip(indices, gradients, find_held(gradients), strict=True)
         self._given = {index: gradient for index, gradient, is_held in held if is_held}
-
-    def wait(self) -> None:
-        """The backward pass is over, but another one over the same outputs brings what is missing. Local."""
-        self._phase = _Phase.WAITING
 
     def _restart(self) -> None:
         """The last backward pass failed, or never brought all gradients: what it left is void."""
@@ -308,7 +290,7 @@ class Reducer:
                 future.wait()
         self._hook_futures.clear()
         self._transport.restart()
-        self._phase = _Phase.IDLE
+        self._backward.abandon()
 
     def missing(self) -> list[int]:
         """Parameters that have no gradient now."""
@@ -324,7 +306,7 @@ class Reducer:
             ModelError: a gradient changed after its bucket had gone out.
         """
         self._check_versions()
-        self._phase = _Phase.DEFERRED
+        self._backward.average()
         for bucket in range(len(self._plans)):
             if bucket not in self._out:
                 self._send(bucket)
@@ -368,8 +350,7 @@ class Reducer:
             self._parameters[index].grad = self._views[index]
         self._left.clear()
         self._out.clear()
-        self.has_strayed = False
-        self._phase = _Phase.IDLE
+        self._backward.finish()
 
     def _copy_back(self) -> None:
         """The means of gradients that have memory of their own."""
