@@ -10,10 +10,12 @@ import ctypes
 import errno
 import os
 import sys
+import weakref
 from typing import Any
 
-__all__ = ["advise", "call", "foreign_system", "function", "map_memory", "remap", "unmap"]
+__all__ = ["advise", "call", "die_with_parent", "foreign_system", "function", "map_memory", "own", "remap", "unmap"]
 
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -49,6 +51,16 @@ def call(name: str, *values: Any) -> int:
     return int(found(*values))
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, however that happens; look afterwards whether it lives.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
 def map_memory(address: int | None, size_bytes: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
     """mmap(2): the address at which the memory lies.
 
@@ -57,11 +69,7 @@ def map_memory(address: int | None, size_bytes: int, protection: int, flags: int
     """
     if _mmap is None:
         raise OSError(errno.ENOSYS, "no mmap on this system")
-    found = _mmap(address, size_bytes, protection, flags, fd, offset)
-    if found in (None, _FAILED):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(found)
+    return _checked(_mmap(address, size_bytes, protection, flags, fd, offset))
 
 
 def remap(address: int, size_bytes: int, new_size_bytes: int, flags: int, new_address: int | None = None) -> int:
@@ -72,11 +80,21 @@ def remap(address: int, size_bytes: int, new_size_bytes: int, flags: int, new_ad
     """
     if _mremap is None:
         raise OSError(errno.ENOSYS, "no mremap on this system")
-    found = _mremap(address, size_bytes, new_size_bytes, flags, new_address)
-    if found in (None, _FAILED):
+    return _checked(_mremap(address, size_bytes, new_size_bytes, flags, new_address))
+
+
+def _checked(address: Any) -> int:
+    if address in (None, _FAILED):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return int(found)
+    return int(address)
+
+
+def own(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """A mapping as an object. Tensors and memoryviews keep it alive; the last of them takes the mapping along."""
+    memory = (ctypes.c_char * size_bytes).from_address(address)
+    weakref.finalize(memory, unmap, address, size_bytes).atexit = False
+    return memory
 
 
 def unmap(address: int, size_bytes: int) -> None:

@@ -32,13 +32,11 @@ SIGBUS at the first write.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import struct
 import threading
 import time
-import weakref
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,22 +49,29 @@ __all__ = [
     "FINISHED",
     "NUMBER",
     "RING",
+    "SECTION_BYTES",
     "SITE",
     "START",
+    "TEXT_BYTES",
     "Position",
     "Section",
+    "call_field",
     "find_unjoined",
     "make_status_files",
     "note_joined",
     "note_torch",
     "open_section",
     "read_positions",
+    "read_text",
+    "site_field",
+    "write_text",
 ]
 
 RING = 64
 TEXT_BYTES = 256
 HEADER_BYTES = 4096
-SECTION_BYTES = 4096 + 2 * RING * TEXT_BYTES
+_RINGS_START = 4096
+SECTION_BYTES = _RINGS_START + 2 * RING * TEXT_BYTES
 
 # Indices of the words of a section.
 NUMBER, FINISHED, START, CALL, SITE = range(5)
@@ -81,9 +86,30 @@ _JOINED_OFFSET = 16
 _WORDS = struct.Struct("=2qd4q")
 _NAME = (128, 384)
 _WAITING = (512, 512)
-_CALLS_START = 4096
-_SITES_START = 4096 + RING * TEXT_BYTES
 _READ_TRIES = 10
+
+
+def call_field(index: int) -> tuple[int, int]:
+    """Start and bytes of a text in the ring of calls; the control blocks of shared memory have theirs there, too."""
+    return _RINGS_START + index * TEXT_BYTES, TEXT_BYTES
+
+
+def site_field(index: int) -> tuple[int, int]:
+    """Start and bytes of a text in the ring of call sites."""
+    return _RINGS_START + (RING + index) * TEXT_BYTES, TEXT_BYTES
+
+
+def write_text(memory: memoryview, start: int, capacity: int, text: str) -> None:
+    """Write a text into a field of `capacity` bytes, cut to it; its length comes last."""
+    data = text.encode(errors="replace")[: capacity - 2]
+    memory[start + 2 : start + 2 + len(data)] = data
+    memory[start : start + 2] = len(data).to_bytes(2, "little")
+
+
+def read_text(memory: memoryview | bytes, start: int, capacity: int) -> str:
+    """The text in a field of `capacity` bytes, whatever stands there."""
+    length = min(int.from_bytes(memory[start : start + 2], "little"), capacity - 2)
+    return bytes(memory[start + 2 : start + 2 + length]).decode(errors="ignore")
 
 
 class Section:
@@ -106,11 +132,11 @@ class Section:
 
     def write_call(self, index: int, text: str) -> None:
         """Put a description of a call into the ring of calls."""
-        self._write(_CALLS_START + index * TEXT_BYTES, TEXT_BYTES, text)
+        self._write(*call_field(index), text)
 
     def write_site(self, index: int, text: str) -> None:
         """Put a call site into the ring of call sites."""
-        self._write(_SITES_START + index * TEXT_BYTES, TEXT_BYTES, text)
+        self._write(*site_field(index), text)
 
     def publish_waiting(self, text: str) -> None:
         """Say which send or receive this rank waits in; empty when it does not any more."""
@@ -118,9 +144,7 @@ class Section:
 
     def _write(self, offset: int, capacity: int, text: str) -> None:
         if self._memory is not None:
-            data = text.encode(errors="replace")[: capacity - 2]
-            self._memory[offset + 2 : offset + 2 + len(data)] = data
-            self._memory[offset : offset + 2] = len(data).to_bytes(2, "little")
+            write_text(self._memory, offset, capacity, text)
 
     def close(self) -> None:
         """The group is no more. What it did last stays readable until another group needs the section."""
@@ -138,9 +162,7 @@ def _map(fd: int, offset: int) -> memoryview:
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = libc.map_memory(None, SECTION_BYTES, protection, mmap.MAP_SHARED, fd, offset)
-    memory = (ctypes.c_char * SECTION_BYTES).from_address(address)
-    weakref.finalize(memory, libc.unmap, address, SECTION_BYTES).atexit = False
-    return memoryview(memory).cast("B")
+    return memoryview(libc.own(address, SECTION_BYTES)).cast("B")
 
 
 class _StatusFile:
@@ -384,23 +406,18 @@ def _read_section(fd: int, start: int, rank: int, pid: int) -> Position | None:
     number, finished, since_s, *calls_and_sites = _WORDS.unpack_from(data)
     call, site = calls_and_sites[2 * (number & 1) :][:2]
     (state,) = struct.unpack_from("=q", data, 8 * _STATE)
-    waiting = _text(data, _WAITING[0])
+    waiting = read_text(data, *_WAITING)
     if state == _FREE or (number == 0 and not waiting):
         return None
     return Position(
         rank,
         pid,
-        _text(data, _NAME[0]),
+        read_text(data, *_NAME),
         number,
-        _text(data, _CALLS_START + call * TEXT_BYTES) if number else "",
-        _text(data, _SITES_START + site * TEXT_BYTES) if number else "",
+        read_text(data, *call_field(call)) if number else "",
+        read_text(data, *site_field(site)) if number else "",
         inside=number > finished,
         waiting=waiting,
         since_s=since_s,
         is_open=state == _OPEN,
     )
-
-
-def _text(data: bytes, offset: int) -> str:
-    length = int.from_bytes(data[offset : offset + 2], "little")
-    return data[offset + 2 : offset + 2 + length].decode(errors="ignore")

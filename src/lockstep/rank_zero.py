@@ -90,12 +90,15 @@ def _own_rank() -> int:
     return env.RANK.get() or 0
 
 
-def collective_device() -> torch.device:
-    """Where a tensor has to lie for the default group: the CPU if it takes those, else its accelerator. Local.
+def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a tensor has to lie for a group: the CPU if it takes those, else its accelerator. Local.
 
     The same on every rank, because the group decides.
+
+    Args:
+        group: default the default group.
     """
-    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]  # "cpu:gloo,cuda:nccl"
+    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import lockstep
 from failing import attempt
-from lockstep import env
+from lockstep import env, rank_status
 from lockstep.errors import RendezvousError, SegmentDamaged, SetupError
-from lockstep.shm import control_blocks, pool, team, terms
+from lockstep.shm import pool, team, terms
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.sync import PeerState
 from lockstep.shm.team import Team
@@ -53,7 +53,7 @@ def test_ranks_with_other_terms_are_refused_on_all(term: str) -> None:
         if term == "wire":
             assert "rank 1 was given the wire format int8, rank 0 fp32" in said
         else:
-            was, now = {"calls kept": control_blocks.RING, "chunks": pool.CHUNK_BYTES}.get(term), CHANGES[term][2]
+            was, now = {"calls kept": rank_status.RING, "chunks": pool.CHUNK_BYTES}.get(term), CHANGES[term][2]
             assert f"{term} {now} on rank 1 and {was or ''}" in said
 
 

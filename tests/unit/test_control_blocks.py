@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.shm.control_blocks import BLOCK_BYTES, RING, TEXT_BYTES, ControlBlocks, Failure, Record
+from lockstep.rank_status import RING, TEXT_BYTES
+from lockstep.shm.control_blocks import BLOCK_BYTES, ControlBlocks, Failure, Record
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import PAGE_BYTES, Segment
 from lockstep.shm.sync import PeerState

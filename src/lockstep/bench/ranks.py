@@ -14,11 +14,9 @@ is written.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,12 +26,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from lockstep import env
+from lockstep import env, libc
 from lockstep.topology.mpi import read_mpi
 
 __all__ = ["Job", "RankFailed", "run_ranks", "tell"]
 
-_PR_SET_PDEATHSIG = 1
 _HOST = "127.0.0.1"
 _JOB_KEY, _ANSWER_KEY = "bench/job", "bench/answer"
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -198,8 +195,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], parts: _Parts, deadline: flo
 
 def _die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies, however that happens."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    libc.die_with_parent()
     if os.getppid() != parent_pid:  # it died before the call above
         sys.exit(1)
 

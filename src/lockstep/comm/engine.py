@@ -39,9 +39,11 @@ from lockstep.shm.kernels import Kernel, find_kernel, op_name
 from lockstep.shm.sync import PeerFailure
 from lockstep.shm.team import Region
 
-__all__ = ["Engine"]
+__all__ = ["Body", "Describe", "Engine"]
 
 Work = DoneWork | PendingWork
+Describe = Callable[[], str]
+Body = Callable[[float], None]
 
 _CLOSE_PATIENCE_S = 1.0
 
@@ -92,8 +94,8 @@ class Engine:
     def _submit(
         self,
         key: object,
-        describe: Callable[[], str],
-        body: Callable[[float], None],
+        describe: Describe,
+        body: Body,
         result: list[torch.Tensor],
         is_async: bool,
         timeout_s: float | None,
@@ -131,14 +133,7 @@ class Engine:
             work.wait()
         return work
 
-    def _run(
-        self,
-        key: object,
-        describe: Callable[[], str],
-        body: Callable[[float], None],
-        site: CallSite,
-        limit_s: float,
-    ) -> None:
+    def _run(self, key: object, describe: Describe, body: Body, site: CallSite, limit_s: float) -> None:
         with self._turn:
             start = perf_counter()
             try:
@@ -492,7 +487,7 @@ class Engine:
         self._symmetric.add(region)
         return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
-    def run_steps(self, key: object, describe: Callable[[], str], between: Callable[[], None]) -> None:
+    def run_steps(self, key: object, describe: Describe, between: Callable[[], None]) -> None:
         """Run one collective of two steps with work in between, for protocols over a region of their own. Collective.
 
         Args:

@@ -30,8 +30,8 @@ from lockstep.errors import (
 )
 from lockstep.frames import split_site
 from lockstep.log import get_logger, warn_once
-from lockstep.rank_status import CALL, NUMBER, SITE, START
-from lockstep.shm.control_blocks import RING, TEXT_BYTES, Failure, Record, damage_text
+from lockstep.rank_status import CALL, NUMBER, RING, SITE, START, TEXT_BYTES
+from lockstep.shm.control_blocks import Failure, Record, damage_text
 from lockstep.shm.sync import FailureKind, PeerFailure
 
 _logger = get_logger(__name__)

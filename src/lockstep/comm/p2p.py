@@ -30,17 +30,13 @@ from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
 from lockstep.comm.transfers import DoneTransfer, Transfer, source_of
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.base_mailbox import BaseMailbox
-from lockstep.shm.cores import own_cores
+from lockstep.shm.cores import LONGEST_NAP_S, SHARED_CORE_S, own_cores
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, next_look
 
 __all__ = ["PointToPoint"]
 
 _YIELD_FOR_S = 0.001
-_NAP_S = 0.0005
-_SHORTEST_NAP_S = 0.000001
-# A yield that takes this long has gone to another process. A thread that wakes up from sleep runs before that one.
-_SHARED_CORE_S = 0.00002
 _THREAD_NAPS_FOR_S = 0.002
 _IDLE_NAP_S = 0.002
 _THREAD_RESTS_AFTER_S = 0.02
@@ -223,7 +219,7 @@ class PointToPoint:
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
                     before = now
                     now = own_cores.give_up(before)
-                    may_yield = now - before <= _SHARED_CORE_S
+                    may_yield = now - before <= SHARED_CORE_S
                 else:
                     if self._sleep(transfer.is_completed, news, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
@@ -240,7 +236,7 @@ class PointToPoint:
         if self._advance():
             return True
         if not is_over() and news == self._team.news:
-            self._mailbox.sleep(seen, limit_s, max(_SHORTEST_NAP_S, min(_NAP_S, waited_s / 20)))
+            self._mailbox.sleep(seen, limit_s, waited_s / 20)
         return False
 
     def _is_needed(self) -> bool:
@@ -274,7 +270,7 @@ class PointToPoint:
                     self._has_work.wait()
                 needed_at = moved_at = look_at = time.monotonic()
                 continue
-            time.sleep(_NAP_S if self._is_needed() else _IDLE_NAP_S)
+            time.sleep(LONGEST_NAP_S if self._is_needed() else _IDLE_NAP_S)
 
     def _advance(self) -> bool:
         """Move what can move now, unless another thread does so; whether something moved."""

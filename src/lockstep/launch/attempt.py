@@ -150,7 +150,7 @@ class Attempt:
             self.kill()
 
     def settle(self) -> None:
-        """Give the ranks `settle_s` to notice that ranks of another host have failed, and then ask them to stop."""
+        """Give the ranks `settle_s` to notice that a rank here or elsewhere has failed, and then ask them to stop."""
         if self._phase is Phase.RUNNING:
             self._tell_of_failure()
             self._phase = Phase.SETTLING
@@ -203,10 +203,8 @@ class Attempt:
         self.exits[process.rank] = ended
         # Its announcement may be read after its exit: the order of two descriptors is chance.
         self._on_announcement()
-        if process.rank in self.failed_ranks and self._phase is Phase.RUNNING:
-            self._tell_of_failure()
-            self._phase = Phase.SETTLING
-            self._deadline = time.monotonic() + self._settle_s
+        if process.rank in self.failed_ranks:
+            self.settle()
 
     def _on_announcement(self) -> None:
         failures = self._folder.read_failures()

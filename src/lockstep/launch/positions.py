@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lockstep.frames import split_site
 from lockstep.rank_status import Position, read_positions
+from lockstep.topology import name_ranks
 
 __all__ = [
     "RankStatus",
@@ -22,7 +23,6 @@ __all__ = [
     "find_missing",
     "format_table",
     "look",
-    "name_ranks",
     "short_path",
 ]
 
@@ -142,11 +142,6 @@ def describe_interrupt(number: int, grace_s: float, statuses: str) -> str:
         f"lockstep: {name}: the ranks were told to stop, and have {grace_s:g} s (again to end at once)"
         f"{f'; {statuses}' if statuses else ''}\n"
     )
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 3`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def find_missing(statuses: Mapping[int, RankStatus], rank: int) -> tuple[int, ...]:

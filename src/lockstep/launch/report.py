@@ -20,7 +20,16 @@ from types import TracebackType
 from lockstep.frames import is_library_file, is_torch_file, library_folders
 from lockstep.launch.headline import locations_in
 
-__all__ = ["ErrorReport", "capture", "is_expected", "is_own", "is_secondary", "read_reports", "without_leading_frames"]
+__all__ = [
+    "SECONDARY_PHRASES",
+    "ErrorReport",
+    "capture",
+    "is_expected",
+    "is_own",
+    "is_secondary",
+    "read_reports",
+    "without_leading_frames",
+]
 
 # A report goes to a terminal in the end. Of longer texts, head and tail are kept.
 _MAX_TEXT_CHARS = 64 * 1024
@@ -31,7 +40,7 @@ _OWN_BASE, _SETUP_BASE = "lockstep.errors.LockstepError", "lockstep.errors.Setup
 _TIMEOUT_TYPE = "lockstep.errors.CollectiveTimeout"
 # Phrases of gloo, nccl's watchdog and torch's stores.
 _TIMEOUT_PHRASES = ("timed out", "timeout")
-_SECONDARY_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
+SECONDARY_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ def _is_secondary_itself(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError | ConnectionError):
         text = _text_of(error).lower()
-        return any(phrase in text for phrase in _SECONDARY_PHRASES)
+        return any(phrase in text for phrase in SECONDARY_PHRASES)
     return False
 
 
@@ -239,7 +248,7 @@ def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
         trace, moment = str(extra["py_callstack"]), float(extra["timestamp"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    secondary = any(phrase in text.lower() for phrase in _SECONDARY_PHRASES)
+    secondary = any(phrase in text.lower() for phrase in SECONDARY_PHRASES)
     return ErrorReport(rank, pid, socket.gethostname(), kind, text, trace, "", 0, moment, secondary)
 
 

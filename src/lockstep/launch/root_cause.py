@@ -20,16 +20,10 @@ from dataclasses import dataclass
 from lockstep import env
 from lockstep.launch.environment import visible_gpus
 from lockstep.launch.headline import first_reason, needs_gpu, origin_of, why_worker_is_gone
-from lockstep.launch.positions import (
-    RankStatus,
-    describe_position,
-    describe_statuses,
-    find_missing,
-    name_ranks,
-    short_path,
-)
+from lockstep.launch.positions import RankStatus, describe_position, describe_statuses, find_missing, short_path
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
+from lockstep.topology import name_ranks
 
 __all__ = ["Failure", "find_first_failure", "find_own_errors", "format_last_words", "format_summary"]
 

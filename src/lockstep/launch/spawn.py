@@ -27,6 +27,7 @@ from lockstep.launch.report import read_reports
 from lockstep.launch.root_cause import Failure, find_first_failure, find_own_errors
 from lockstep.rank_status import make_status_files
 from lockstep.secret import new_token
+from lockstep.topology import name_ranks
 
 __all__ = ["RankTraceback", "spawn"]
 
@@ -178,11 +179,9 @@ def _run(
         attempt.interrupt(signal.SIGTERM)
     attempt.wait()
     if attempt.is_cut_short:
-        names = ", ".join(map(str, late))
-        who = f"ranks {names} were" if len(late) > 1 else f"rank {names} was"
         raise WorkerFailed(
-            f"{who} not done after {limit_s:g} s, and all ranks were stopped; give a longer timeout if that is "
-            f"to be expected",
+            f"{name_ranks(late)} {'were' if len(late) > 1 else 'was'} not done after {limit_s:g} s, and all ranks were "
+            "stopped; give a longer timeout if that is to be expected",
             rank=late[0],
             exit_code=_TIMEOUT_CODE,
         )

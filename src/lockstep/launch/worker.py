@@ -27,7 +27,6 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 import builtins
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import importlib.machinery
@@ -57,7 +56,6 @@ __all__ = ["run_module", "run_rank", "run_script", "run_target"]
 
 # By name, as it stands above this package.
 _SHIMS = "lockstep.compat.install"
-_PR_SET_PDEATHSIG = 1
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 # Modules whose hooks for uncaught exceptions hand on to the one before.
 _KNOWN_HOOKS = ("torch.distributed.distributed_c10d", "lockstep.comm.exit_hooks")
@@ -71,8 +69,7 @@ _OWN_FILES = frozenset(
 
 def _die_with_launcher() -> None:
     """Ask for SIGKILL when the launcher dies. If it is dead already, exit."""
-    if libc.call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    libc.die_with_parent()
     if os.getppid() != env.LOCKSTEP_PARENT_PID.get():
         os._exit(128 + signal.SIGKILL)
 

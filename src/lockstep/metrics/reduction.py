@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lockstep.errors import CollectiveMismatch, InputTypeError
 from lockstep.metrics.metric import Metric
+from lockstep.rank_zero import collective_device
 from lockstep.world import current_world
 
 __all__ = ["synchronize"]
@@ -69,7 +70,7 @@ def _synchronize(metrics: list[Metric], names: list[str], process_group: dist.Pr
         return [metric.compute() for metric in metrics]
     layout = ", ".join(f"{name}: {metric.label()}" for name, metric in zip(names, metrics, strict=True))
     fingerprint = float(int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=2).digest(), "little"))
-    device = _device_of(group)
+    device = collective_device(group)
     parts = [torch.tensor([fingerprint, fingerprint**2], dtype=torch.float64, device=device)]
     parts += [metric.state().to(device) for metric in metrics]
     reduced = torch.cat(parts)
@@ -96,13 +97,3 @@ def _open_group() -> dist.ProcessGroup | None:
     if dist.is_available() and dist.is_initialized():
         return cast("dist.ProcessGroup", dist.group.WORLD)
     return None
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """A device whose tensors the group reduces: the CPU if it can, else its accelerator.
-
-    All ranks must choose alike, so the group decides and not where a rank's sums happen to be.
-    """
-    backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
-    device_types = [entry.partition(":")[0] for entry in backends.split(",")]
-    return torch.device("cpu" if "cpu" in device_types else device_types[0])

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from lockstep.errors import RendezvousError
+from lockstep.topology import name_each
 from lockstep.torch_private.stores import FileStore, PrefixStore, Store
 
 __all__ = ["open_store"]
@@ -88,9 +89,8 @@ def _await_signatures(store: Store, world_size: int, timeout: timedelta) -> None
         store.wait([_signature(rank) for rank in range(1, world_size)], timeout)
     except RuntimeError:
         missing = [rank for rank in range(1, world_size) if not store.check([_signature(rank)])]
-        names = ", ".join(f"rank {rank}" for rank in missing)
         raise RendezvousError(
-            f"{names} did not come within {timeout.total_seconds():g} s of rank 0 (pid {os.getpid()} on "
+            f"{name_each(missing)} did not come within {timeout.total_seconds():g} s of rank 0 (pid {os.getpid()} on "
             f"{socket.gethostname()}). Did all ranks start, with the same folder for temporary files?"
         ) from None
 

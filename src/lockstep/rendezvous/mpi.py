@@ -11,7 +11,6 @@ that of all.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import env
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.mpi_library import is_installed, load
+from lockstep.network_interfaces import source_towards
 from lockstep.rendezvous import folder, tcp
 from lockstep.secret import new_token
 from lockstep.topology import Topology
@@ -192,13 +192,7 @@ def _open_meeting_point(hosts: Sequence[str]) -> dict[str, Any]:
 
 def _address_towards(hosts: Iterable[str]) -> str:
     """The address of this host on the way to the first of `hosts` that has one; its name, if none has."""
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # sends nothing
-                return str(probe.getsockname()[0])
-    return socket.gethostname()
+    return next(filter(None, map(source_towards, hosts)), socket.gethostname())
 
 
 def _locate(rank: int, hosts: Sequence[str]) -> Topology:

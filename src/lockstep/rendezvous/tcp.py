@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from lockstep.errors import RendezvousError
 from lockstep.log import get_logger, warn_once
+from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
 __all__ = ["listen", "open_store", "stop_serving"]
@@ -154,11 +155,11 @@ class _Meeting:
     def _explain(self, error: RuntimeError, signatures: Store, others: list[str]) -> str:
         place = f"{self._address}, port {self._port}, where rank 0 listens"
         try:
-            missing = [f"rank {rank}" for rank in others if not signatures.check([rank])]
+            missing = name_each(rank for rank in others if not signatures.check([rank]))
         except RuntimeError:
             return f"the connection to {place}, is lost: {str(error).splitlines()[0]}"
         return (
-            f"{', '.join(missing)} did not come to {place}, within {self._timeout.total_seconds():g} s. Did all ranks "
+            f"{missing} did not come to {place}, within {self._timeout.total_seconds():g} s. Did all ranks "
             "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
         )
 

@@ -14,7 +14,7 @@ result over them, the owner reads the result and, in the next transfer but one, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -29,11 +29,6 @@ _REDUNDANT_BYTES = 16 << 10
 _PIECE_BYTES = 256 << 10
 _PIECE_BYTES_FOR_TWO = 512 << 10
 _ALIGNMENT = 16  # elements; parts of a chunk start at whole cache lines for 4-byte elements
-
-
-def _chunks(numel: int, chunk: int) -> list[tuple[int, int]]:
-    """Bounds of the chunks that cover `numel` elements; one empty chunk for none."""
-    return [(start, min(start + chunk, numel)) for start in range(0, numel, chunk)] or [(0, 0)]
 
 
 def share_bounds(numel: int, world_size: int) -> list[int]:
@@ -61,27 +56,25 @@ class SharedMemoryAlgorithms:
         """Reduce `tensor` in place over all ranks."""
         team = self._team
         num_bytes = tensor.numel() * tensor.element_size()
-        team.prepare(num_bytes, timeout_s)
+        if num_bytes > _REDUNDANT_BYTES:
+            self._all_reduce_shared(tensor, kernel, timeout_s)
+            return
+        # Each rank reads all slots and does all the adding: one step. The tensor fits a small slot.
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
-        if num_bytes <= _REDUNDANT_BYTES:
-            # Each rank reads all slots and does all the adding: one step. The tensor fits a slot.
-            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
-            views[team.rank].copy_(tensor)
-            team.step(timeout_s)
-            kernel.reduce(views, tensor)
-        else:
-            self._all_reduce_shared(tensor, kernel, num_bytes, timeout_s)
-        team.finish(num_bytes)
+        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
+        views[team.rank].copy_(tensor)
+        team.step(timeout_s)
+        kernel.reduce(views, tensor)
 
-    def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, num_bytes: int, timeout_s: float) -> None:
+    def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
         """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""
         team = self._team
         rank, world_size = team.rank, team.world_size
-        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-        for start, stop in _chunks(tensor.numel(), chunk):
+        for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
             part = tensor[start:stop]
-            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+            if kernel.factor is not None:
+                part.mul_(kernel.factor)
             bounds = share_bounds(stop - start, world_size)
             low, high = bounds[rank], bounds[rank + 1]
             mine = views[rank]
@@ -120,12 +113,8 @@ class SharedMemoryAlgorithms:
     def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
         """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
         team = self._team
-        num_bytes = tensor.numel() * tensor.element_size()
-        team.prepare(num_bytes, timeout_s)
-        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-        for start, stop in _chunks(tensor.numel(), chunk):
+        for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
             part = tensor[start:stop]
-            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
             mine = views[team.rank]
             mine.copy_(part)
             if kernel.factor is not None:
@@ -133,23 +122,17 @@ class SharedMemoryAlgorithms:
             team.step(timeout_s)
             if team.rank == root:
                 kernel.reduce(views, part)
-        team.finish(num_bytes)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
         """Copy `tensor` of the root to all ranks."""
         team = self._team
-        num_bytes = tensor.numel() * tensor.element_size()
-        team.prepare(num_bytes, timeout_s)
-        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-        for start, stop in _chunks(tensor.numel(), chunk):
+        for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
             part = tensor[start:stop]
-            view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)[root]
             if team.rank == root:
-                view.copy_(part)
+                views[root].copy_(part)
             team.step(timeout_s)
             if team.rank != root:
-                part.copy_(view)
-        team.finish(num_bytes)
+                part.copy_(views[root])
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
         """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
@@ -166,12 +149,7 @@ class SharedMemoryAlgorithms:
         self, outputs: Sequence[torch.Tensor] | None, numels: list[int], tensor: torch.Tensor, timeout_s: float
     ) -> None:
         team = self._team
-        largest = max(numels)
-        num_bytes = largest * tensor.element_size()
-        team.prepare(num_bytes, timeout_s)
-        chunk = team.slot_bytes(num_bytes) // tensor.element_size()
-        for start, stop in _chunks(largest, chunk):
-            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, stop - start)
+        for start, stop, views in self._transfers(max(numels), tensor.dtype, timeout_s):
             part = tensor[start:stop]
             views[team.rank][: part.numel()].copy_(part)
             team.step(timeout_s)
@@ -180,38 +158,27 @@ class SharedMemoryAlgorithms:
             for peer, output in enumerate(outputs):
                 piece = output[start:stop]
                 piece.copy_(part if peer == team.rank else views[peer][: piece.numel()])
-        team.finish(num_bytes)
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
         """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
         team = self._team
-        world_size = team.world_size
-        num_bytes = tensor.numel() * tensor.element_size() * world_size
-        team.prepare(num_bytes, timeout_s)
-        chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
-        for start, stop in _chunks(tensor.numel(), chunk):
+        for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s, team.world_size):
             length = stop - start
-            view = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)[root]
+            view = views[root]
             if inputs is not None:
                 for peer, source in enumerate(inputs):
                     view[peer * length : (peer + 1) * length].copy_(source[start:stop])
             team.step(timeout_s)
             tensor[start:stop].copy_(view[team.rank * length : (team.rank + 1) * length])
-        team.finish(num_bytes)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
     ) -> None:
         """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
-        team = self._team
-        rank, world_size = team.rank, team.world_size
+        team, rank = self._team, self._team.rank
         largest = max(source.numel() for source in inputs)
-        num_bytes = largest * tensor.element_size() * world_size
-        team.prepare(num_bytes, timeout_s)
-        chunk = team.slot_bytes(num_bytes) // tensor.element_size() // world_size
-        for start, stop in _chunks(largest, chunk):
+        for start, stop, views in self._transfers(largest, tensor.dtype, timeout_s, team.world_size):
             length = stop - start
-            views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, length * world_size)
             mine = views[rank]
             for peer, source in enumerate(inputs):
                 piece = source[start:stop]
@@ -222,25 +189,14 @@ class SharedMemoryAlgorithms:
             team.step(timeout_s)
             out = tensor[start:stop]
             kernel.reduce([view[rank * length : rank * length + out.numel()] for view in views], out)
-        team.finish(num_bytes)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
     ) -> None:
-        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer.
-
-        Args:
-            largest: numel of the largest tensor that any rank sends, the same on all ranks.
-        """
-        team = self._team
-        rank, world_size = team.rank, team.world_size
-        item_bytes = inputs[0].element_size()
-        num_bytes = largest * item_bytes * world_size
-        team.prepare(num_bytes, timeout_s)
-        chunk = team.slot_bytes(num_bytes) // item_bytes // world_size
-        for start, stop in _chunks(largest, chunk):
+        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer; `largest` is any rank's."""
+        team, rank = self._team, self._team.rank
+        for start, stop, views in self._transfers(largest, inputs[0].dtype, timeout_s, team.world_size):
             length = stop - start
-            views = team.views(team.begin_transfer(), num_bytes, inputs[0].dtype, length * world_size)
             mine = views[rank]
             for peer, source in enumerate(inputs):
                 piece = source[start:stop]
@@ -249,6 +205,25 @@ class SharedMemoryAlgorithms:
             for peer, output in enumerate(outputs):
                 piece = output[start:stop]
                 piece.copy_(views[peer][rank * length : rank * length + piece.numel()])
+
+    def _transfers(
+        self, numel: int, dtype: torch.dtype, timeout_s: float, num_parts: int = 1
+    ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """The transfers of one operation, each as bounds of its elements and every rank's slot; one, empty, for none.
+
+        Args:
+            numel: elements of each part, the same on all ranks.
+            dtype: their type.
+            timeout_s: seconds until a wait for the slots is an error.
+            num_parts: parts that lie side by side in a slot.
+        """
+        team = self._team
+        item_bytes = dtype.itemsize * num_parts
+        num_bytes = numel * item_bytes
+        chunk = team.prepare(num_bytes, timeout_s) // item_bytes
+        for start in range(0, max(numel, 1), chunk):
+            stop = min(start + chunk, numel)
+            yield start, stop, team.views(team.begin_transfer(), num_bytes, dtype, (stop - start) * num_parts)
         team.finish(num_bytes)
 
 

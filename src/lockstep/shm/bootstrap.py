@@ -37,8 +37,9 @@ from lockstep.shm.segment import Segment, boot_id
 from lockstep.shm.sentry import sentry
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.terms import Terms, disagreement
+from lockstep.topology import name_each
 
-__all__ = ["Bootstrap", "SeveralHosts", "Store"]
+__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come"]
 
 _SEGMENT = "segment"
 _SEVERAL_HOSTS = "several hosts"
@@ -69,6 +70,24 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove a value."""
+
+
+def lost_meanwhile(global_ranks: Sequence[int], what: str) -> RankLost:
+    """The error for ranks that `what` while the group was being made."""
+    return RankLost(f"{name_each(global_ranks)} {what} while the group was being made", tuple(global_ranks))
+
+
+def lost_store(global_rank: int, error: RuntimeError) -> RendezvousError:
+    """The error of a rank whose store is gone, as the rank that held it is."""
+    return RendezvousError(f"rank {global_rank} lost the store in which the ranks meet: {str(error).splitlines()[0]}")
+
+
+def not_come(missing: Sequence[int], rank: int, global_ranks: Sequence[int], timeout_s: float) -> RendezvousError:
+    """The error of a rank for those of its new group that did not come."""
+    return RendezvousError(
+        f"{name_each(global_ranks[peer] for peer in missing)} did not come within {timeout_s:g} s of rank "
+        f"{global_ranks[rank]}. Is every rank running, with the same world size of {len(global_ranks)}?"
+    )
 
 
 def _nothing_lost() -> None:
@@ -117,9 +136,7 @@ class Bootstrap:
         return f"rank {self.global_ranks[rank]}"
 
     def _lost(self, ranks: Sequence[int], what: str) -> RankLost:
-        names = ", ".join(map(self.name, ranks))
-        culprits = tuple(self.global_ranks[rank] for rank in ranks)
-        return RankLost(f"{names} {what} while the group was being made", culprits)
+        return lost_meanwhile([self.global_ranks[rank] for rank in ranks], what)
 
     def explain(self, failure: PeerFailure, blocks: ControlBlocks) -> RankLost | RendezvousError:
         """The error for ranks that came and then did not go on."""
@@ -303,9 +320,7 @@ class Bootstrap:
                 if self._store.has(_SEGMENT):
                     return self._store.get(_SEGMENT)
             except RuntimeError as error:
-                raise RendezvousError(
-                    f"{self.name(self.rank)} lost the store in which the ranks meet: {str(error).splitlines()[0]}"
-                ) from None
+                raise lost_store(self.global_ranks[self.rank], error) from None
             self._nap([0])
 
     def _await_all(self, blocks: ControlBlocks, published: str) -> None:
@@ -345,11 +360,7 @@ class Bootstrap:
         self._look_out()
         waited_s = self._waited_s()
         if waited_s > self.timeout_s:
-            names = ", ".join(map(self.name, missing))
-            raise RendezvousError(
-                f"{names} did not come within {self.timeout_s:g} s of {self.name(self.rank)}. Is every rank running, "
-                f"with the same world size of {self.world_size}?"
-            )
+            raise not_come(missing, self.rank, self.global_ranks, self.timeout_s)
         time.sleep(min(_LONGEST_NAP_S, waited_s / 10))
 
 

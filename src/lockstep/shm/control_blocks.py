@@ -19,10 +19,9 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     512      text: announcement (handle of a new segment, or an error)     1024
     1536     text: what the rank waits in, and for whom                    512
     2048     text: failure (why the rank is in state FAILED)               2048
-    4096     texts: ring of calls, RING entries of TEXT_BYTES
-    …        texts: ring of call sites, RING entries of TEXT_BYTES
+    4096     texts: rings of calls and of call sites, as in a section of the status file
 
-A text is a 16-bit length and UTF-8 bytes, cut to its field.
+Rings and texts have the form of those in `lockstep.rank_status`.
 
 [Note: one line] Every collective compares the fingerprints, so they share a cache line with the step count, which peers
 fetch anyway. The rest of a record is read only when something is wrong, and stays in its owner's cache: in another pair
@@ -39,6 +38,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.errors import SegmentDamaged
+from lockstep.rank_status import RING, SECTION_BYTES, call_field, read_text, site_field, write_text
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import PeerState, fence
@@ -46,23 +46,18 @@ from lockstep.shm.sync import PeerState, fence
 __all__ = ["ControlBlocks", "Failure", "Record", "damage_text"]
 
 BLOCKS_START = 4096
-RING = 64
-TEXT_BYTES = 256
-BLOCK_BYTES = 4096 + 2 * RING * TEXT_BYTES
+BLOCK_BYTES = SECTION_BYTES
 
 _GATE_WORD = 8
 _RECORD_WORDS = 8
 _FINISHED_WORD = 3
-_CALL_WORD = 2
-_SITE_WORD = 3
+_CALL_WORD, _SITE_WORD = 2, 3
 _STATE_WORD = 8
 _HOST = (256, 256)
 _CONFIRMED_WORD, _BLOCKED_WORD, _NAMESPACE_WORD = _STATE_WORD + 3, _STATE_WORD + 4, _STATE_WORD + 5
 _ANNOUNCEMENT = (512, 1024)
 _BLOCKED = (1536, 512)
 _FAILURE = (2048, 2048)
-_CALLS_START = 4096
-_SITES_START = 4096 + RING * TEXT_BYTES
 
 
 def damage_text(what: str) -> str:
@@ -129,7 +124,7 @@ class ControlBlocks:
         self.state_words = [start // 8 + _STATE_WORD for start in self._starts]
         self.record_words = [start // 8 + 16 for start in self._starts]
         self.fingerprint_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]
-        self._ring_counts = {_CALLS_START: 0, _SITES_START: 0}
+        self._ring_counts = {_CALL_WORD: 0, _SITE_WORD: 0}
         self._num_blocked = 0
         self.on_end: Callable[[], None] = _nobody_waits
 
@@ -139,15 +134,10 @@ class ControlBlocks:
         return BLOCKS_START + world_size * BLOCK_BYTES
 
     def _write_text(self, offset: int, capacity: int, text: str) -> None:
-        data = text.encode(errors="replace")[: capacity - 2]
-        start = self._starts[self.rank] + offset
-        self._bytes[start + 2 : start + 2 + len(data)] = data
-        self._bytes[start : start + 2] = len(data).to_bytes(2, "little")
+        write_text(self._bytes, self._starts[self.rank] + offset, capacity, text)
 
     def _read_text(self, rank: int, offset: int, capacity: int) -> str:
-        start = self._starts[rank] + offset
-        length = min(int.from_bytes(self._bytes[start : start + 2], "little"), capacity - 2)
-        return bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="ignore")
+        return read_text(self._bytes, self._starts[rank] + offset, capacity)
 
     def introduce(self, identity: PeerIdentity) -> None:
         """Write who this rank is, then READY."""
@@ -266,21 +256,21 @@ class ControlBlocks:
 
     def add_call(self, text: str) -> int:
         """Put a description of a call into this rank's ring; returns its index in the ring."""
-        return self._add_text(_CALLS_START, _CALL_WORD, text)
+        return self._add_text(call_field, _CALL_WORD, text)
 
     def add_site(self, text: str) -> int:
         """Put a call site into this rank's ring; returns its index in the ring."""
-        return self._add_text(_SITES_START, _SITE_WORD, text)
+        return self._add_text(site_field, _SITE_WORD, text)
 
-    def _add_text(self, ring_start: int, record_word: int, text: str) -> int:
+    def _add_text(self, field_of: Callable[[int], tuple[int, int]], record_word: int, text: str) -> int:
         word = self.record_words[self.rank] + record_word
         # Peers may still read the texts that the two records name.
         in_use = (self.words[word], self.words[word + _RECORD_WORDS])
-        index = self._ring_counts[ring_start] % RING
+        index = self._ring_counts[record_word] % RING
         while index in in_use:
             index = (index + 1) % RING
-        self._ring_counts[ring_start] = index + 1
-        self._write_text(ring_start + index * TEXT_BYTES, TEXT_BYTES, text)
+        self._ring_counts[record_word] = index + 1
+        self._write_text(*field_of(index), text)
         return index
 
     def record(self, rank: int, number: int) -> Record:
@@ -290,8 +280,8 @@ class ControlBlocks:
         return Record(
             self.words[self.fingerprint_words[rank][number & 1]],
             written_number,
-            self._read_text(rank, _CALLS_START + call % RING * TEXT_BYTES, TEXT_BYTES),
-            self._read_text(rank, _SITES_START + site % RING * TEXT_BYTES, TEXT_BYTES),
+            self._read_text(rank, *call_field(call % RING)),
+            self._read_text(rank, *site_field(site % RING)),
         )
 
     def latest_record(self, rank: int) -> Record | None:

@@ -15,9 +15,12 @@ import time
 
 from lockstep import libc
 
-__all__ = ["LONGEST_NAP_S", "LOST_AFTER_S", "LOST_BY_OWNER_AFTER_S", "Cores", "nap", "own_cores"]
+__all__ = ["LONGEST_NAP_S", "LOST_AFTER_S", "LOST_BY_OWNER_AFTER_S", "SHARED_CORE_S", "Cores", "nap", "own_cores"]
 
-LONGEST_NAP_S = 0.0005
+_SHORTEST_NAP_S, LONGEST_NAP_S = 0.000001, 0.0005
+# A yield of a wait for messages that takes this long has gone to another process. A thread that wakes up from sleep
+# runs before that one.
+SHARED_CORE_S = 0.00002
 # Peers that share the core give it back earlier, the more so if each should have one of its own.
 LOST_AFTER_S = 0.001
 LOST_BY_OWNER_AFTER_S = 0.0003
@@ -29,10 +32,10 @@ _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 
 
 def nap(seconds: float) -> None:
-    """Sleep, to the microsecond: by default the kernel adds up to 50 to wake several sleepers at once."""
+    """Sleep for 1 to 500 µs, exactly: by default the kernel adds up to 50 µs to wake several sleepers at once."""
     slack_ns = libc.call("prctl", _PR_GET_TIMERSLACK, 0, 0, 0, 0)
     libc.call("prctl", _PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    time.sleep(min(seconds, LONGEST_NAP_S))
+    time.sleep(max(min(seconds, LONGEST_NAP_S), _SHORTEST_NAP_S))
     libc.call("prctl", _PR_SET_TIMERSLACK, max(slack_ns, 0), 0, 0, 0)
 
 

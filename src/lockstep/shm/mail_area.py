@@ -14,6 +14,7 @@ with more ranks they take 4 KiB for each pair.
 
 from __future__ import annotations
 
+from lockstep.rank_status import read_text, write_text
 from lockstep.shm.ring import ring_bytes
 from lockstep.shm.segment import Segment
 
@@ -69,13 +70,8 @@ class MailArea:
 
     def publish_waiting(self, rank: int, text: str) -> None:
         """Publish what that rank waits for; empty for nothing. By that rank only."""
-        start = self._start + rank * _TEXT_BYTES
-        data = text.encode(errors="replace")[: _TEXT_BYTES - 2]
-        self._memory[start + 2 : start + 2 + len(data)] = data
-        self._memory[start : start + 2] = len(data).to_bytes(2, "little")
+        write_text(self._memory, self._start + rank * _TEXT_BYTES, _TEXT_BYTES, text)
 
     def waiting(self, rank: int) -> str:
         """What that rank waits for in a send or receive: `recv(float32[3], src=0, tag=0) at …`; empty for nothing."""
-        start = self._start + rank * _TEXT_BYTES
-        length = int.from_bytes(self._memory[start : start + 2], "little")
-        return bytes(self._memory[start + 2 : start + 2 + length]).decode(errors="ignore")
+        return read_text(self._memory, self._start + rank * _TEXT_BYTES, _TEXT_BYTES)

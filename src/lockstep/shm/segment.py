@@ -31,7 +31,6 @@ import os
 import re
 import secrets
 import stat
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +221,6 @@ def _map(fd: int, size_bytes: int) -> int:
     return address
 
 
-def _own(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """A mapping as an object. Tensors and memoryviews keep it alive; the last of them takes the mapping along."""
-    memory = (ctypes.c_char * size_bytes).from_address(address)
-    weakref.finalize(memory, libc.unmap, address, size_bytes).atexit = False
-    return memory
-
-
 def can_leave(alignment_bytes: int) -> bool:
     """Whether `leave` can take pieces of memory that begin and end at multiples of so many bytes."""
     return alignment_bytes % mmap.PAGESIZE == 0 and libc.function("mremap") is not None
@@ -253,7 +245,7 @@ def leave(piece: torch.Tensor) -> torch.Tensor:
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     try:
         # A size of 0 asks for a second mapping of the same pages.
-        memory = _own(libc.remap(address, 0, size_bytes, _MREMAP_MAYMOVE), size_bytes)
+        memory = libc.own(libc.remap(address, 0, size_bytes, _MREMAP_MAYMOVE), size_bytes)
         copy = libc.map_memory(None, size_bytes, protection, _MAP_PRIVATE_ANONYMOUS, -1)
         ctypes.memmove(copy, address, size_bytes)
         libc.remap(copy, size_bytes, size_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address)
@@ -317,7 +309,7 @@ class Segment:
         except SharedMemoryError:
             self.release()
             raise
-        self._memory = _own(address, size_bytes)
+        self._memory = libc.own(address, size_bytes)
 
     @classmethod
     def whole(cls, size_bytes: int) -> int:

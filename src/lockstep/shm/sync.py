@@ -77,7 +77,6 @@ _SPINS_OF_MANY = 4
 _SLEEP_AFTER_S = 0.0003
 _NAP_AFTER_S = 0.002
 _SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
-_SHORTEST_NAP_S = 0.000001
 _LOOK_EVERY_S = 0.002
 # Between two looks passes at most this multiple of the time waited so far, and at most so many seconds. The second of
 # two values holds where an alarm wakes the wait.
@@ -278,7 +277,7 @@ class Waiter:
                 may_yield = now - before < (_SHARED_CORE_S if self._has_own_core else _SLEEP_AFTER_S)
             else:
                 if self._futex is None:
-                    nap(max((now - start) / 20, _SHORTEST_NAP_S))
+                    nap((now - start) / 20)
                 else:
                     self._sleep(words, pending, target, news, look_at - now)
                 now = time.monotonic()

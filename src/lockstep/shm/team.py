@@ -15,8 +15,9 @@ import torch
 
 from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
+from lockstep.rank_status import RING
 from lockstep.shm.bootstrap import Bootstrap
-from lockstep.shm.control_blocks import BLOCK_BYTES, RING, ControlBlocks, Failure
+from lockstep.shm.control_blocks import BLOCK_BYTES, ControlBlocks, Failure
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.large_slots import LargeSlots
 from lockstep.shm.liveness import Watch
@@ -238,27 +239,26 @@ class Team:
             for check in self.on_arrival:
                 check()
 
-    def slot_bytes(self, num_bytes: int) -> int:
-        """Bytes of the slots that a transfer of `num_bytes` should go through."""
-        if num_bytes <= SMALL_SLOT_BYTES:
-            return SMALL_SLOT_BYTES
-        assert self._large is not None, "prepare() comes before the first transfer"
-        return self._large.slot_bytes
-
-    def prepare(self, num_bytes: int, timeout_s: float) -> None:
+    def prepare(self, num_bytes: int, timeout_s: float) -> int:
         """Make sure that slots for an operation on `num_bytes` exist. Collective on first use of large ones.
 
-        Called with what the flight record verifies to be equal on all ranks, before the first transfer.
+        Called with what the flight record verifies to be equal on all ranks, before the first transfer of more than
+        `SMALL_SLOT_BYTES`.
+
+        Returns:
+            Bytes of the slots that its transfers go through.
 
         Raises:
             SharedMemoryError: there is no memory for them, on every rank at their first use.
             PeerFailure: a rank did not come to their first use.
         """
-        if num_bytes > SMALL_SLOT_BYTES:
-            if self._large is None:
-                self.step(timeout_s)
-                self._large = self._allocate_large_slots(timeout_s)
-            self._large.begin()
+        if num_bytes <= SMALL_SLOT_BYTES:
+            return SMALL_SLOT_BYTES
+        if self._large is None:
+            self.step(timeout_s)
+            self._large = self._allocate_large_slots(timeout_s)
+        self._large.begin()
+        return self._large.slot_bytes
 
     def finish(self, num_bytes: int) -> None:
         """Say that this rank has read all that it will of the operation that `prepare` began. Local.

@@ -48,8 +48,6 @@ _PRELOADED = (
     "lockstep.world",
 )
 
-_PR_SET_PDEATHSIG = 1
-
 # How often a fork server with nothing to do looks whether its caller still lives. The end of
 # the pipe tells it at once, except while some child of the caller still holds a copy.
 _CALLER_CHECK_S = 1.0
@@ -149,7 +147,7 @@ class _ForkServer:
             os.close(self._wakeup)
             os.close(self._wakeup_end)
             self._control.close()
-            libc.call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+            libc.die_with_parent()
             if os.getppid() != self.pid:  # It died before the line above.
                 os._exit(1)
             for stream in (sys.stdout, sys.stderr):

@@ -28,8 +28,10 @@ from typing import Any
 
 from lockstep import env
 from lockstep.errors import CollectiveAborted, InputError, InputTypeError, RankLost, WorkerFailed
+from lockstep.launch.report import SECONDARY_PHRASES
 from lockstep.testing.limits import limit_s
 from lockstep.testing.worker import DUMP_SIGNAL, Job, Reply, WorkerDied
+from lockstep.topology import name_ranks
 
 __all__ = ["run_ranks"]
 
@@ -44,14 +46,7 @@ _DUMP_DEADLINE_S = 2.0
 _EXIT_DEADLINE_S = 10.0
 
 # What gloo and torch's stores say on the ranks whose peer broke.
-_SECONDARY = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Read timeout",
-    "Application timeout caused pair closure",
-)
+_SECONDARY = (*SECONDARY_PHRASES, "timed out waiting", "read timeout", "application timeout caused pair closure")
 
 
 def run_ranks(
@@ -140,7 +135,7 @@ def _is_secondary(error: object) -> bool:
     """Whether an error only says that another rank broke."""
     if isinstance(error, RankLost | CollectiveAborted):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _SECONDARY)
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SECONDARY)
 
 
 def _raise_first(outcomes: Sequence[_Outcome]) -> None:
@@ -313,15 +308,11 @@ class _Pool:
             self._control.send(("signal", pid, int(DUMP_SIGNAL)))
             self._read_control(limit_s(_DUMP_DEADLINE_S), until=partial(self._exit_codes.__contains__, pid))
         lines = [f"  rank {rank}: {_in_one_line(outcome)}" for rank, outcome in sorted(outcomes.items())]
-        raise TimeoutError(
-            "\n".join(
-                [
-                    f"run_ranks: rank{'s' * (len(hanging) > 1)} {', '.join(map(str, hanging))} of {len(workers)} "
-                    f"still running after {timeout_s:g} s; their stacks are on stderr, and all workers were killed",
-                    *lines,
-                ]
-            )
+        head = (
+            f"run_ranks: {name_ranks(hanging)} of {len(workers)} still running after {timeout_s:g} s; their stacks "
+            "are on stderr, and all workers were killed"
         )
+        raise TimeoutError("\n".join([head, *lines]))
 
     def _retire(self, workers: Sequence[_Worker]) -> None:
         """Kill workers whose job failed: nobody knows what it left in them."""

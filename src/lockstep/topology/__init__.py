@@ -8,6 +8,6 @@ returns a `Topology` or None; `detection` asks them in turn, and the first that 
 from __future__ import annotations
 
 from lockstep.topology.detection import read_topology
-from lockstep.topology.topology import Topology
+from lockstep.topology.topology import Topology, name_each, name_ranks
 
-__all__ = ["Topology", "read_topology"]
+__all__ = ["Topology", "name_each", "name_ranks", "read_topology"]

@@ -1,12 +1,13 @@
-"""Where one process stands in a job."""
+"""Where one process stands in a job, and how messages call its ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import SetupError
 
-__all__ = ["Topology"]
+__all__ = ["Topology", "name_each", "name_ranks"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,13 @@ class Topology:
             raise SetupError(
                 f"num_nodes is {self.num_nodes}, but there are {len(self.hosts)} hosts: {list(self.hosts)}"
             )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def name_each(ranks: Iterable[int | str]) -> str:
+    """`rank 3`, or `rank 0, rank 1, rank 3`."""
+    return ", ".join(f"rank {rank}" for rank in ranks)

@@ -373,20 +373,11 @@ class HostsAlgorithms(Algorithms):
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
     ) -> None:
-        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer.
-
-        Args:
-            outputs: one for each rank.
-            inputs: one for each rank.
-            largest: numel of the largest tensor that any rank sends, the same on all ranks.
-            timeout_s: seconds until each wait is an error.
-        """
+        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer."""
         team = self._team
         team.arrive(timeout_s)
         here = team.layout.local_ranks(team.rank)
-        # Beginning with the next rank, so that not all ranks send to the same one first.
-        others = [(team.rank + distance) % team.world_size for distance in range(1, team.world_size)]
-        far = [rank for rank in others if rank not in here]
+        far = [rank for rank in team.peers if rank not in here]
         team.exchange([(rank, inputs[rank]) for rank in far], [(rank, outputs[rank]) for rank in far], timeout_s)
         near_outputs, near_inputs = [outputs[rank] for rank in here], [inputs[rank] for rank in here]
         self._local.all_to_all(near_outputs, near_inputs, largest, timeout_s)

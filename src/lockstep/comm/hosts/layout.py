@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.shm.liveness import PeerIdentity
+from lockstep.topology import name_ranks
 
 __all__ = ["LARGEST_CHUNK_BYTES", "Layout", "Member", "num_chunks"]
 
@@ -87,8 +88,7 @@ class Layout:
         parts = []
         for ranks in self.hosts:
             member = self.members[ranks[0]]
-            names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            parts.append(f"{member.identity.host} ({names}) {member.interface} {member.address}")
+            parts.append(f"{member.identity.host} ({name_ranks(ranks)}) {member.interface} {member.address}")
         return " | ".join(parts)
 
 

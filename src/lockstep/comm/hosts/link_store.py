@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from lockstep.comm.hosts.links import Links
-from lockstep.errors import RankLost
+from lockstep.shm.bootstrap import lost_meanwhile
 from lockstep.torch_private.stores import Store
 
 __all__ = ["LinkStore"]
@@ -68,12 +68,8 @@ class LinkStore(Store):
         self._receive()
         gone = sorted(self._links.lost.intersection(missing))
         if gone or time.monotonic() > self._deadline_s:
-            late = gone or sorted(missing)
-            names = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
-            what = "was gone again" if gone else "did not go on"
-            raise RankLost(
-                f"{names} came and {what} while the group was being made", tuple(self._ranks[one] for one in late)
-            )
+            what = "came and was gone again" if gone else "came and did not go on"
+            raise lost_meanwhile([self._ranks[peer] for peer in gone or sorted(missing)], what)
         self._look_out()
         self._links.wait(_POLL_S)
 

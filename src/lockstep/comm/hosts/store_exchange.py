@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lockstep.errors import LockstepError, RendezvousError
-from lockstep.shm.bootstrap import Store
+from lockstep.shm.bootstrap import Store, lost_store, not_come
 
 __all__ = ["StoreExchange"]
 
@@ -70,11 +70,8 @@ class StoreExchange:
             if failure is not None:
                 raise RendezvousError(failure)
             if time.monotonic() > self._deadline:
-                missing = ", ".join(f"rank {self._global_ranks[rank]}" for rank in ranks if rank not in found)
-                raise RendezvousError(
-                    f"{missing} did not come within {self._timeout_s:g} s of rank {self._global_ranks[self._rank]}. Is "
-                    f"every rank running, with the same world size of {len(self._global_ranks)}?"
-                )
+                missing = [rank for rank in ranks if rank not in found]
+                raise not_come(missing, self._rank, self._global_ranks, self._timeout_s)
             self._write_again()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
@@ -118,10 +115,7 @@ class StoreExchange:
         try:
             return question()
         except RuntimeError as error:
-            raise RendezvousError(
-                f"rank {self._global_ranks[self._rank]} lost the store in which the ranks meet: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
+            raise lost_store(self._global_ranks[self._rank], error) from None
 
     def remaining_s(self) -> float:
         """Seconds until the deadline."""

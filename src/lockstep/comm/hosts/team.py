@@ -197,13 +197,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     # ---- data ------------------------------------------------------------------------------------------
 
     def exchange(self, sends: Parts, receives: Parts, timeout_s: float) -> None:
-        """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
-
-        Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
-
-        Raises:
-            PeerFailure: a peer failed or left, or was not done in time.
-        """
+        """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`."""
         transfers: list[GlooTransfer] = []
         eager: list[tuple[int, torch.Tensor]] = []
         for peer, tensor in receives:
@@ -242,15 +236,16 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
         Then the ranks agree on the size of the chunks in which large tensors move.
         """
-        self.local.prepare(_LARGE_BYTES, timeout_s)
-        if self.chunk_bytes:
-            return
-        own = torch.tensor([self.local.slot_bytes(_LARGE_BYTES)])
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        sizes[self.rank] = own
-        outputs = [(peer, sizes[peer : peer + 1]) for peer in self._others]
-        self.exchange([(peer, own) for peer in self._others], outputs, timeout_s)
-        self.chunk_bytes = int(sizes.min())
+        slot_bytes = self.local.prepare(_LARGE_BYTES, timeout_s)
+        if not self.chunk_bytes:
+            self.chunk_bytes = int(self._gather_numbers(slot_bytes, timeout_s).min())
+
+    def _gather_numbers(self, own: int, timeout_s: float) -> torch.Tensor:
+        """A number of each rank, in order. Collective, after `arrive`."""
+        numbers = torch.full((self.world_size,), own)
+        sends = [(peer, numbers[self.rank : self.rank + 1]) for peer in self._others]
+        self.exchange(sends, [(peer, numbers[peer : peer + 1]) for peer in self._others], timeout_s)
+        return numbers
 
     def finish(self) -> None:
         """Say that this rank has read the slots of its host for the last time since `prepare`. Local."""
@@ -269,11 +264,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             region = self.local.allocate(part_bytes, timeout_s)
         except SharedMemoryError as error:
             problem = error
-        own = torch.tensor([problem is not None])
-        failed = torch.empty(self.world_size, dtype=torch.bool)
-        outputs = [(peer, failed[peer : peer + 1]) for peer in self._others]
-        self.exchange([(peer, own) for peer in self._others], outputs, timeout_s)
-        failed[self.rank] = own
+        failed = self._gather_numbers(int(problem is not None), timeout_s)
         if problem is not None:
             raise problem
         if region is None or bool(failed.any()):

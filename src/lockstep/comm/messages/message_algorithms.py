@@ -59,8 +59,7 @@ class MessageAlgorithms(Algorithms):
         team = self._team
         parts = team.scratch(tensor)
         parts[team.rank].copy_(tensor)
-        others = self._others()
-        team.exchange([(peer, tensor) for peer in others], [(peer, parts[peer]) for peer in others], timeout_s)
+        self._exchange([tensor] * team.world_size, parts, timeout_s)
         kernel.reduce(parts, tensor)
 
     def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
@@ -69,8 +68,7 @@ class MessageAlgorithms(Algorithms):
         shares = _shares(tensor, team.world_size)
         own = shares[team.rank]
         self._reduce_share(shares, own, kernel, timeout_s)
-        others = self._others()
-        team.exchange([(peer, own) for peer in others], [(peer, shares[peer]) for peer in others], timeout_s)
+        self._exchange([own] * team.world_size, shares, timeout_s)
 
     def _reduce_share(
         self, shares: Sequence[torch.Tensor], out: torch.Tensor, kernel: Kernel, timeout_s: float
@@ -79,8 +77,7 @@ class MessageAlgorithms(Algorithms):
         team = self._team
         own = shares[team.rank]
         parts = team.scratch(own)
-        others = self._others()
-        team.exchange([(peer, shares[peer]) for peer in others], [(peer, parts[peer]) for peer in others], timeout_s)
+        self._exchange(shares, parts, timeout_s)
         result = out
         if team.world_size > 2:
             # The tree must not build its result in one of its parts, and `out` may be the share of this rank.
@@ -117,8 +114,7 @@ class MessageAlgorithms(Algorithms):
         """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
         team = self._team
         team.arrive(timeout_s)
-        others = self._others()
-        team.exchange([(peer, tensor) for peer in others], [(peer, outputs[peer]) for peer in others], timeout_s)
+        self._exchange([tensor] * team.world_size, outputs, timeout_s)
         outputs[team.rank].copy_(tensor)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
@@ -134,7 +130,7 @@ class MessageAlgorithms(Algorithms):
         if outputs is None:
             team.exchange([(root, tensor)], [], timeout_s)
         else:
-            team.exchange([], [(peer, outputs[peer]) for peer in self._others()], timeout_s)
+            team.exchange([], [(peer, outputs[peer]) for peer in team.peers], timeout_s)
             outputs[root].copy_(tensor)
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
@@ -144,7 +140,7 @@ class MessageAlgorithms(Algorithms):
         if inputs is None:
             team.exchange([], [(root, tensor)], timeout_s)
         else:
-            team.exchange([(peer, inputs[peer]) for peer in self._others()], [], timeout_s)
+            team.exchange([(peer, inputs[peer]) for peer in team.peers], [], timeout_s)
             tensor.copy_(inputs[root])
 
     def reduce_scatter(
@@ -166,14 +162,15 @@ class MessageAlgorithms(Algorithms):
         """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer."""
         team = self._team
         team.arrive(timeout_s)
-        others = self._others()
-        team.exchange([(peer, inputs[peer]) for peer in others], [(peer, outputs[peer]) for peer in others], timeout_s)
+        self._exchange(inputs, outputs, timeout_s)
         outputs[team.rank].copy_(inputs[team.rank])
 
-    def _others(self) -> list[int]:
-        """All peers, beginning with the next rank, so that not all ranks turn to one first."""
-        team = self._team
-        return [(team.rank + distance) % team.world_size for distance in range(1, team.world_size)]
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Send `sent[peer]` to each peer, and receive `received[peer]` from it."""
+        peers = self._team.peers
+        self._team.exchange(
+            [(peer, sent[peer]) for peer in peers], [(peer, received[peer]) for peer in peers], timeout_s
+        )
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.comm.callsite import CallSite
 from lockstep.comm.contract import Algorithms
-from lockstep.comm.engine import Engine
+from lockstep.comm.engine import Body, Describe, Engine
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.messages.message_team import MessageTeam
 from lockstep.errors import CollectiveAborted, LockstepError
@@ -44,14 +44,7 @@ class MessageEngine(Engine):
         self._failure = failure
         self._library = library
 
-    def _run(
-        self,
-        key: object,
-        describe: Callable[[], str],
-        body: Callable[[float], None],
-        site: CallSite,
-        limit_s: float,
-    ) -> None:
+    def _run(self, key: object, describe: Describe, body: Body, site: CallSite, limit_s: float) -> None:
         try:
             super()._run(key, describe, body, site, limit_s)
         except LockstepError:

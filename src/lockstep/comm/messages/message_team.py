@@ -56,6 +56,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     Attributes:
         rank: this rank in the group.
         world_size: ranks in the group.
+        peers: all other ranks, beginning with the next, so that not all ranks turn to one first.
         blocks: the control blocks of all ranks, as far as their notices have arrived.
         watch: liveness of the peers.
         waiter: waits for the peers; made by the subclass.
@@ -84,7 +85,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     def __init__(self, rank: int, identities: Sequence[PeerIdentity], watch: Watch) -> None:
         self.rank = rank
         self.world_size = len(identities)
-        self._others = tuple(peer for peer in range(self.world_size) if peer != self.rank)
+        self.peers = [(rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self._others = tuple(sorted(self.peers))
         self.blocks = MessageControlBlocks(self.rank, identities, on_failure=self._send_failure)
         self.watch = watch
         self.lock = threading.RLock()

@@ -22,16 +22,16 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
-from lockstep.shm.control_blocks import RING, Failure, Record
+from lockstep.rank_status import RING, TEXT_BYTES
+from lockstep.shm.control_blocks import Failure, Record
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState
 
 __all__ = ["NOTICE_BYTES", "MessageControlBlocks", "NoticeKind", "notice_kind"]
 
 _HEADER = struct.Struct("<5q2i")
-_TEXT_BYTES = 256
 _REASON_BYTES = 2048
-NOTICE_BYTES = _HEADER.size + max(2 * _TEXT_BYTES, _REASON_BYTES)
+NOTICE_BYTES = _HEADER.size + max(2 * TEXT_BYTES, _REASON_BYTES)
 
 _WORDS_PER_RANK = 16
 _RECORD_WORDS = 8
@@ -112,12 +112,12 @@ class MessageControlBlocks:
 
     def add_call(self, text: str) -> int:
         """Keep a description of a call; returns its index among those of this rank."""
-        self._new_call = _cut(text, _TEXT_BYTES)
+        self._new_call = _cut(text, TEXT_BYTES)
         return self._add_text(self._calls[self.rank], 0, self._new_call)
 
     def add_site(self, text: str) -> int:
         """Keep a call site; returns its index among those of this rank."""
-        self._new_site = _cut(text, _TEXT_BYTES)
+        self._new_site = _cut(text, TEXT_BYTES)
         return self._add_text(self._sites[self.rank], 1, self._new_site)
 
     def _add_text(self, ring: list[str], which: int, text: str) -> int:

@@ -24,6 +24,7 @@ from lockstep.comm.wording import describe_group
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, own_identity
+from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["MpiEngine", "MpiProcessGroup", "create"]
@@ -58,7 +59,7 @@ def _introduce(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta
     try:
         store.wait(keys, timeout)
     except RuntimeError:
-        missing = ", ".join(f"rank {ranks[peer]}" for peer, key in enumerate(keys) if not store.check([key]))
+        missing = name_each(ranks[peer] for peer, key in enumerate(keys) if not store.check([key]))
         raise RendezvousError(
             f"{missing} did not come within {timeout.total_seconds():g} s of rank {ranks[rank]} "
             f"(pid {own.identity.pid} on {own.identity.host})"

@@ -79,13 +79,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
     # ---- collectives ---------------------------------------------------------------------------------
 
     def exchange(self, sends: Parts, receives: Parts, timeout_s: float) -> None:
-        """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
-
-        Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
-
-        Raises:
-            PeerFailure: a peer failed or left, or was not done in time.
-        """
+        """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`."""
         requests: list[tuple[MPI.Request, Sequence[int]]] = []
         with self.lock:
             for start, transfers in ((self._comm.Irecv, receives), (self._comm.Isend, sends)):
@@ -94,11 +88,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         self._complete(requests, (sends, receives), timeout_s)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """Copy the root's flat contiguous tensor to all ranks. After `arrive`.
-
-        Raises:
-            PeerFailure: a peer failed or left, or was not done in time.
-        """
+        """Copy the root's flat contiguous tensor to all ranks. After `arrive`."""
         for piece in self.pieces(tensor):
             with self.lock:
                 request = self._comm.Ibcast(piece, root)

@@ -6,16 +6,12 @@ import os
 import time
 from collections.abc import Callable
 
-from lockstep.shm.cores import nap
+from lockstep.shm.cores import SHARED_CORE_S, nap
 
 __all__ = ["MpiWaiter"]
 
 _LOOK_EVERY_S = 0.002
 _NAP_AFTER_S = 0.002
-_LONGEST_NAP_S = 0.0005
-# A yield that takes this long has gone to another process. A thread that wakes up from a nap runs before that one.
-_SHARED_CORE_S = 0.00002
-_SHORTEST_NAP_S = 0.000001
 
 
 class MpiWaiter:
@@ -59,9 +55,9 @@ class MpiWaiter:
                 look(ranks, waited_s)
                 next_look_s = waited_s + _LOOK_EVERY_S
             if waited_s > _NAP_AFTER_S:
-                nap(min(waited_s / 20, _LONGEST_NAP_S))
+                nap(waited_s / 20)
                 continue
             before = time.monotonic()
             os.sched_yield()
-            if time.monotonic() - before > _SHARED_CORE_S:
-                nap(_SHORTEST_NAP_S)
+            if time.monotonic() - before > SHARED_CORE_S:
+                nap(0)

@@ -10,17 +10,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.compat.horovod.torch.compression import Compressor
+from lockstep.compat.horovod.torch.counting import CountingOptimizer, Counts
 from lockstep.compat.horovod.torch.mpi_ops.reductions import Adasum, grouped_allreduce
 
 __all__ = ["DeltaOptimizer"]
 
-_TOO_MANY_PASSES = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-    "backward_passes_per_step to accumulate gradients locally."
-)
 
-
-class DeltaOptimizer:
+class DeltaOptimizer(CountingOptimizer):
     """What a distributed optimizer with `op=Adasum` adds to the class of the optimizer it was made from.
 
     Made by `DistributedOptimizer`, not by hand. A step makes the optimizer's own step on this rank's gradients, takes
@@ -33,33 +29,21 @@ class DeltaOptimizer:
         self._compression = compression
         self._parameter_names = dict(zip(parameters, names, strict=True))
         self._required = [parameter for parameter in parameters if parameter.requires_grad]
-        self._delays = [passes] * len(self._required)
-        self._num_open = 0
+        self._counts = Counts([passes] * len(self._required))
         self.backward_passes_per_step = passes
         self.op = Adasum
-        hooks = [self._watch(index, parameter) for index, parameter in enumerate(self._required)]
-        # Parameters may outlive the optimizer, and get another.
-        weakref.finalize(self, _remove_all, hooks).atexit = False
+        self._remove_at_end([self._watch(index, parameter) for index, parameter in enumerate(self._required)])
 
     def _watch(self, index: int, parameter: torch.Tensor) -> RemovableHandle:
         reference = weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
             optimizer = reference()
-            if optimizer is None:
-                return
-            if optimizer._delays[index] <= 0:
-                raise AssertionError(_TOO_MANY_PASSES)
-            optimizer._delays[index] -= 1
-            optimizer._num_open += 1
+            if optimizer is not None:
+                optimizer._counts.count(index)
 
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         return handle
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on so many backward passes come before each step. Local."""
-        self.backward_passes_per_step = passes
-        self._delays[:] = [passes] * len(self._delays)
 
     def synchronize(self) -> None:
         """Nothing: what is combined comes into being in `step`."""
@@ -92,28 +76,5 @@ class DeltaOptimizer:
             combined = grouped_allreduce(deltas, name="adasum_deltas", compression=self._compression, op=Adasum)
             for parameter, start, delta in zip(self._required, before, combined, strict=True):
                 parameter.copy_(start + delta)
-        self._num_open = 0
-        self._delays[:] = [self.backward_passes_per_step] * len(self._delays)
+        self._counts.reset(self.backward_passes_per_step)
         return loss
-
-    def step_locally(self) -> Any:
-        """The optimizer's own step. Local."""
-        return super().step()  # type: ignore[misc]
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own.
-
-        Raises:
-            AssertionError: gradients were computed, and no step was made.
-        """
-        if self._num_open:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
-            )
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-
-
-def _remove_all(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -8,7 +8,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from lockstep.compat.horovod.common.exceptions import UnsupportedError
 from lockstep.compat.horovod.torch import runtime
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
 from lockstep.compat.horovod.torch.context import size
+from lockstep.compat.horovod.torch.counting import CountingOptimizer, Counts
 from lockstep.compat.horovod.torch.delta_optimizer import DeltaOptimizer
 from lockstep.compat.horovod.torch.gradients import Buckets, Settings, reduce_dense, reduce_sparse
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of
@@ -29,58 +29,20 @@ from lockstep.errors import InputError
 
 __all__ = ["DistributedOptimizer", "ReducingOptimizer"]
 
-_TOO_MANY_PASSES = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-    "backward_passes_per_step to accumulate gradients locally."
-)
 _STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
-_ZERO_GRAD_TOO_EARLY = (
-    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-    "This is prohibited as it can cause a race condition."
-)
 _Group = tuple[int, ...]
 
 
-@dataclass
-class _Counts:
-    """What the hooks of the parameters count; apart from the optimizer, which must not live as long as they.
-
-    Attributes:
-        delays: for each parameter, backward passes until its gradient is complete.
-        num_open: gradients computed and not reduced yet.
-        is_active: whether there is anybody to reduce with.
-        holds_back: see [Note: held back] in `gradients.py`.
-        arrive: told of each gradient that is complete and held back, once there are buckets.
-    """
-
-    delays: list[int]
-    num_open: int = 0
-    is_active: bool = False
-    holds_back: bool = False
-    arrive: Callable[[int], None] | None = None
-
-    def reset(self, passes: int) -> None:
-        """No gradient has been computed since the last step."""
-        self.num_open = 0
-        self.delays[:] = [passes] * len(self.delays)
-
-
-def _remove_all(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
-class ReducingOptimizer:
+class ReducingOptimizer(CountingOptimizer):
     """What a distributed optimizer adds to the class of the optimizer it was made from.
 
     Made by `DistributedOptimizer`, not by hand. See [Note: held back] in `gradients.py`.
     """
 
-    _counts: _Counts
     _settings: Settings
     _sparse_as_dense = False
 
@@ -97,7 +59,7 @@ class ReducingOptimizer:
         # By name, so that ranks whose optimizers have other orders agree.
         by_name = sorted(range(len(names)), key=lambda index: names[index])
         self._required = [index for index in by_name if parameters[index].requires_grad]
-        self._counts = _Counts([passes] * len(parameters))
+        self._counts = Counts([passes] * len(parameters))
         self._group_of = self._assign_groups(groups)
         self._finishers: dict[_Group, Callable[[], None]] = {}
         self._bulk: Pending | None = None
@@ -106,9 +68,7 @@ class ReducingOptimizer:
         self._should_synchronize = True
         self._runtime: runtime.Runtime | None = None
         self._refresh()
-        hooks = [self._watch(number, index) for number, index in enumerate(self._required)]
-        # Parameters may outlive the optimizer, and get another.
-        weakref.finalize(self, _remove_all, hooks).atexit = False
+        self._remove_at_end([self._watch(number, index) for number, index in enumerate(self._required)])
 
     def _refresh(self) -> None:
         """Find out who the ranks are; elastic training may have started over since the last time. Local."""
@@ -147,17 +107,10 @@ class ReducingOptimizer:
         return {index: part for part in parts for index in part}
 
     def _watch(self, number: int, index: int) -> RemovableHandle:
-        counts, delays, reference = self._counts, self._counts.delays, weakref.ref(self)
+        counts, reference = self._counts, weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
-            if not counts.is_active:
-                return
-            left = delays[index] - 1
-            if left < 0:
-                raise AssertionError(_TOO_MANY_PASSES)
-            delays[index] = left
-            counts.num_open += 1
-            if left:
+            if not counts.is_active or counts.count(index):
                 return
             if counts.holds_back:
                 if counts.arrive is not None:
@@ -273,11 +226,6 @@ class ReducingOptimizer:
 
     # ---- the optimizer's own methods -----------------------------------------------------------------
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes come before each step from now on. Local."""
-        self.backward_passes_per_step = passes
-        self._counts.delays[:] = [passes] * len(self._counts.delays)
-
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """A context in which `step()` does not reduce: for scripts that change gradients after `synchronize()`."""
@@ -318,20 +266,6 @@ class ReducingOptimizer:
 
         self._synchronized = False
         return super().step(reduced)  # type: ignore[misc]
-
-    def step_locally(self) -> Any:
-        """The optimizer's own step, with the gradients as they are. Local."""
-        return super().step()  # type: ignore[misc]
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own.
-
-        Raises:
-            AssertionError: gradients were computed and not reduced yet.
-        """
-        if self._counts.num_open:
-            raise AssertionError(_ZERO_GRAD_TOO_EARLY)
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own; forgets what was computed and not reduced."""
@@ -390,7 +324,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if backward_passes_per_step <= 0:
         raise InputError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
     _check_groups(groups)
-    if isinstance(optimizer, ReducingOptimizer | DeltaOptimizer):
+    if isinstance(optimizer, CountingOptimizer):
         raise InputError("this optimizer is a DistributedOptimizer already; wrap it once")
     names, parameters = find_names(optimizer, named_parameters)
     if chosen == Adasum and runtime.is_open() and size() > 1:

@@ -9,6 +9,7 @@ from lockstep.tools.rehearse.events import Job
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.source import tests_around
+from lockstep.topology import name_ranks
 
 __all__ = ["KINDS"]
 
@@ -85,18 +86,14 @@ def _partings(job: Job) -> Iterator[tuple[str, Finding]]:
         who = callers[blamed]
         others = "; ".join(_describe(call, members) for call, members in parties.items() if call != blamed)
         kind = "rank-only-collective" if _is_about_rank(blamed.site) else "branch-dependent-collective"
-        what = f"{_names(who)} called {blamed.text}, but {others}"
+        what = f"{name_ranks(who)} called {blamed.text}, but {others}"
         yield kind, Finding(kind, (blamed.site,), what, tuple(who))
 
 
 def _describe(call: _Call | None, ranks: Sequence[int]) -> str:
     if call is None:
-        return f"{_names(ranks)} came to no further collective"
-    return f"{_names(ranks)} called {call.text} at {call.site}"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return f"{name_ranks(ranks)} came to no further collective"
+    return f"{name_ranks(ranks)} called {call.text} at {call.site}"
 
 
 def _only(kind: str, job: Job) -> Iterator[Finding]:

@@ -177,25 +177,29 @@ def allreduce_async_(
 
 
 class _Allreduce(torch.autograd.Function):
-    """Differentiable: the gradient is reduced as the tensor was."""
+    """Differentiable: the gradients are reduced as the tensors were."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        tensor: torch.Tensor,
+        is_single: bool,
         name: str | None,
         op: ReductionOp,
         prescale_factor: float,
         postscale_factor: float,
         process_set: ProcessSet,
+        *tensors: torch.Tensor,
     ) -> Any:
+        ctx.is_single = is_single
         ctx.settings = (op, prescale_factor, postscale_factor, process_set)
-        return _start([tensor], False, True, name, *ctx.settings).wait()
+        result = _start(tensors, False, is_single, name, *ctx.settings).wait()
+        return result if is_single else tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        reduced = _Allreduce.apply(grad.contiguous(), None, *ctx.settings)  # type: ignore[no-untyped-call]
-        return reduced, None, None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        dense = [grad.contiguous() for grad in grads]
+        reduced = _Allreduce.apply(ctx.is_single, None, *ctx.settings, *dense)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, None, None, *((reduced,) if ctx.is_single else reduced))
 
 
 def allreduce(
@@ -227,7 +231,7 @@ def allreduce(
     chosen = _choose_op(op, average)
     compressed, ctx = compression.compress(tensor)
     reduced = _Allreduce.apply(  # type: ignore[no-untyped-call]
-        compressed, name, chosen, prescale_factor, postscale_factor, process_set
+        True, name, chosen, prescale_factor, postscale_factor, process_set, compressed
     )
     return compression.decompress(reduced, ctx)
 
@@ -280,29 +284,6 @@ def grouped_allreduce_async_(
     return issue(_start(tensors, True, False, name, chosen, prescale_factor, postscale_factor, process_set))
 
 
-class _GroupedAllreduce(torch.autograd.Function):
-    """Differentiable: the gradients are reduced as the tensors were."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        op: ReductionOp,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSet,
-        *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.settings = (op, prescale_factor, postscale_factor, process_set)
-        return tuple(_start(tensors, False, False, name, *ctx.settings).wait())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        dense = [grad.contiguous() for grad in grads]
-        reduced = _GroupedAllreduce.apply(None, *ctx.settings, *dense)  # type: ignore[no-untyped-call]
-        return (None, None, None, None, None, *reduced)
-
-
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -316,8 +297,8 @@ def grouped_allreduce(
     """Reduce several tensors over all ranks, all or none. Collective and differentiable. See `allreduce`."""
     chosen = _choose_op(op, average)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _GroupedAllreduce.apply(  # type: ignore[no-untyped-call]
-        name, chosen, prescale_factor, postscale_factor, process_set, *[compressed for compressed, _ in pairs]
+    reduced = _Allreduce.apply(  # type: ignore[no-untyped-call]
+        False, name, chosen, prescale_factor, postscale_factor, process_set, *[compressed for compressed, _ in pairs]
     )
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
 

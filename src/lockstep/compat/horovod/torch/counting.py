@@ -1,0 +1,93 @@
+"""What both kinds of distributed optimizers do: they count backward passes until a gradient is complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["CountingOptimizer", "Counts"]
+
+_TOO_MANY_PASSES = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+_ZERO_GRAD_TOO_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+
+
+@dataclass
+class Counts:
+    """What the hooks of the parameters count; apart from the optimizer, which must not live as long as they.
+
+    Attributes:
+        delays: for each parameter, backward passes until its gradient is complete.
+        num_open: gradients computed and not reduced yet.
+        is_active: whether there is anybody to reduce with.
+        holds_back: see [Note: held back] in `gradients.py`.
+        arrive: told of each gradient that is complete and held back, once there are buckets.
+    """
+
+    delays: list[int]
+    num_open: int = 0
+    is_active: bool = False
+    holds_back: bool = False
+    arrive: Callable[[int], None] | None = None
+
+    def count(self, index: int) -> int:
+        """Count a backward pass of a parameter; returns how many its gradient still needs."""
+        left = self.delays[index] - 1
+        if left < 0:
+            raise AssertionError(_TOO_MANY_PASSES)
+        self.delays[index] = left
+        self.num_open += 1
+        return left
+
+    def reset(self, passes: int) -> None:
+        """No gradient has been computed since the last step."""
+        self.num_open = 0
+        self.delays[:] = [passes] * len(self.delays)
+
+
+class CountingOptimizer:
+    """What a distributed optimizer adds to the class of the optimizer it was made from, whatever ranks combine.
+
+    Attributes:
+        backward_passes_per_step: how often gradients are computed before each step.
+    """
+
+    _counts: Counts
+    backward_passes_per_step: int
+
+    def _remove_at_end(self, hooks: Sequence[RemovableHandle]) -> None:
+        """Remove hooks when this optimizer is gone: parameters may outlive it, and get another."""
+        weakref.finalize(self, _remove_all, hooks).atexit = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes come before each step from now on. Local."""
+        self.backward_passes_per_step = passes
+        self._counts.delays[:] = [passes] * len(self._counts.delays)
+
+    def step_locally(self) -> Any:
+        """The optimizer's own step, with the gradients as they are. Local."""
+        return super().step()  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's own.
+
+        Raises:
+            AssertionError: gradients were computed and not reduced yet.
+        """
+        if self._counts.num_open:
+            raise AssertionError(_ZERO_GRAD_TOO_EARLY)
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+
+def _remove_all(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
