@@ -294,6 +294,9 @@ def come_late_once(port: int, another: int) -> int:
     if rank == 0:
         with pytest.raises(RendezvousError, match="rank 1 did not come"):
             tcp.open_store("127.0.0.1", port, 0, 2, SHORT)
+        left = dist.TCPStore("127.0.0.1", port, None, False, LONG)
+        assert left.check(["lockstep/meetings"])
+        assert not left.check(["lockstep/invitation/1"])
         tcp.open_store("127.0.0.1", another, 0, 2, LONG)
     else:
         tcp.open_store("127.0.0.1", another, 1, 2, LONG)

@@ -22,6 +22,8 @@ _ANY_ADDRESS = "::"
 _ANY_ADDRESS_V4 = "0.0.0.0"
 _LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
+_COMPLETE = "complete"
+
 # What this process serves until it ends, by its pid and the port: the server of a forked child stayed in its parent.
 _servers: dict[tuple[int, int], Store] = {}
 
@@ -99,8 +101,9 @@ class _Meeting:
 
     [Note: invitations] A server that stays holds the keys of earlier meetings, and a rank does not know how many there
     were: it may be new, or have missed one that failed. So rank 0 numbers them. It leaves an invitation with the
-    number for every rank, in place of one that nobody took; a rank takes its own away and signs. When all have
-    signed, all go on, with a store whose keys begin with the number.
+    number for every rank; a rank takes its own away and signs. When all have signed, rank 0 marks the meeting as
+    complete, and all go on, with a store whose keys begin with the number. If they do not come in time, rank 0 takes
+    back the invitations, so that nobody who comes later waits for the others in a meeting that has failed.
 
     Args:
         address: of rank 0's host.
@@ -121,9 +124,18 @@ class _Meeting:
         server.set_timeout(self._timeout)
         meetings = PrefixStore("lockstep", server)
         number = str(meetings.add("meetings", 1))
-        for rank in range(1, self._world_size):
+        others = range(1, self._world_size)
+        for rank in others:
             meetings.set(_invitation(rank), number)
-        return self._wait_for_all(server, number)
+        try:
+            met = self._wait_for_all(server, number, [str(rank) for rank in others])
+        except RendezvousError:
+            with contextlib.suppress(RuntimeError):
+                for rank in others:
+                    meetings.delete_key(_invitation(rank))
+            raise
+        meetings.set(f"meeting{number}/{_COMPLETE}", "1")
+        return met
 
     def accept(self, rank: int) -> Store:
         """The part of every other rank."""
@@ -141,25 +153,25 @@ class _Meeting:
                 f"where rank 0 listens: {str(error).splitlines()[0]}"
             ) from error
         PrefixStore(f"lockstep/meeting{number}", client).set(str(rank), "here")
-        return self._wait_for_all(client, number)
+        return self._wait_for_all(client, number, [_COMPLETE])
 
-    def _wait_for_all(self, store: Store, number: str) -> Store:
-        signatures = PrefixStore(f"lockstep/meeting{number}", store)
-        others = [str(rank) for rank in range(1, self._world_size)]
+    def _wait_for_all(self, store: Store, number: str, signs: list[str]) -> Store:
+        """Wait for what others write into this meeting; returns the store to go on with."""
+        meeting = PrefixStore(f"lockstep/meeting{number}", store)
         try:
-            signatures.wait(others, self._time_left())
+            meeting.wait(signs, self._time_left())
         except RuntimeError as error:
-            raise RendezvousError(self._explain(error, signatures, others)) from error
+            raise RendezvousError(self._explain(error, meeting)) from error
         return PrefixStore(f"world{number}", store)
 
-    def _explain(self, error: RuntimeError, signatures: Store, others: list[str]) -> str:
+    def _explain(self, error: RuntimeError, meeting: Store) -> str:
         place = f"{self._address}, port {self._port}, where rank 0 listens"
         try:
-            missing = name_each(rank for rank in others if not signatures.check([rank]))
+            missing = name_each(rank for rank in range(1, self._world_size) if not meeting.check([str(rank)]))
         except RuntimeError:
             return f"the connection to {place}, is lost: {str(error).splitlines()[0]}"
         return (
-            f"{missing} did not come to {place}, within {self._timeout.total_seconds():g} s. Did all ranks "
+            f"{missing or 'rank 0'} did not come to {place}, within {self._timeout.total_seconds():g} s. Did all ranks "
             "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
         )
 
