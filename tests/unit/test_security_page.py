@@ -40,5 +40,4 @@ def test_what_listens_is_complete() -> None:
         for path in (ROOT / "src/lockstep").rglob("*.py")
         if re.search(r"listener\.listen\(|tcp\.listen\(|(?<!def )serve_tcp_store\(|create_server\(", path.read_text())
     }
-    assert listens == {"launch/hosts/job_store.py", "network_interfaces.py", "rendezvous/mpi.py", "rendezvous/tcp.py",
-                       "rendezvous/urls.py"}  # fmt: skip
+    assert listens == {"launch/hosts/job_store.py", "network_interfaces.py", "rendezvous/mpi.py", "rendezvous/tcp.py"}
