@@ -93,8 +93,8 @@ torch-suite: venv ## run PyTorch's own tests of process groups on this backend
 
 nightly: venv ## what is too long for every commit: PyTorch's own suite, and two hours of random programs
 	$(RUN) $(BIN)/python tests/torch_suite/run.py
-	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/soak $(ARGS)
-	$(RUN) FUZZ_MINUTES=60 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/fuzz $(ARGS)
+	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest tests/soak $(ARGS)
+	$(RUN) FUZZ_MINUTES=60 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 bench: venv ## measure against gloo and torch, BENCH=… chooses; writes JSON, tables and plots
 	$(RUN) $(BIN)/python -m benchmarks $(BENCH) $(ARGS)
