@@ -128,6 +128,7 @@ class HostRendezvous(RendezvousHandler):
         self.membership = Membership(self._terms)
         self.membership = self._change(lambda membership: membership)
         self.members: tuple[Host, ...] = ()
+        # A move to another store forgets the first, because no round of that store is this host's.
         self.number = self._last_number = -1
         self.position = 0
         self.master = (job_store.address, 0)
