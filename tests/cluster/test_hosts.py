@@ -34,7 +34,8 @@ def well(outcomes: list[Any]) -> list[dict[str, Any]]:
     return outcomes
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (2, 1, 1)], ids=str)
+# The last one has so many ranks that they hand on each other's notices.
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (2, 1, 1), (3, 3, 3)], ids=str)
 def test_backend_conforms(hosts: Cluster, sizes: tuple[int, ...]) -> None:
     def launch(fn: Any, _world_size: int, *args: Any, timeout: float = 60.0, **_: Any) -> list[Any]:
         return hosts.run(fn, sizes, *args, timeout=timeout)
@@ -159,36 +160,42 @@ def test_training_is_that_of_one_process(hosts: Cluster, sizes: tuple[int, ...])
         assert float(difference) <= 1e-12
 
 
-def test_mismatches(hosts: Cluster) -> None:
-    for rank, found in enumerate(well(hosts.run(programs.mismatches, (2, 2)))):
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 3, 3)], ids=str)
+def test_mismatches(hosts: Cluster, sizes: tuple[int, ...]) -> None:
+    for rank, found in enumerate(well(hosts.run(programs.mismatches, sizes))):
         for name, text in (
             ("shape", "all_reduce(float32[4], SUM) at "),
             ("operation", "broadcast(float32[3], root=0) at "),
             ("large", "all_reduce(float32[500001], SUM) at "),
         ):
             kind, said, seconds, culprits = found[name]
-            assert (kind, culprits) == ("CollectiveMismatch", (3,)), said
-            assert "rank 3 (hostb, pid " in said
+            assert (kind, culprits) == ("CollectiveMismatch", (sum(sizes) - 1,)), said
+            assert f"rank {sum(sizes) - 1} (host{'abc'[len(sizes) - 1]}, pid " in said
             assert text in said
             assert "hosts_programs.py:" in said
             assert seconds < limit_s(AT_ONCE_S)
-        assert found["after"][1] == "[4.0, 4.0]"
+        assert found["after"][1] == str([float(sum(sizes))] * 2)
         if rank == 0:  # the sender of a small message does not wait for it
             assert found["message"][0] == "CollectiveMismatch"
 
 
 @pytest.mark.parametrize(
-    ("culprit", "how", "kind", "text"),
+    ("per_host", "culprit", "how", "kind", "text"),
     [
-        (3, "killed", "RankLost", "died: its process is gone"),
-        (1, "killed", "RankLost", "died: its process is gone"),
-        (2, "killed in the middle", "RankLost", "died: its process is gone"),
-        (0, "raised", "RankLost", "ValueError: out of cheese"),
-        (2, "left", "RankLost", "left the group while others still needed it"),
+        (2, 3, "killed", "RankLost", "died: its process is gone"),
+        (2, 1, "killed", "RankLost", "died: its process is gone"),
+        (2, 2, "killed in the middle", "RankLost", "died: its process is gone"),
+        (2, 0, "raised", "RankLost", "ValueError: out of cheese"),
+        (2, 2, "left", "RankLost", "left the group while others still needed it"),
+        (5, 7, "killed", "RankLost", "died: its process is gone"),
+        (5, 3, "raised", "RankLost", "ValueError: out of cheese"),
+        (5, 9, "left", "RankLost", "left the group while others still needed it"),
     ],
 )
-def test_every_rank_names_the_one_that_is_lost(hosts: Cluster, culprit: int, how: str, kind: str, text: str) -> None:
-    ranks = hosts.run(programs.lose_one, (2, 2), culprit, how)
+def test_every_rank_names_the_one_that_is_lost(
+    hosts: Cluster, per_host: int, culprit: int, how: str, kind: str, text: str
+) -> None:
+    ranks = hosts.run(programs.lose_one, (per_host, per_host), culprit, how)
     for rank, found in enumerate(ranks):
         if rank == culprit:
             assert isinstance(found, RankDied) == how.startswith("killed")
@@ -197,20 +204,23 @@ def test_every_rank_names_the_one_that_is_lost(hosts: Cluster, culprit: int, how
         got, said, seconds, culprits = found["first"]
         assert (got, culprits) == (kind, (culprit,)), said
         assert text in said
-        assert f"rank {culprit} (host{'ab'[culprit // 2]}, pid " in said
+        assert f"rank {culprit} (host{'ab'[culprit // per_host]}, pid " in said
         assert "hosts_programs.py:" in said
         assert seconds < limit_s(AT_ONCE_S) + (0.5 if "middle" in how else 0.0)
         assert found["again"][0] == kind
         assert "broke earlier" in found["again"][1]
 
 
-def test_rank_that_never_comes(hosts: Cluster) -> None:
-    ranks = well(hosts.run(programs.never_comes, (2, 2)))
+@pytest.mark.parametrize("per_host", [2, 5])
+def test_rank_that_never_comes(hosts: Cluster, per_host: int) -> None:
+    """Nobody is missed who has come, though its notice would have been handed on by the one that has not."""
+    ranks = well(hosts.run(programs.never_comes, (per_host, per_host)))
+    last = 2 * per_host - 1
     for rank, found in enumerate(ranks):
         kind, said, seconds, culprits = found["all_reduce"]
-        assert (kind, culprits) == ("CollectiveTimeout", (3,)), said
-        if rank != 3:
-            assert "rank 3 (hostb, pid " in said
+        assert (kind, culprits) == ("CollectiveTimeout", (last,)), said
+        if rank != last:
+            assert f"rank {last} (hostb, pid " in said
             assert seconds < 1.0 + limit_s(AT_ONCE_S)
 
 

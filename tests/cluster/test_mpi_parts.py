@@ -13,7 +13,14 @@ import pytest
 
 from lockstep import mpi_library
 from lockstep.bench.comm.mpi import clean_environment
-from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
+from lockstep.comm.messages.notices import (
+    NOTICE_BYTES,
+    MessageControlBlocks,
+    NoticeKind,
+    hand_on_notices,
+    handed_on,
+    notice_kind,
+)
 from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
 from lockstep.errors import BackendUnavailable, RendezvousError, SetupError
@@ -106,6 +113,40 @@ def test_a_rank_that_went_after_its_part_is_still_waited_for() -> None:
     for number, failure in ((5, None), (6, FailureKind.LEFT)):
         team = cast(MpiTeam, SimpleNamespace(blocks=other, _number=number))
         assert MpiTeam._will_not_finish(team, 0) is failure
+
+
+def test_what_is_attached_comes_with_the_notice() -> None:
+    one, other = blocks_of()
+    for number, attachment in ((1, b""), (2, b"12345678"), (3, bytes(4096))):
+        notice = enter(one, number, 7, one.add_call(f"call {number}"), one.add_site("train.py:3"))
+        received = other.receive(0, memoryview(notice + attachment))
+        assert received is not None
+        assert bytes(received) == attachment
+        assert other.record(0, number).call == f"call {number}"
+    assert other.receive(0, memoryview(one.final_notice(3))) is None
+
+
+def test_a_notice_that_comes_again_changes_nothing() -> None:
+    one, other = blocks_of()
+    call, site = one.add_call("barrier()"), one.add_site("train.py:3")
+    first, second, third = (enter(one, number, number, call, site) for number in (1, 2, 3))
+    for notice in (first, second, third):
+        assert other.receive(0, memoryview(notice)) is not None
+    for late in (first, second, third):
+        assert other.receive(0, memoryview(late)) is None
+    assert (other.record(0, 2).fingerprint, other.record(0, 3).fingerprint) == (2, 3)
+    assert other.number(0) == 3
+
+
+@pytest.mark.parametrize("limit", [300, 8 << 10])
+def test_notices_are_handed_on_whole(limit: int) -> None:
+    notices = [(rank, bytes([rank % 256]) * size) for rank, size in ((3, 40), (0, 200), (70000, 0), (2, 90))]
+    messages = list(hand_on_notices(notices, limit))
+    assert len(messages) == (2 if limit == 300 else 1)
+    assert all(len(message) <= limit for message in messages)
+    assert all(notice_kind(memoryview(message)) is NoticeKind.HANDED_ON for message in messages)
+    found = [(rank, bytes(notice)) for message in messages for rank, notice in handed_on(memoryview(message))]
+    assert found == notices
 
 
 def test_other_messages_are_no_notices() -> None:

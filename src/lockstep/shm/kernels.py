@@ -98,6 +98,24 @@ class Kernel:
             total.div_(len(parts))
         out.copy_(total)
 
+    def reduce_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Combine the rows of a matrix in the same tree, without `divide` and `accumulate`; uses up its memory. Local.
+
+        Args:
+            rows: of shape (parts, numel), each row contiguous.
+
+        Returns:
+            The result, of shape (numel,), in the memory of the first row.
+        """
+        while (count := rows.shape[0]) > 1:  # sooner than len()
+            paired = rows[:-1] if count & 1 else rows
+            left, right = paired.view(count // 2, 2, -1).unbind(1)
+            self.combine(left, right, out=left)
+            if count & 1:  # a part without a neighbour goes up as it is
+                left = torch.cat((left, rows[-1:]))
+            rows = left
+        return rows[0]
+
     def _tree(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         count = len(parts)
         if count == 1:

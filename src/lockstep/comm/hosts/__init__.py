@@ -10,6 +10,7 @@ General layout:
 * `gloo_transport`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.
 * `pipeline`: large reductions in chunks, each of which is in another stage.
+* `small`: the collectives of small tensors, which come with the notices.
 * `algorithms`: the collectives.
 * `mailbox`: point to point.
 * `group`: how a group comes to be, and its engine.

@@ -15,6 +15,7 @@ import torch
 from lockstep.comm.contract import Algorithms
 from lockstep.comm.hosts.layout import LARGEST_CHUNK_BYTES, num_chunks
 from lockstep.comm.hosts.pipeline import Reduction, reduce_pipelined
+from lockstep.comm.hosts.small import SmallAlgorithms
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.shm.algorithms import SharedMemoryAlgorithms
 from lockstep.shm.kernels import Kernel
@@ -37,6 +38,7 @@ class HostsAlgorithms(Algorithms):
     def __init__(self, team: HostsTeam) -> None:
         self._team = team
         self._local = SharedMemoryAlgorithms(team.local)
+        self._small = SmallAlgorithms(team)
 
     def barrier(self, timeout_s: float) -> None:
         """Every rank waits for every other."""
@@ -47,6 +49,9 @@ class HostsAlgorithms(Algorithms):
     def all_reduce(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
         """Reduce `tensor` in place over all ranks."""
         team = self._team
+        if self._small.fits(tensor):
+            self._small.all_reduce(tensor, kernel, timeout_s)
+            return
         team.arrive(timeout_s)
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
@@ -310,6 +315,9 @@ class HostsAlgorithms(Algorithms):
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
         """Copy `tensor` of the root to all ranks."""
         team = self._team
+        if self._small.fits(tensor):
+            self._small.broadcast(tensor, root, timeout_s)
+            return
         team.arrive(timeout_s)
         layout, local = team.layout, team.local
         here = layout.host_of[team.rank]
@@ -328,6 +336,9 @@ class HostsAlgorithms(Algorithms):
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
         """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
         team = self._team
+        if self._small.fits(tensor) and all(output.numel() == tensor.numel() for output in outputs):
+            self._small.all_gather(outputs, tensor, timeout_s)
+            return
         team.arrive(timeout_s)
         layout, local = team.layout, team.local
         here = layout.host_of[team.rank]

@@ -47,6 +47,7 @@ class Layout:
         hosts: the ranks on each host, in order; hosts in the order of their lowest rank.
         host_of: for each rank the index of its host.
         local_rank_of: for each rank its number among those of its host.
+        is_one_tree: whether the pairwise tree over the ranks of each host and then over hosts is that over all ranks.
         num_channels: in how many parts a large tensor is reduced at a time: as many as the fullest host has ranks.
     """
 
@@ -55,6 +56,7 @@ class Layout:
     host_of: tuple[int, ...]
     local_rank_of: tuple[int, ...]
     num_channels: int
+    is_one_tree: bool
 
     @classmethod
     def of(cls, members: Sequence[Member]) -> Layout:
@@ -67,7 +69,9 @@ class Layout:
         for host, ranks in enumerate(hosts):
             for local_rank, rank in enumerate(ranks):
                 host_of[rank], local_rank_of[rank] = host, local_rank
-        return cls(tuple(members), hosts, tuple(host_of), tuple(local_rank_of), max(map(len, hosts)))
+        sizes = set(map(len, hosts))
+        is_one_tree = len(sizes) == 1 and max(sizes).bit_count() == 1
+        return cls(tuple(members), hosts, tuple(host_of), tuple(local_rank_of), max(sizes), is_one_tree)
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks on that rank's host, itself included."""

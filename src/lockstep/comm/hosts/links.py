@@ -56,6 +56,7 @@ class Links:
         self._interrupts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._interrupts, select.EPOLLIN)
         self._sleepers: set[int] = set()  # threads in `wait`
+        self._full: set[_Link] = set()  # those with bytes that could not be sent yet
         self._put_back: deque[tuple[int, memoryview]] = deque()
         for peer, one in sockets.items():
             one.setblocking(False)
@@ -78,22 +79,23 @@ class Links:
             try:
                 sent = link.socket.send(link.unsent[0])
             except (BlockingIOError, InterruptedError):
+                self._full.add(link)
                 return
             except OSError:
                 link.unsent.clear()  # Messages that came before may still be there to read.
-                return
+                break
             if sent < len(link.unsent[0]):
                 link.unsent[0] = link.unsent[0][sent:]
             else:
                 link.unsent.popleft()
+        self._full.discard(link)
 
     def poll(self) -> Iterator[tuple[int, memoryview]]:
         """The messages that have come, as (rank, bytes)."""
         while self._put_back:
             yield self._put_back.popleft()
-        for link in self._links.values():
-            if link.unsent:
-                self._flush(link)
+        for link in tuple(self._full):
+            self._flush(link)
         try:
             ready = self._poll.poll(0)
         except (OSError, ValueError):  # closed
@@ -166,8 +168,8 @@ class Links:
     def close(self) -> None:
         """Send the rest, within two seconds, and close."""
         deadline = time.monotonic() + _FLUSH_S
-        while any(link.unsent for link in self._links.values()) and time.monotonic() < deadline:
-            for link in self._links.values():
+        while self._full and time.monotonic() < deadline:
+            for link in tuple(self._full):
                 self._flush(link)
             time.sleep(0.001)
         for link in self._links.values():

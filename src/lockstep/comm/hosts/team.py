@@ -98,9 +98,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         waiter: waits for ranks of this host.
         wire: the wire format of float sums between hosts.
         chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
+        hands_on: whether many ranks hand on each other's notices: always.
         has_symmetric_memory: whether `allocate` works: always, among the ranks of each host.
     """
 
+    hands_on = True
     has_symmetric_memory = True
 
     def __init__(
@@ -162,7 +164,8 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return self.waiter.closed
 
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
-        start = look_at = time.monotonic()
+        start = time.monotonic()
+        look_at = next_look(start, start, timeout_s)
         while ranks := awaited():
             now = time.monotonic()
             if now >= look_at:

@@ -3,6 +3,7 @@
 General layout, from the bottom up:
 
 * `notices`: what every rank is doing, as it told the others: control blocks that are filled by messages.
+* `arrival`: how notices reach all ranks: from each to each, or handed on.
 * `message_team`: the ranks of one group: arrival, waits, and how a rank leaves. Subclasses move the messages.
 * `message_algorithms`: the collectives, as exchanges of tensors, where no ranks share memory.
 * `message_mailbox`: point to point.

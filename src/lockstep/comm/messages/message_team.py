@@ -5,10 +5,14 @@ have in common. Notices, arrival, waits with a deadline, and how a rank leaves.
 go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a
 rank is its final notice. A rank that waits for anything receives them, so any wait learns of a rank that failed.
 
-[Note: arrival] A rank comes to a collective by sending its record to all peers, and goes on when it has received
-theirs. Only then do tensors move, straight between the memories of users, in messages whose sizes all ranks know. The
-final notice of a rank that gives up holds how many collectives it has finished, so a peer knows whether the data that
-it still waits for will come.
+[Note: arrival] A rank comes to a collective by sending its record to the others (`arrival.py`), and goes on when it has
+received those of all. Only then do tensors move, straight between the memories of users, in messages whose sizes all
+ranks know. The final notice of a rank that gives up holds how many collectives it has finished, so a peer knows whether
+the data that it still waits for will come.
+
+[Note: attachments] The record reaches every rank anyway. So a rank may attach its part of a small collective to it, and
+once all have come, all have everything and no tensor moves. A peer may be one collective ahead, so its notices are kept
+for even and for odd collectives, like its records. Attachments are read only after the records have been compared.
 """
 
 from __future__ import annotations
@@ -23,7 +27,15 @@ import torch
 
 from lockstep.comm.contract import Waiter
 from lockstep.comm.hosts.layout import Layout
-from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, notice_kind
+from lockstep.comm.messages.arrival import Arrival, rounds_of
+from lockstep.comm.messages.notices import (
+    NOTICE_BYTES,
+    MessageControlBlocks,
+    NoticeKind,
+    hand_on_notices,
+    handed_on,
+    notice_kind,
+)
 from lockstep.errors import InputError
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
@@ -40,7 +52,9 @@ RequestT = TypeVar("RequestT")
 
 # Longest message through the one channel, notices included.
 MESSAGE_BYTES = 8 << 10
-assert MESSAGE_BYTES >= NOTICE_BYTES
+# What a rank may attach to all its notices of one collective together, and to one of them. See [Note: attachments].
+_ATTACHED_BYTES, _LARGEST_ATTACHMENT_BYTES = 16 << 10, 4 << 10
+assert MESSAGE_BYTES >= NOTICE_BYTES + _LARGEST_ATTACHMENT_BYTES
 
 _ALIGNMENT_BYTES = 64
 
@@ -63,8 +77,10 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         lock: held while messages are received or sent.
         mail: received messages of point to point, as (rank, bytes), in order.
         is_entering: this rank has entered a collective, and not seen yet that all have come to it.
+        attachment_bytes: how much a rank may attach to a notice. See [Note: attachments].
         on_arrival: called in each collective when all have come: the flight recorder compares there what for.
         shares_memory: whether all ranks map the same memory: never.
+        hands_on: whether many ranks hand on each other's notices, instead of each sending its own to all.
         has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
         layout: which ranks share a host, where a subclass knows.
         overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
@@ -75,6 +91,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
 
     waiter: Waiter
     shares_memory = False
+    hands_on = False
     has_symmetric_memory = False
     layout: Layout | None = None
     overseers = None
@@ -97,6 +114,11 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._waiting = ""  # what this rank waits for in a send or receive; peers do not learn it
         self._number = 0  # of the collective that this rank is in
         self._arrived = [0] * self.world_size  # number of the last collective that each rank came to
+        self.attachment_bytes = min(_ATTACHED_BYTES // max(len(self._others), 1), _LARGEST_ATTACHMENT_BYTES)
+        self._rounds = rounds_of(rank, self.world_size) if self.hands_on else ()
+        # Of even collectives, and of odd ones.
+        self._notices: list[list[bytes | memoryview]] = [[b""] * self.world_size for _ in range(2)]
+        self._attachments: list[list[memoryview]] = [[memoryview(b"")] * self.world_size for _ in range(2)]
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._has_left = False
         self._is_listening = bool(self._others)
@@ -162,17 +184,30 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         if kind is None:
             self.mail.append((peer, bytes(message)))
             return
-        self.blocks.receive(peer, message)
-        if kind is NoticeKind.ENTER:
-            self._arrived[peer] = self.blocks.number(peer)
+        if kind is NoticeKind.HANDED_ON:
+            for rank, notice in handed_on(message):
+                self._receive_entry(rank, notice)
+        elif kind is NoticeKind.ENTER:
+            self._receive_entry(peer, message)
         else:
+            self.blocks.receive(peer, message)
             # The last message of every rank is a final notice.
             self._is_listening = not self.blocks.all_final(self._others)
 
+    def _receive_entry(self, peer: int, notice: memoryview) -> None:
+        attachment = self.blocks.receive(peer, notice)
+        if attachment is not None:
+            self._arrived[peer] = number = self.blocks.number(peer)
+            self._notices[number & 1][peer], self._attachments[number & 1][peer] = notice, attachment
+
     # ---- collectives -----------------------------------------------------------------------------------
 
-    def arrive(self, timeout_s: float) -> None:
+    def arrive(self, timeout_s: float, attachment: bytes = b"") -> None:
         """Wait until all ranks have come to this collective, if they have not yet. See [Note: arrival].
+
+        Args:
+            timeout_s: seconds until a rank that has not come is an error.
+            attachment: what `attached` is to show on every rank, at most `attachment_bytes`.
 
         Raises:
             PeerFailure: a rank cannot come, or did not come in time.
@@ -181,22 +216,38 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         if not self.is_entering:
             return
         self._number = number = self.blocks.number(self.rank)
-        notice = self.blocks.enter_notice()
-        for peer in self._others:
-            self.send_message(peer, notice)
+        notices, arrived = self._notices[number & 1], self._arrived
+        notices[self.rank] = self.blocks.enter_notice() + attachment
+        self._attachments[number & 1][self.rank] = memoryview(attachment)
+        arrived[self.rank] = number
+
+        def hand_on(peer: int, ranks: Sequence[int]) -> None:
+            for message in hand_on_notices([(rank, notices[rank]) for rank in ranks], MESSAGE_BYTES):
+                self.send_message(peer, message)
+
+        def tell_all() -> None:
+            for peer in self._others:
+                self.send_message(peer, bytes(notices[self.rank]))
+
+        arrival = Arrival(self._rounds, lambda rank: arrived[rank] >= number, hand_on, tell_all)
 
         def awaited() -> list[int]:
             self.poll()
-            return [peer for peer in self._others if self._arrived[peer] < number]
+            arrival.go_on()
+            return [peer for peer in self._others if arrived[peer] < number]
 
         self._wait(awaited, timeout_s)
         # A rank that came first may have given up since.
-        gave_up = [peer for peer in self._others if self._will_not_finish(peer) is FailureKind.FAILED]
+        gave_up = [peer for peer in self.blocks.finished if self._will_not_finish(peer) is FailureKind.FAILED]
         if gave_up:
             raise PeerFailure(dict.fromkeys(gave_up, FailureKind.FAILED), 0.0)
         self.is_entering = False
         for check in self.on_arrival:
             check()
+
+    def attached(self, rank: int) -> memoryview:
+        """What a rank attached to its notice of this collective. Local; after `arrive`."""
+        return self._attachments[self._number & 1][rank]
 
     def note_finished(self, number: int) -> None:
         """Note that this rank has finished that collective; peers learn it from its final notice. Local."""

@@ -8,6 +8,12 @@ A *notice* is one message to every peer::
     kind, fingerprint, number, call, site    64 bit each
     length of the call's text, of the site's   32 bit each; -1 if the peer has received it before
     both texts                               UTF-8
+    what is attached                         bytes, to the end of the message
+
+ENTER notices that a rank hands on, its own and those of others (`arrival.py`), are one message, too::
+
+    kind                                     64 bit
+    rank, length, notice                     32 bit, 32 bit and bytes, of each
 
 A rank sends one ENTER notice for each collective, and at its end one LEFT or FAILED, the last that it
 ever sends. The latter two hold in `number` the last collective that the rank has finished, and FAILED has
@@ -19,7 +25,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
 from lockstep.rank_status import RING, TEXT_BYTES
@@ -27,14 +33,16 @@ from lockstep.shm.control_blocks import Failure, Record
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState
 
-__all__ = ["NOTICE_BYTES", "MessageControlBlocks", "NoticeKind", "notice_kind"]
+__all__ = ["NOTICE_BYTES", "MessageControlBlocks", "NoticeKind", "hand_on_notices", "handed_on", "notice_kind"]
 
-_HEADER = struct.Struct("<5q2i")
+_HEADER = struct.Struct("=5q2i")
+_KIND, _ENTRY = struct.Struct("=q"), struct.Struct("=2I")
 _REASON_BYTES = 2048
 NOTICE_BYTES = _HEADER.size + max(2 * TEXT_BYTES, _REASON_BYTES)
 
 _WORDS_PER_RANK = 16
 _RECORD_WORDS = 8
+_RECORD_BYTES = 4 * 8  # fingerprint, number, call, site: as in a notice
 _NO_TEXT = -1
 
 
@@ -44,6 +52,7 @@ class NoticeKind(IntEnum):
     ENTER = 1  # it has come to a collective
     LEFT = 2  # it left the group in good order
     FAILED = 3  # it raised something, or gave up waiting
+    HANDED_ON = 4  # ENTER notices of several ranks
 
 
 _KINDS = {int(kind): kind for kind in NoticeKind}
@@ -73,6 +82,7 @@ class MessageControlBlocks:
         self._identities = tuple(identities)
         world_size = len(self._identities)
         self.words = memoryview(array("q", bytes(8 * _WORDS_PER_RANK * world_size)))
+        self._bytes = self.words.cast("B")
         self.record_words = [_WORDS_PER_RANK * peer for peer in range(world_size)]
         self.fingerprint_words = [(word, word + _RECORD_WORDS) for word in self.record_words]
         self.finished: dict[int, int] = {}
@@ -176,37 +186,72 @@ class MessageControlBlocks:
         """Whether all of these ranks have sent their final notice."""
         return all(rank in self.finished for rank in ranks)
 
-    def receive(self, rank: int, notice: memoryview) -> None:
+    def receive(self, rank: int, notice: memoryview) -> memoryview | None:
         """Write a notice of that rank into its block.
+
+        Returns:
+            What is attached to an ENTER notice; None for one that has come before, and for final notices.
 
         Raises:
             ValueError: no rank sends such a notice.
         """
         if len(notice) < _HEADER.size:
             raise ValueError(f"a notice of {len(notice)} bytes")
-        kind, fingerprint, number, call, site, call_bytes, site_bytes = _HEADER.unpack_from(notice)
+        kind, _, number, call, site, call_bytes, site_bytes = _HEADER.unpack_from(notice)
         call_end = _HEADER.size + max(call_bytes, 0)
-        first_text = bytes(notice[_HEADER.size : call_end]).decode(errors="replace")
+        site_end = call_end + max(site_bytes, 0)
         if kind == NoticeKind.ENTER:
-            if call_bytes != _NO_TEXT:
-                self._calls[rank][call] = first_text
-            if site_bytes != _NO_TEXT:
-                self._sites[rank][site] = bytes(notice[call_end : call_end + site_bytes]).decode(errors="replace")
             word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
-            for offset, value in enumerate((fingerprint, number, call, site)):
-                self.words[word + offset] = value
-            return
+            if number <= self.words[word + 1]:  # by another way, see [Note: impatience]
+                return None
+            if call_bytes != _NO_TEXT:
+                self._calls[rank][call] = _text(notice[_HEADER.size : call_end])
+            if site_bytes != _NO_TEXT:
+                self._sites[rank][site] = _text(notice[call_end:site_end])
+            self._bytes[8 * word : 8 * word + _RECORD_BYTES] = notice[8 : 8 + _RECORD_BYTES]
+            return notice[site_end:]
         self.finished[rank] = number
         self._states[rank] = PeerState.LEFT
         if kind == NoticeKind.FAILED:
-            name, culprits, message = first_text.split("|", 2)
+            name, culprits, message = _text(notice[_HEADER.size : call_end]).split("|", 2)
             self._states[rank] = PeerState.FAILED
             self._failures[rank] = Failure(name, tuple(int(one) for one in culprits.split(",") if one), message)
+        return None
 
 
 def notice_kind(message: memoryview) -> NoticeKind | None:
     """Which notice a message is, or None if it is none: its first 64 bits are then another number."""
     return _KINDS.get(int.from_bytes(message[:8], sys.byteorder))
+
+
+def hand_on_notices(notices: Iterable[tuple[int, bytes | memoryview]], limit: int) -> Iterator[bytes]:
+    """The messages that hand on these ENTER notices, of at most `limit` bytes each.
+
+    Args:
+        notices: each with its rank.
+        limit: bytes of a message; a single notice fits.
+    """
+    message = _KIND.pack(NoticeKind.HANDED_ON)
+    for rank, notice in notices:
+        if len(message) + _ENTRY.size + len(notice) > limit:
+            yield message
+            message = _KIND.pack(NoticeKind.HANDED_ON)
+        message += _ENTRY.pack(rank, len(notice)) + notice
+    yield message
+
+
+def handed_on(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The notices that `hand_on_notices` has put into a message, each with its rank."""
+    start = _KIND.size
+    while start < len(message):
+        rank, length = _ENTRY.unpack_from(message, start)
+        start += _ENTRY.size
+        yield rank, message[start : start + length]
+        start += length
+
+
+def _text(data: memoryview) -> str:
+    return bytes(data).decode(errors="replace")
 
 
 def _cut(text: str, num_bytes: int) -> str:
