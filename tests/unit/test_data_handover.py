@@ -43,12 +43,14 @@ def test_full_shared_memory_is_an_error_that_names_it(tmp_path: Path, kind: str)
         pytest.skip("no mount namespaces for this user")
     program = tmp_path / "program.py"
     program.write_text(FULL_MEMORY)
-    command = [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, str(program), kind]
+    script = f'{mount} && "$@"; code=$?; ls /dev/shm; exit $code'
+    command = [*alone, "sh", "-c", script, "sh", sys.executable, str(program), kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
     assert done.returncode == 1
     assert "/dev/shm (1 MiB in all) has no room for the next batch" in done.stderr
     assert "num_workers or prefetch_factor" in done.stderr
     assert "timed out" not in done.stderr
+    assert done.stdout == "", "nothing is left in /dev/shm"
 
 
 def test_batch_that_cannot_be_sent_is_an_error() -> None:

@@ -8,8 +8,10 @@ collate function.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import re
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -80,6 +82,11 @@ def _is_full(error: Exception) -> bool:
 
 
 def _full_memory(error: Exception) -> DataError:
+    """The error for the user. Removes the file that torch leaves behind when it cannot fill it."""
+    left = re.search(r"file <(/torch_[0-9_]+)>", str(error))
+    if left is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(_SHARED_MEMORY + left[1])
     try:
         status = os.statvfs(_SHARED_MEMORY)
         size = f" ({status.f_blocks * status.f_frsize / 2**20:,.0f} MiB in all)"

@@ -6,6 +6,12 @@ and is woken comes before that program instead. (Measured beside two such progra
 all_reduce of 64 KiB with yields, 0.2 ms with sleep.) Nothing tells beforehand who else wants the core. So a thread that
 gets its core back late remembers it for its process: for a pause all waits go to sleep at once. Then one wait tries to
 yield again. Each time the core is soon lost again the pause doubles, so that trying costs one part in a hundred.
+
+[Note: shared cores] Ranks that share a core take turns at every small collective, and each finds the caches and the
+branch predictor as the other left them. Measured with two groups of one rank on one core: a call takes 46 µs of
+processor time, and 97 µs if both yield after each. So four ranks on two cores need at least two such calls' time
+for each, 195 µs where 200 to 245 µs were measured: to wait in another way (asleep at once, yielding for longer) gains
+nothing, and only ranks whose loops stay in the nearest cache, as those of MPI do, are an order of magnitude faster.
 """
 
 from __future__ import annotations
