@@ -48,10 +48,10 @@ def listening() -> list[tuple[str, int]]:
 # ---- without trouble ---------------------------------------------------------------------------------
 
 
-def what_init_says() -> dict[str, Any]:
+def what_init_says(timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """What a world over several hosts looks like from within."""
     said = io.StringIO()
-    with contextlib.redirect_stderr(said), world(backend="auto") as opened:
+    with contextlib.redirect_stderr(said), world(backend="auto", timeout=timeout_s) as opened:
         ports = listening()
         value = torch.tensor([opened.rank + 1.0])
         dist.all_reduce(value)

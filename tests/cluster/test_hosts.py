@@ -88,7 +88,7 @@ def test_ranks_without_a_token_say_so_once(hosts: Cluster) -> None:
 
 def test_ranks_with_different_tokens_are_told(hosts: Cluster) -> None:
     more = [{"LOCKSTEP_TOKEN": "a" * 64}, {"LOCKSTEP_TOKEN": "b" * 64}]
-    zero, one = hosts.run(programs.what_init_says, (1, 1), more=lambda rank: more[rank])
+    zero, one = hosts.run(programs.what_init_says, (1, 1), limit_s(4.0), more=lambda rank: more[rank])
     assert isinstance(zero, RendezvousError)
     assert isinstance(one, RendezvousError)
     assert "rank 1 did not come" in str(zero)

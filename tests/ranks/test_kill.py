@@ -24,7 +24,7 @@ from lockstep.errors import CollectiveError, RankLost, RendezvousError
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 from lockstep.torch_private.stores import TCPStore
 
-MOMENTS = 20
+MOMENTS = 12
 # From the kill until the others must know, on a quiet machine.
 NOTICE_S = 1.0
 # A rank that dies before it has shown itself to the others is only missed at the deadline of `init`.
@@ -99,7 +99,7 @@ def test_kill_while_segments_have_names(tmp_path: Path, monkeypatch: pytest.Monk
     shared.mkdir()
     monkeypatch.setenv("LOCKSTEP_SHM_DIR", str(shared))
     moments = random.Random(7)
-    for number in range(6):
+    for number in range(4):
         kill_once(tmp_path / str(number), 0, moments.uniform(0.003, 0.02))
     run_ranks(dist.barrier, WORLD_SIZE)
     assert list(shared.iterdir()) == []
