@@ -55,7 +55,7 @@ def test_a_fit_has_no_negative_part() -> None:
 
 def test_all_reduce_at_known_points() -> None:
     network = Network(LINK, HOST, ranks_per_host=2)
-    large, small = 8 * MIB, 1000
+    large, small, tiny = 8 * MIB, 10_000, 1000
     inner, wire = HOST.at(large), LINK.at(large)
     assert all_reduce_s(large, 1, network) == inner
     assert all_reduce_s(large, 2, network) == pytest.approx(100e-6 + wire + inner / 4)
@@ -63,6 +63,9 @@ def test_all_reduce_at_known_points() -> None:
     assert all_reduce_s(large, 3, network) == pytest.approx(three_hosts)
     # Small: latency to meet, latency and two ranks' messages to each other host, the host itself.
     assert all_reduce_s(small, 4, network) == pytest.approx(200e-6 + 2 * 3 * small * 8e-9 + HOST.at(small))
+    # Tiny: with the message to meet, from each rank to each; from 9 ranks on the messages are handed on, here thrice.
+    assert all_reduce_s(tiny, 4, network) == pytest.approx(100e-6 + 2 * 2 * 3 * tiny * 8e-9)
+    assert all_reduce_s(tiny, 5, network) == pytest.approx(400e-6 + 2 * 2 * 4 * tiny * 8e-9)
     slow_host = Network(LINK, HOST.times(100))
     assert all_reduce_s(large, 2, slow_host) == pytest.approx(100e-6 + 100 * inner + wire / 4), (
         "the slower stage counts"

@@ -8,14 +8,16 @@ to measurements that are not the check::
     computing  fixed + gamma b    forward, backward and optimizer of b samples, r ranks at once, nobody communicating
 
 An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have come
-for (one latency of the link), each host adds up, hosts exchange. Up to 16 KiB these follow each other, and every rank
-sends its host's sum to its like on each other host: r (H - 1) m bytes on a link. Larger tensors cross in channels, so
+for (one latency of the link with up to 8 ranks, one more each time that they double), each host adds up, hosts
+exchange. Up to 4 KiB, less from six ranks on, tensors come with what ranks tell each other, every rank's to every
+other: r * r (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's
+sum to its like on each other host: r (H - 1) m bytes. Larger tensors cross in channels, so
 that with 2 hosts each byte crosses once each way, with more 2 (H - 1) / H of them in two hops; they go in k chunks, and
 while one is on the link, another is in the host::
 
     wire  = hops * alpha_link + share * m * beta_link      hops 1, share 1 for H = 2; hops 2, share 2 (H - 1) / H above
     inner = alpha_host + beta_host * m
-    all_reduce = alpha_link + max(wire, inner) + min(wire, inner) / k
+    all_reduce = told + max(wire, inner) + min(wire, inner) / k      told: alpha_link for each time that ranks tell
 
 A step computes forward, then backward. The engine reduces a bucket of gradients as soon as it is full, between hosts
 while the backward pass goes on, on one host when it is over; buckets follow each other. Gradients are taken to come
@@ -34,6 +36,7 @@ import numpy as np
 
 from lockstep.bench import stats
 from lockstep.comm.hosts.layout import num_chunks
+from lockstep.comm.messages.arrival import attachment_bytes, num_hops
 
 __all__ = [
     "Computing",
@@ -151,13 +154,16 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     inner = network.host.at(num_bytes)
     if num_hosts == 1:
         return inner
+    ranks = num_hosts * network.ranks_per_host
+    told = num_hops(ranks) * network.link.fixed_s
+    sums_bytes = network.ranks_per_host * (num_hosts - 1) * num_bytes  # that cross a link as one sum for each host
+    if num_bytes <= attachment_bytes(ranks):
+        return told + network.ranks_per_host * sums_bytes * network.link.per_unit_s
     if num_bytes <= _REDUNDANT_BYTES:
-        crossing_bytes = network.ranks_per_host * (num_hosts - 1) * num_bytes
-        wire = network.link.at(crossing_bytes)
-        return network.link.fixed_s + wire + inner
+        return told + network.link.at(sums_bytes) + inner
     hops, share = (1, 1.0) if num_hosts == 2 else (2, 2 * (num_hosts - 1) / num_hosts)
     wire = hops * network.link.fixed_s + share * num_bytes * network.link.per_unit_s
-    return network.link.fixed_s + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
+    return told + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
 
 
 def step_on_one_host_s(computing: tuple[float, float, float], buckets: Sequence[int], host: Line) -> float:

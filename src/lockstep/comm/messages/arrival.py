@@ -18,12 +18,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Arrival", "Round", "rounds_of"]
+__all__ = ["LARGEST_ATTACHMENT_BYTES", "Arrival", "Round", "attachment_bytes", "num_hops", "rounds_of"]
 
 # With so many ranks and fewer, each sends to all.
 _FEW_RANKS = 8
+# What a rank may attach to all its notices of one collective together, and to one of them.
+_ATTACHED_BYTES, LARGEST_ATTACHMENT_BYTES = 16 << 10, 4 << 10
 # Longer than a collective takes, also of many ranks on few cores; shorter than any deadline.
 _PATIENCE_S = 0.05
+
+
+def attachment_bytes(world_size: int) -> int:
+    """How much a rank may attach to its notice. See [Note: attachments] in `message_team.py`.
+
+    >>> attachment_bytes(2), attachment_bytes(9), attachment_bytes(65)
+    (4096, 2048, 256)
+    """
+    return min(_ATTACHED_BYTES // max(world_size - 1, 1), LARGEST_ATTACHMENT_BYTES)
+
+
+def num_hops(world_size: int) -> int:
+    """Messages that follow each other until all ranks have all notices.
+
+    >>> num_hops(8), num_hops(9), num_hops(64)
+    (1, 4, 6)
+    """
+    return 1 if world_size <= _FEW_RANKS else (world_size - 1).bit_length()
 
 
 @dataclass(frozen=True)

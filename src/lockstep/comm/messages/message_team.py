@@ -27,7 +27,7 @@ import torch
 
 from lockstep.comm.contract import Waiter
 from lockstep.comm.hosts.layout import Layout
-from lockstep.comm.messages.arrival import Arrival, rounds_of
+from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, attachment_bytes, rounds_of
 from lockstep.comm.messages.notices import (
     NOTICE_BYTES,
     MessageControlBlocks,
@@ -52,9 +52,7 @@ RequestT = TypeVar("RequestT")
 
 # Longest message through the one channel, notices included.
 MESSAGE_BYTES = 8 << 10
-# What a rank may attach to all its notices of one collective together, and to one of them. See [Note: attachments].
-_ATTACHED_BYTES, _LARGEST_ATTACHMENT_BYTES = 16 << 10, 4 << 10
-assert MESSAGE_BYTES >= NOTICE_BYTES + _LARGEST_ATTACHMENT_BYTES
+assert MESSAGE_BYTES >= NOTICE_BYTES + LARGEST_ATTACHMENT_BYTES
 
 _ALIGNMENT_BYTES = 64
 
@@ -114,7 +112,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._waiting = ""  # what this rank waits for in a send or receive; peers do not learn it
         self._number = 0  # of the collective that this rank is in
         self._arrived = [0] * self.world_size  # number of the last collective that each rank came to
-        self.attachment_bytes = min(_ATTACHED_BYTES // max(len(self._others), 1), _LARGEST_ATTACHMENT_BYTES)
+        self.attachment_bytes = attachment_bytes(self.world_size)
         self._rounds = rounds_of(rank, self.world_size) if self.hands_on else ()
         # Of even collectives, and of odd ones.
         self._notices: list[list[bytes | memoryview]] = [[b""] * self.world_size for _ in range(2)]
