@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import lockstep
 from lockstep import env
+from lockstep.comm.messages.notices import NoticeKind, handed_on, notice_kind
 from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
 from random_programs.runner import run_programs
@@ -324,6 +325,25 @@ def lose_one(culprit: int, how: str) -> dict[str, _Outcome]:
     found = {"first": raised_by(call), "again": raised_by(lambda: dist.all_reduce(torch.ones(1)))}
     opened.shutdown()
     return found
+
+
+def leaves_after_its_part(slow: int) -> str:
+    """Rank 0 goes as soon as its collective is over, while a rank is slow that hands on its notice to others."""
+    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    dist.barrier()
+    team = opened.process_group.engine.team  # type: ignore[attr-defined]
+    send = team.send_message
+
+    def linger_and_send(peer: int, message: bytes) -> None:
+        if notice_kind(memoryview(message)) is NoticeKind.HANDED_ON and len(list(handed_on(memoryview(message)))) > 1:
+            time.sleep(0.3)
+        send(peer, message)
+
+    if opened.rank == slow:
+        team.send_message = linger_and_send
+    _, said, _, _ = raised_by(dist.barrier)
+    opened.shutdown()
+    return said
 
 
 def never_comes() -> dict[str, _Outcome]:

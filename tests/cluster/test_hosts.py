@@ -224,6 +224,11 @@ def test_rank_that_never_comes(hosts: Cluster, per_host: int) -> None:
             assert seconds < 1.0 + limit_s(AT_ONCE_S)
 
 
+def test_who_went_after_its_part_is_not_missed(hosts: Cluster) -> None:
+    """Its notice may come by way of others later than the news that it has gone."""
+    assert hosts.run(programs.leaves_after_its_part, (5, 5), 1) == ["nothing was raised"] * 10
+
+
 def test_partner_that_is_killed(hosts: Cluster) -> None:
     ranks = hosts.run(programs.lose_partner, (2, 2), 3)
     for found in ranks[:3]:

@@ -287,15 +287,22 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             raise PeerFailure({self.rank: FailureKind.CLOSED}, waited_s)
         kinds = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
         if not kinds:
-            kinds = dict.fromkeys(self.watch.dead().intersection(ranks), FailureKind.DEAD)
+            gone = self.watch.dead().intersection(ranks)
+            if gone:
+                self.poll()  # the final notice of one that has left came before its end
+            kinds = {rank: FailureKind.DEAD for rank in gone if not self._has_finished(rank)}
         if not kinds and waited_s >= timeout_s:
             kinds = dict.fromkeys(ranks, FailureKind.LATE)
         if kinds:
             raise PeerFailure(kinds, waited_s)
 
+    def _has_finished(self, rank: int) -> bool:
+        """Whether the final notice of a rank says that it has finished this collective; what it owes is on its way."""
+        return self.blocks.finished.get(rank, -1) >= self._number
+
     def _will_not_finish(self, rank: int) -> FailureKind | None:
         """How a rank fails whose final notice says that it has not finished this collective; None for others."""
-        if self.blocks.finished.get(rank, self._number) >= self._number:
+        if rank not in self.blocks.finished or self._has_finished(rank):
             return None
         return FailureKind.FAILED if self.blocks.state(rank) == PeerState.FAILED else FailureKind.LEFT
 
