@@ -195,3 +195,35 @@ def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) 
     ), said
     (job.folder / "stop").touch()
     assert second.wait(30) == 0
+
+
+# As scripts for torch.distributed.launch were written.
+OLD = """
+import argparse
+import torch
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+args = parser.parse_args()
+dist.init_process_group(backend="gloo", init_method="env://")
+tensor = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(tensor)
+print(dist.get_rank(), args.local_rank, tensor.item(), flush=True)
+"""
+
+
+def test_an_old_script_on_two_hosts(tmp_path: Path, hosts: Cluster) -> None:
+    (tmp_path / "old.py").write_text(OLD)
+    first = hosts.hosts[0].address
+    launchers = []
+    for number, host in enumerate(hosts.hosts[:2]):
+        words = ["--nproc_per_node=2", "--nnodes=2", f"--node_rank={number}", f"--master_addr={first}"]
+        command = [sys.executable, "-m", "lockstep", "launch", *words, "--master_port=29555", "old.py"]
+        entered = host.namespaces.enter("sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), *command)
+        launchers.append(subprocess.Popen(entered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for number, launcher in enumerate(launchers):
+        out, err = launcher.communicate(timeout=limit_s(DEADLINE_S))
+        assert launcher.returncode == 0, err
+        found = sorted(line.split()[-3:] for line in out.splitlines())
+        assert found == [[str(2 * number + local), str(local), "10.0"] for local in range(2)], err
