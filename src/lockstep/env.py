@@ -104,8 +104,15 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected an integer") from None
+
+
 def _port(text: str) -> int:
-    port = int(text)
+    port = _integer(text)
     if not 0 <= port <= 65535:
         raise ValueError("expected 0 to 65535")
     return port
@@ -128,12 +135,12 @@ def _level(text: str) -> str:
 
 
 # What every launcher agrees on (torchrun's names; ours sets them all).
-RANK = Variable("RANK", int, "Global rank of this process, 0 … WORLD_SIZE-1.")
-WORLD_SIZE = Variable("WORLD_SIZE", int, "Number of ranks over all hosts.")
-LOCAL_RANK = Variable("LOCAL_RANK", int, "Rank among the processes of this host.")
-LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", int, "Number of ranks on this host.")
-GROUP_RANK = Variable("GROUP_RANK", int, "Number of this host (torchrun's name for the node rank).")
-NODE_RANK = Variable("NODE_RANK", int, "Number of this host.")
+RANK = Variable("RANK", _integer, "Global rank of this process, 0 … WORLD_SIZE-1.")
+WORLD_SIZE = Variable("WORLD_SIZE", _integer, "Number of ranks over all hosts.")
+LOCAL_RANK = Variable("LOCAL_RANK", _integer, "Rank among the processes of this host.")
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", _integer, "Number of ranks on this host.")
+GROUP_RANK = Variable("GROUP_RANK", _integer, "Number of this host (torchrun's name for the node rank).")
+NODE_RANK = Variable("NODE_RANK", _integer, "Number of this host.")
 MASTER_ADDR = Variable("MASTER_ADDR", str, "Address of rank 0's store for torch's env:// rendezvous.")
 MASTER_PORT = Variable("MASTER_PORT", _port, "Port of rank 0's store for torch's env:// rendezvous.")
 TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "How much torch's C++ parts say; WARNING by default.")
@@ -143,10 +150,10 @@ MALLOC_MMAP_THRESHOLD_ = Variable("MALLOC_MMAP_THRESHOLD_", str, "From which siz
 MALLOC_TRIM_THRESHOLD_ = Variable("MALLOC_TRIM_THRESHOLD_", str, "How much free memory glibc keeps at the heap's end.")
 TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "Set by torchrun; name of the job.")
 TORCHELASTIC_RESTART_COUNT = Variable(
-    "TORCHELASTIC_RESTART_COUNT", int, "How often the job was restarted; set by torchrun and by `lockstep run`."
+    "TORCHELASTIC_RESTART_COUNT", _integer, "How often the job was restarted; set by torchrun and by `lockstep run`."
 )
 TORCHELASTIC_MAX_RESTARTS = Variable(
-    "TORCHELASTIC_MAX_RESTARTS", int, "How often the job may restart; set by torchrun and by `lockstep run`."
+    "TORCHELASTIC_MAX_RESTARTS", _integer, "How often the job may restart; set by torchrun and by `lockstep run`."
 )
 TORCHELASTIC_USE_AGENT_STORE = Variable(
     "TORCHELASTIC_USE_AGENT_STORE", str, "True where torchrun's agent hosts the store; `lockstep run` sets False."
@@ -154,9 +161,9 @@ TORCHELASTIC_USE_AGENT_STORE = Variable(
 TORCHELASTIC_ERROR_FILE = Variable(
     "TORCHELASTIC_ERROR_FILE", str, "Where torch.distributed.elastic's `@record` writes an exception as JSON."
 )
-GROUP_WORLD_SIZE = Variable("GROUP_WORLD_SIZE", int, "Number of hosts, in torchrun's words.")
-ROLE_RANK = Variable("ROLE_RANK", int, "Rank within its role; there is one role, so the rank.")
-ROLE_WORLD_SIZE = Variable("ROLE_WORLD_SIZE", int, "Number of ranks of the role; there is one role, so all.")
+GROUP_WORLD_SIZE = Variable("GROUP_WORLD_SIZE", _integer, "Number of hosts, in torchrun's words.")
+ROLE_RANK = Variable("ROLE_RANK", _integer, "Rank within its role; there is one role, so the rank.")
+ROLE_WORLD_SIZE = Variable("ROLE_WORLD_SIZE", _integer, "Number of ranks of the role; there is one role, so all.")
 ROLE_NAME = Variable("ROLE_NAME", str, "Name of the role; torchrun's own default is `default`.")
 CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", str, "The GPUs a process may use; empty for none.")
 GLOO_SOCKET_IFNAME = Variable(
@@ -171,36 +178,36 @@ PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding 
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 
 # What Slurm sets: for a job, and inside of a step (what `srun` starts) for each task.
-SLURM_JOB_ID = Variable("SLURM_JOB_ID", int, "Number of the job; set by Slurm.")
-SLURM_JOBID = Variable("SLURM_JOBID", int, "Older name of SLURM_JOB_ID; set by Slurm.")
-SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", int, "How often Slurm has started the job again.")
-SLURM_STEP_ID = Variable("SLURM_STEP_ID", int, "Number of the step within its job; set by srun.")
-SLURM_STEPID = Variable("SLURM_STEPID", int, "Older name of SLURM_STEP_ID; set by srun.")
-SLURM_PROCID = Variable("SLURM_PROCID", int, "Number of this task in its step; 0 in a batch script too.")
-SLURM_NTASKS = Variable("SLURM_NTASKS", int, "Number of tasks of the step; in a batch script, of the job.")
-SLURM_NPROCS = Variable("SLURM_NPROCS", int, "Older name of SLURM_NTASKS; set by Slurm.")
-SLURM_STEP_NUM_TASKS = Variable("SLURM_STEP_NUM_TASKS", int, "Number of tasks of the step; set by srun.")
-SLURM_LOCALID = Variable("SLURM_LOCALID", int, "Number of this task on its node; set by srun.")
-SLURM_NODEID = Variable("SLURM_NODEID", int, "Number of this node in the step; set by srun.")
-SLURM_NNODES = Variable("SLURM_NNODES", int, "Number of nodes of the step; in a batch script, of the job.")
-SLURM_STEP_NUM_NODES = Variable("SLURM_STEP_NUM_NODES", int, "Number of nodes of the step; set by srun.")
+SLURM_JOB_ID = Variable("SLURM_JOB_ID", _integer, "Number of the job; set by Slurm.")
+SLURM_JOBID = Variable("SLURM_JOBID", _integer, "Older name of SLURM_JOB_ID; set by Slurm.")
+SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", _integer, "How often Slurm has started the job again.")
+SLURM_STEP_ID = Variable("SLURM_STEP_ID", _integer, "Number of the step within its job; set by srun.")
+SLURM_STEPID = Variable("SLURM_STEPID", _integer, "Older name of SLURM_STEP_ID; set by srun.")
+SLURM_PROCID = Variable("SLURM_PROCID", _integer, "Number of this task in its step; 0 in a batch script too.")
+SLURM_NTASKS = Variable("SLURM_NTASKS", _integer, "Number of tasks of the step; in a batch script, of the job.")
+SLURM_NPROCS = Variable("SLURM_NPROCS", _integer, "Older name of SLURM_NTASKS; set by Slurm.")
+SLURM_STEP_NUM_TASKS = Variable("SLURM_STEP_NUM_TASKS", _integer, "Number of tasks of the step; set by srun.")
+SLURM_LOCALID = Variable("SLURM_LOCALID", _integer, "Number of this task on its node; set by srun.")
+SLURM_NODEID = Variable("SLURM_NODEID", _integer, "Number of this node in the step; set by srun.")
+SLURM_NNODES = Variable("SLURM_NNODES", _integer, "Number of nodes of the step; in a batch script, of the job.")
+SLURM_STEP_NUM_NODES = Variable("SLURM_STEP_NUM_NODES", _integer, "Number of nodes of the step; set by srun.")
 SLURM_TASKS_PER_NODE = Variable("SLURM_TASKS_PER_NODE", str, "Tasks on each node, such as 2(x2),1; set by Slurm.")
 SLURM_STEP_TASKS_PER_NODE = Variable(
     "SLURM_STEP_TASKS_PER_NODE", str, "Tasks of the step on each node, such as 2(x2),1; set by srun."
 )
-SLURM_GPUS_ON_NODE = Variable("SLURM_GPUS_ON_NODE", int, "GPUs of this node that the step may use; set by Slurm.")
+SLURM_GPUS_ON_NODE = Variable("SLURM_GPUS_ON_NODE", _integer, "GPUs of this node that the step may use; set by Slurm.")
 SLURM_STEP_NODELIST = Variable("SLURM_STEP_NODELIST", str, "Nodes of the step, such as n[1-3,7]; set by srun.")
 SLURM_NODELIST = Variable("SLURM_NODELIST", str, "Older name of SLURM_JOB_NODELIST; set by Slurm.")
 SLURM_JOB_NODELIST = Variable("SLURM_JOB_NODELIST", str, "Nodes of the job, such as n[1-3,7]; set by Slurm.")
 
 # What starts MPI programs sets: Open MPI's mpirun, then MPICH's and Intel's (PMI).
-OMPI_COMM_WORLD_RANK = Variable("OMPI_COMM_WORLD_RANK", int, "Rank of this process; set by Open MPI's mpirun.")
-OMPI_COMM_WORLD_SIZE = Variable("OMPI_COMM_WORLD_SIZE", int, "Number of ranks; set by Open MPI's mpirun.")
+OMPI_COMM_WORLD_RANK = Variable("OMPI_COMM_WORLD_RANK", _integer, "Rank of this process; set by Open MPI's mpirun.")
+OMPI_COMM_WORLD_SIZE = Variable("OMPI_COMM_WORLD_SIZE", _integer, "Number of ranks; set by Open MPI's mpirun.")
 OMPI_COMM_WORLD_LOCAL_RANK = Variable(
-    "OMPI_COMM_WORLD_LOCAL_RANK", int, "Rank among the processes of this host; set by Open MPI's mpirun."
+    "OMPI_COMM_WORLD_LOCAL_RANK", _integer, "Rank among the processes of this host; set by Open MPI's mpirun."
 )
 OMPI_COMM_WORLD_LOCAL_SIZE = Variable(
-    "OMPI_COMM_WORLD_LOCAL_SIZE", int, "Number of ranks on this host; set by Open MPI's mpirun."
+    "OMPI_COMM_WORLD_LOCAL_SIZE", _integer, "Number of ranks on this host; set by Open MPI's mpirun."
 )
 OMPI_MCA_ess_base_jobid = Variable("OMPI_MCA_ess_base_jobid", str, "Id of the job; set by Open MPI's mpirun.")
 OMPI_MCA_mpi_yield_when_idle = Variable(
@@ -208,26 +215,26 @@ OMPI_MCA_mpi_yield_when_idle = Variable(
     str,
     "1: Open MPI gives up its core while it waits; Lockstep sets it where ranks outnumber cores and nobody else has.",
 )
-PMIX_RANK = Variable("PMIX_RANK", int, "Rank of this process; set by launchers that speak PMIx.")
+PMIX_RANK = Variable("PMIX_RANK", _integer, "Rank of this process; set by launchers that speak PMIx.")
 PMIX_NAMESPACE = Variable("PMIX_NAMESPACE", str, "Id of the job; set by launchers that speak PMIx.")
-PMI_RANK = Variable("PMI_RANK", int, "Rank of this process; set by launchers that speak PMI.")
-PMI_SIZE = Variable("PMI_SIZE", int, "Number of ranks; set by launchers that speak PMI.")
-PMI_LOCAL_RANK = Variable("PMI_LOCAL_RANK", int, "Rank among the processes of this host; set by Cray's launchers.")
-PMI_LOCAL_SIZE = Variable("PMI_LOCAL_SIZE", int, "Number of ranks on this host; set by Cray's launchers.")
+PMI_RANK = Variable("PMI_RANK", _integer, "Rank of this process; set by launchers that speak PMI.")
+PMI_SIZE = Variable("PMI_SIZE", _integer, "Number of ranks; set by launchers that speak PMI.")
+PMI_LOCAL_RANK = Variable("PMI_LOCAL_RANK", _integer, "Rank among the processes of this host; set by Cray's launchers.")
+PMI_LOCAL_SIZE = Variable("PMI_LOCAL_SIZE", _integer, "Number of ranks on this host; set by Cray's launchers.")
 MPI_LOCALRANKID = Variable(
-    "MPI_LOCALRANKID", int, "Rank among the processes of this host; set by the mpirun of MPICH and Intel MPI."
+    "MPI_LOCALRANKID", _integer, "Rank among the processes of this host; set by the mpirun of MPICH and Intel MPI."
 )
 MPI_LOCALNRANKS = Variable(
-    "MPI_LOCALNRANKS", int, "Number of ranks on this host; set by the mpirun of MPICH and Intel MPI."
+    "MPI_LOCALNRANKS", _integer, "Number of ranks on this host; set by the mpirun of MPICH and Intel MPI."
 )
 
 # What horovodrun tells its workers; `lockstep horovodrun` sets them, and so does `hvd.init()`.
-HOROVOD_RANK = Variable("HOROVOD_RANK", int, "Global rank of this process, in Horovod's words.")
-HOROVOD_SIZE = Variable("HOROVOD_SIZE", int, "Number of ranks.")
-HOROVOD_LOCAL_RANK = Variable("HOROVOD_LOCAL_RANK", int, "Rank among the processes of this host.")
-HOROVOD_LOCAL_SIZE = Variable("HOROVOD_LOCAL_SIZE", int, "Number of ranks on this host.")
-HOROVOD_CROSS_RANK = Variable("HOROVOD_CROSS_RANK", int, "Number of this host.")
-HOROVOD_CROSS_SIZE = Variable("HOROVOD_CROSS_SIZE", int, "Number of hosts.")
+HOROVOD_RANK = Variable("HOROVOD_RANK", _integer, "Global rank of this process, in Horovod's words.")
+HOROVOD_SIZE = Variable("HOROVOD_SIZE", _integer, "Number of ranks.")
+HOROVOD_LOCAL_RANK = Variable("HOROVOD_LOCAL_RANK", _integer, "Rank among the processes of this host.")
+HOROVOD_LOCAL_SIZE = Variable("HOROVOD_LOCAL_SIZE", _integer, "Number of ranks on this host.")
+HOROVOD_CROSS_RANK = Variable("HOROVOD_CROSS_RANK", _integer, "Number of this host.")
+HOROVOD_CROSS_SIZE = Variable("HOROVOD_CROSS_SIZE", _integer, "Number of hosts.")
 HOROVOD_HOSTNAME = Variable("HOROVOD_HOSTNAME", str, "Name of this host.")
 HOROVOD_STALL_CHECK_DISABLE = Variable("HOROVOD_STALL_CHECK_DISABLE", _flag, "1: no warning of requests that wait.")
 HOROVOD_STALL_CHECK_TIME_SECONDS = Variable(
@@ -250,7 +257,7 @@ LOCKSTEP_RENDEZVOUS = Variable(
 LOCKSTEP_SHOWS_ERRORS = Variable(
     "LOCKSTEP_SHOWS_ERRORS", _flag, "The launcher shows the uncaught exceptions of ranks, which then do not print them."
 )
-LOCKSTEP_PARENT_PID = Variable("LOCKSTEP_PARENT_PID", int, "Pid of the launcher; a rank whose parent differs exits.")
+LOCKSTEP_PARENT_PID = Variable("LOCKSTEP_PARENT_PID", _integer, "Pid of the launcher; a rank whose parent differs exits.")
 LOCKSTEP_JOB = Variable(
     "LOCKSTEP_JOB",
     str,

@@ -28,7 +28,7 @@ def test_get_without_mapping_reads_the_process(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_bad_text_names_the_variable_the_text_and_its_meaning() -> None:
-    with pytest.raises(SetupError, match=r"RANK='one'.*Global rank of this process"):
+    with pytest.raises(SetupError, match=r"RANK='one': expected an integer. Global rank of this process"):
         env.RANK.get({"RANK": "one"})
 
 
