@@ -257,7 +257,9 @@ LOCKSTEP_RENDEZVOUS = Variable(
 LOCKSTEP_SHOWS_ERRORS = Variable(
     "LOCKSTEP_SHOWS_ERRORS", _flag, "The launcher shows the uncaught exceptions of ranks, which then do not print them."
 )
-LOCKSTEP_PARENT_PID = Variable("LOCKSTEP_PARENT_PID", _integer, "Pid of the launcher; a rank whose parent differs exits.")
+LOCKSTEP_PARENT_PID = Variable(
+    "LOCKSTEP_PARENT_PID", _integer, "Pid of the launcher; a rank whose parent differs exits."
+)
 LOCKSTEP_JOB = Variable(
     "LOCKSTEP_JOB",
     str,

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import lockstep
 from lockstep import env
+from lockstep.comm.messages import arrival
 from lockstep.comm.messages.notices import NoticeKind, handed_on, notice_kind
 from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
@@ -327,23 +328,64 @@ def lose_one(culprit: int, how: str) -> dict[str, _Outcome]:
     return found
 
 
-def leaves_after_its_part(slow: int) -> str:
-    """Rank 0 goes as soon as its collective is over, while a rank is slow that hands on its notice to others."""
-    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
-    dist.barrier()
-    team = opened.process_group.engine.team  # type: ignore[attr-defined]
+def before_handing_on(world: lockstep.World, action: Callable[[], object]) -> None:
+    """Do something before this rank hands on a notice of another rank."""
+    team = world.process_group.engine.team  # type: ignore[attr-defined]
     send = team.send_message
 
-    def linger_and_send(peer: int, message: bytes) -> None:
+    def act_and_send(peer: int, message: bytes) -> None:
         if notice_kind(memoryview(message)) is NoticeKind.HANDED_ON and len(list(handed_on(memoryview(message)))) > 1:
-            time.sleep(0.3)
+            action()
         send(peer, message)
 
+    team.send_message = act_and_send
+
+
+def leaves_after_its_part(slow: int) -> str:
+    """Ranks go as soon as their collective is over, while one is slow that hands on their notices to others."""
+    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    dist.barrier()
     if opened.rank == slow:
-        team.send_message = linger_and_send
+        before_handing_on(opened, lambda: time.sleep(0.3))
     _, said, _, _ = raised_by(dist.barrier)
     opened.shutdown()
     return said
+
+
+def dies_handing_on(culprit: int) -> _Outcome:
+    """Sums; for every other one ranks tell all at once, while one hands on late what was said for the one before."""
+    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    dist.barrier()
+    team = opened.process_group.engine.team  # type: ignore[attr-defined]
+
+    def tell_all_and_die() -> None:
+        for peer in team.peers:
+            team.send_message(peer, bytes(team._notices[team._number & 1][culprit]))
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if opened.rank == culprit:
+        before_handing_on(opened, tell_all_and_die)
+    found = raised_by(dist.barrier)
+    opened.shutdown()
+    return found
+
+
+def one_ahead(late: int) -> list[float]:
+    """Sums, for every other one of which ranks tell all at once, while one hands on late what was said for the last."""
+    with world() as opened:
+        dist.barrier()
+        team = opened.process_group.engine.team  # type: ignore[attr-defined]
+        if opened.rank == late:
+            before_handing_on(opened, lambda: time.sleep(0.02))
+        found = []
+        for number in range(40):
+            arrival._PATIENCE_S = TIMEOUT_S * (number % 2)  # seconds, for every other one
+            value = torch.full((3,), float(number * opened.world_size + opened.rank))
+            dist.all_reduce(value)
+            found.append(value[0].item())
+        assert team.hands_on
+        return found
 
 
 def never_comes() -> dict[str, _Outcome]:

@@ -229,6 +229,21 @@ def test_who_went_after_its_part_is_not_missed(hosts: Cluster) -> None:
     assert hosts.run(programs.leaves_after_its_part, (5, 5), 1) == ["nothing was raised"] * 10
 
 
+def test_rank_that_dies_before_it_hands_on_is_named(hosts: Cluster) -> None:
+    outcomes = hosts.run(programs.dies_handing_on, (5, 5), 1)
+    assert isinstance(outcomes.pop(1), RankDied)
+    assert any(kind for kind, *_ in outcomes)
+    for kind, said, seconds, culprits in outcomes:
+        assert (kind, culprits) in (("", ()), ("RankLost", (1,))), said
+        assert seconds < 0.3 + limit_s(AT_ONCE_S)
+
+
+def test_notices_of_two_collectives_at_once(hosts: Cluster) -> None:
+    """A rank that was told of the next collective before this one took old parts for those of this one."""
+    expected = [float(sum(number * 10 + rank for rank in range(10))) for number in range(40)]
+    assert hosts.run(programs.one_ahead, (5, 5), 1) == [expected] * 10
+
+
 def test_partner_that_is_killed(hosts: Cluster) -> None:
     ranks = hosts.run(programs.lose_partner, (2, 2), 3)
     for found in ranks[:3]:

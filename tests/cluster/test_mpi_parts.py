@@ -122,7 +122,7 @@ def test_what_is_attached_comes_with_the_notice() -> None:
         notice = enter(one, number, 7, one.add_call(f"call {number}"), one.add_site("train.py:3"))
         received = other.receive(0, memoryview(notice + attachment))
         assert received is not None
-        assert bytes(received) == attachment
+        assert (received[0], bytes(received[1])) == (number, attachment)
         assert other.record(0, number).call == f"call {number}"
     assert other.receive(0, memoryview(one.final_notice(3))) is None
 

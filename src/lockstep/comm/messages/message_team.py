@@ -11,16 +11,24 @@ ranks know. The final notice of a rank that gives up holds how many collectives 
 the data that it still waits for will come.
 
 [Note: attachments] The record reaches every rank anyway. So a rank may attach its part of a small collective to it, and
-once all have come, all have everything and no tensor moves. A peer may be one collective ahead, so its notices are kept
-for even and for odd collectives, like its records. Attachments are read only after the records have been compared.
+once all have come, all have everything and no tensor moves. Attachments are read only after the records have been
+compared.
+
+[Note: the dead and their notices] Where notices are handed on, that of a rank which has finished and is gone may be on
+its way still, and one that dies may keep others from coming through. So an arrival looks at all ranks, and takes one
+that is gone without a word for lost after a moment.
+
+[Note: one ahead] A peer may be one collective ahead, and its notice for that may be here before the one for this
+collective, which comes by way of others. So notices are kept for even and for odd collectives, like records.
 """
 
 from __future__ import annotations
 
 import abc
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -52,6 +60,7 @@ RequestT = TypeVar("RequestT")
 
 # Longest message through the one channel, notices included.
 MESSAGE_BYTES = 8 << 10
+_NOTICE_FOLLOWS_WITHIN_S = 0.25
 assert MESSAGE_BYTES >= NOTICE_BYTES + LARGEST_ATTACHMENT_BYTES
 
 _ALIGNMENT_BYTES = 64
@@ -111,10 +120,12 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._finished = 0  # number of the last collective that this rank has finished
         self._waiting = ""  # what this rank waits for in a send or receive; peers do not learn it
         self._number = 0  # of the collective that this rank is in
-        self._arrived = [0] * self.world_size  # number of the last collective that each rank came to
         self.attachment_bytes = attachment_bytes(self.world_size)
+        self._relied_on: Sequence[int] = ()  # the ranks that may have to hand on what this one waits for
+        self._missed_since_s = 0.0  # when one of them was found dead, in this collective; 0 for none
         self._rounds = rounds_of(rank, self.world_size) if self.hands_on else ()
-        # Of even collectives, and of odd ones.
+        # Of even collectives, and of odd ones: the number of the last that each rank came to, and what it said then.
+        self._arrived = [[0] * self.world_size for _ in range(2)]
         self._notices: list[list[bytes | memoryview]] = [[b""] * self.world_size for _ in range(2)]
         self._attachments: list[list[memoryview]] = [[memoryview(b"")] * self.world_size for _ in range(2)]
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -193,10 +204,12 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             self._is_listening = not self.blocks.all_final(self._others)
 
     def _receive_entry(self, peer: int, notice: memoryview) -> None:
-        attachment = self.blocks.receive(peer, notice)
-        if attachment is not None:
-            self._arrived[peer] = number = self.blocks.number(peer)
-            self._notices[number & 1][peer], self._attachments[number & 1][peer] = notice, attachment
+        received = self.blocks.receive(peer, notice)
+        if received is not None:
+            number, attachment = received
+            parity = number & 1
+            self._notices[parity][peer], self._attachments[parity][peer] = notice, attachment
+            self._arrived[parity][peer] = number
 
     # ---- collectives -----------------------------------------------------------------------------------
 
@@ -214,7 +227,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         if not self.is_entering:
             return
         self._number = number = self.blocks.number(self.rank)
-        notices, arrived = self._notices[number & 1], self._arrived
+        notices, arrived = self._notices[number & 1], self._arrived[number & 1]
         notices[self.rank] = self.blocks.enter_notice() + attachment
         self._attachments[number & 1][self.rank] = memoryview(attachment)
         arrived[self.rank] = number
@@ -227,14 +240,19 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             for peer in self._others:
                 self.send_message(peer, bytes(notices[self.rank]))
 
-        arrival = Arrival(self._rounds, lambda rank: arrived[rank] >= number, hand_on, tell_all)
+        arrival = Arrival(self._rounds, lambda rank: arrived[rank] == number, hand_on, tell_all)
 
         def awaited() -> list[int]:
             self.poll()
             arrival.go_on()
-            return [peer for peer in self._others if arrived[peer] < number]
+            return [peer for peer in self._others if arrived[peer] != number]
 
-        self._wait(awaited, timeout_s)
+        self._relied_on = self._others if self._rounds else ()
+        self._missed_since_s = 0.0
+        try:
+            self._wait(awaited, timeout_s)
+        finally:
+            self._relied_on = ()
         # A rank that came first may have given up since.
         gave_up = [peer for peer in self.blocks.finished if self._will_not_finish(peer) is FailureKind.FAILED]
         if gave_up:
@@ -285,16 +303,26 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         """Raise PeerFailure if one of these ranks will not do its part in this collective."""
         if self._is_closed:
             raise PeerFailure({self.rank: FailureKind.CLOSED}, waited_s)
-        kinds = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
+        concerned = {*ranks, *self._relied_on}
+        kinds = {rank: kind for rank in concerned if (kind := self._will_not_finish(rank)) is not None}
         if not kinds:
-            gone = self.watch.dead().intersection(ranks)
-            if gone:
-                self.poll()  # the final notice of one that has left came before its end
-            kinds = {rank: FailureKind.DEAD for rank in gone if not self._has_finished(rank)}
+            kinds = dict.fromkeys(self._find_dead(concerned), FailureKind.DEAD)
         if not kinds and waited_s >= timeout_s:
             kinds = dict.fromkeys(ranks, FailureKind.LATE)
         if kinds:
             raise PeerFailure(kinds, waited_s)
+
+    def _find_dead(self, ranks: Collection[int]) -> set[int]:
+        """Those of these ranks that have died before they had finished this collective."""
+        gone = self.watch.dead().intersection(ranks)
+        if gone:
+            self.poll()  # the final notice of one that has left came before its end
+            gone = {rank for rank in gone if not self._has_finished(rank)}
+        if gone and self._relied_on:  # see [Note: the dead and their notices]
+            now = time.monotonic()
+            self._missed_since_s = self._missed_since_s or now
+            return gone if now - self._missed_since_s > _NOTICE_FOLLOWS_WITHIN_S else set()
+        return gone
 
     def _has_finished(self, rank: int) -> bool:
         """Whether the final notice of a rank says that it has finished this collective; what it owes is on its way."""

@@ -186,11 +186,11 @@ class MessageControlBlocks:
         """Whether all of these ranks have sent their final notice."""
         return all(rank in self.finished for rank in ranks)
 
-    def receive(self, rank: int, notice: memoryview) -> memoryview | None:
+    def receive(self, rank: int, notice: memoryview) -> tuple[int, memoryview] | None:
         """Write a notice of that rank into its block.
 
         Returns:
-            What is attached to an ENTER notice; None for one that has come before, and for final notices.
+            The number and the attachment of an ENTER notice; None for one that has come before, and for final notices.
 
         Raises:
             ValueError: no rank sends such a notice.
@@ -209,7 +209,7 @@ class MessageControlBlocks:
             if site_bytes != _NO_TEXT:
                 self._sites[rank][site] = _text(notice[call_end:site_end])
             self._bytes[8 * word : 8 * word + _RECORD_BYTES] = notice[8 : 8 + _RECORD_BYTES]
-            return notice[site_end:]
+            return number, notice[site_end:]
         self.finished[rank] = number
         self._states[rank] = PeerState.LEFT
         if kind == NoticeKind.FAILED:
