@@ -360,7 +360,7 @@ def dies_handing_on(culprit: int) -> _Outcome:
 
     def tell_all_and_die() -> None:
         for peer in team.peers:
-            team.send_message(peer, bytes(team._notices[team._number & 1][culprit]))
+            team.send_message(peer, bytes(team._entries.notice(culprit, team._number)))
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
 

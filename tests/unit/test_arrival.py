@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 
 from lockstep.comm.messages import arrival
-from lockstep.comm.messages.arrival import Arrival, rounds_of
+from lockstep.comm.messages.arrival import Arrival, Entries, rounds_of
+from lockstep.comm.messages.notices import NoticeKind, handed_on, notice_kind
 
 
 @pytest.mark.parametrize("world_size", [9, 10, 15, 16, 17, 31, 33, 64])
@@ -29,50 +29,69 @@ def test_after_the_rounds_everybody_has_every_notice(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 def test_few_ranks_tell_each_other(world_size: int) -> None:
-    assert rounds_of(0, world_size) == ()
-    told: list[str] = []
-    Arrival((), lambda rank: False, lambda peer, ranks: None, lambda: told.append("all"))
-    assert told == ["all"]
+    rank = Rank(world_size)
+    assert rank.sent == [(peer, "alone") for peer in range(1, world_size)]
+    rank.comes(*range(1, world_size))
+    assert rank.arrival.go_on() == []
+    assert len(rank.sent) == world_size - 1
 
 
 class Rank:
-    """Rank 0 of 9, with what it sends.
+    """Rank 0, with what it sends.
 
     Attributes:
-        here: the ranks whose notices have come.
-        sent: (peer, ranks whose notices it got), in order; "all" where all got this rank's.
+        sent: (peer, ranks whose notices it got), in order; "alone" instead for this rank's own notice as such.
+        arrival: at collective 7.
     """
 
-    def __init__(self) -> None:
-        self.here: set[int] = {0}
-        self.sent: list[object] = []
-        self.arrival = Arrival(rounds_of(0, 9), self.here.__contains__, self._hand_on, lambda: self.sent.append("all"))
+    def __init__(self, world_size: int = 9) -> None:
+        self.sent: list[tuple[int, object]] = []
+        self.entries = Entries(world_size)
+        self.comes(0)
+        others = range(1, world_size)
+        self.arrival = Arrival(0, 7, self.entries, others, rounds_of(0, world_size), self._send, 8 << 10)
 
-    def _hand_on(self, peer: int, ranks: Sequence[int]) -> None:
-        self.sent.append((peer, tuple(ranks)))
+    def comes(self, *ranks: int, number: int = 7) -> None:
+        """The notices of ranks have come."""
+        for rank in ranks:
+            self.entries.add(rank, number, bytes([rank]) * 48, b"")
+
+    def _send(self, peer: int, message: bytes) -> None:
+        is_handed_on = notice_kind(memoryview(message)) is NoticeKind.HANDED_ON
+        ranks = tuple(rank for rank, _ in handed_on(memoryview(message))) if is_handed_on else "alone"
+        self.sent.append((peer, ranks))
 
 
 def test_a_round_waits_for_the_one_before() -> None:
     rank = Rank()
     assert rank.sent == [(1, (0,))]
-    rank.here |= {7, 6}  # of the second round, before that of the first
-    rank.arrival.go_on()
+    rank.comes(7, 6)  # of the second round, before that of the first
+    assert rank.arrival.go_on() == [1, 2, 3, 4, 5, 8]
     assert rank.sent == [(1, (0,))]
-    rank.here.add(8)
+    rank.comes(8)
     rank.arrival.go_on()
     assert rank.sent[1:] == [(2, (0, 8)), (4, (0, 8, 7, 6))]
-    rank.here |= set(range(9))
-    rank.arrival.go_on()
-    rank.arrival.go_on()
+    rank.comes(*range(9))
+    assert rank.arrival.go_on() == []
+    assert rank.arrival.go_on() == []
     assert rank.sent[3:] == [(8, (0,))], "its last part in it, though it has everything itself, and once"
+
+
+def test_who_is_one_ahead_has_not_come_for_that() -> None:
+    rank = Rank()
+    rank.comes(*range(1, 9), number=8)
+    assert rank.arrival.go_on() == list(range(1, 9))
+    assert rank.sent == [(1, (0,))]
+    rank.comes(*range(1, 9))
+    assert rank.arrival.go_on() == []
 
 
 def test_who_waits_long_tells_all_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank()
     rank.arrival.go_on()
-    assert "all" not in rank.sent
+    assert rank.sent == [(1, (0,))]
     now = arrival.time.monotonic() + 2 * arrival._PATIENCE_S
     monkeypatch.setattr(arrival.time, "monotonic", lambda: now)
     rank.arrival.go_on()
     rank.arrival.go_on()
-    assert rank.sent == [(1, (0,)), "all"]
+    assert rank.sent[1:] == [(peer, "alone") for peer in range(1, 9)]

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LARGEST_ATTACHMENT_BYTES", "Arrival", "Round", "attachment_bytes", "num_hops", "rounds_of"]
+from lockstep.comm.messages.notices import hand_on_notices
+
+__all__ = ["LARGEST_ATTACHMENT_BYTES", "Arrival", "Entries", "Round", "attachment_bytes", "num_hops", "rounds_of"]
 
 # With so many ranks and fewer, each sends to all.
 _FEW_RANKS = 8
@@ -82,41 +84,96 @@ def rounds_of(rank: int, world_size: int) -> tuple[Round, ...]:
     return tuple(rounds)
 
 
-class Arrival:
-    """This rank's part in making one collective known. Local.
+class Entries:
+    """What all ranks said when they came to a collective: to the last even one, and to the last odd one.
+
+    [Note: one ahead] A peer may be one collective ahead, and its notice for that may be here before the one for this
+    collective, which comes by way of others. So even and odd collectives are kept apart, as in records.
 
     Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._numbers = [[0] * world_size for _ in range(2)]
+        self._notices: list[list[bytes | memoryview]] = [[b""] * world_size for _ in range(2)]
+        self._attachments: list[list[bytes | memoryview]] = [[b""] * world_size for _ in range(2)]
+
+    def add(self, rank: int, number: int, notice: bytes | memoryview, attachment: bytes | memoryview) -> None:
+        """Keep the notice of a rank that has come to collective `number`, attachment included."""
+        parity = number & 1
+        self._notices[parity][rank], self._attachments[parity][rank] = notice, attachment
+        self._numbers[parity][rank] = number
+
+    def missing(self, ranks: Iterable[int], number: int) -> list[int]:
+        """Those of these ranks that have not come to collective `number` yet."""
+        numbers = self._numbers[number & 1]
+        return [rank for rank in ranks if numbers[rank] != number]
+
+    def notice(self, rank: int, number: int) -> bytes | memoryview:
+        """The notice of a rank that has come to collective `number`."""
+        return self._notices[number & 1][rank]
+
+    def attachment(self, rank: int, number: int) -> bytes | memoryview:
+        """What that rank attached to it."""
+        return self._attachments[number & 1][rank]
+
+
+class Arrival:
+    """This rank's part in making one collective known: sends its own notice, and hands on those of others. Local.
+
+    Args:
+        rank: this rank, whose entry is there.
+        number: of the collective.
+        entries: what ranks have said.
+        others: all other ranks.
         rounds: of this rank.
-        has_come: whether the notice of a rank is here.
-        hand_on: sends the notices of ranks to one.
-        tell_all: sends the notice of this rank to all others.
+        send: sends a message to a rank.
+        longest_bytes: of a message.
     """
 
     def __init__(
         self,
+        rank: int,
+        number: int,
+        entries: Entries,
+        others: Sequence[int],
         rounds: Sequence[Round],
-        has_come: Callable[[int], bool],
-        hand_on: Callable[[int, Sequence[int]], None],
-        tell_all: Callable[[], None],
+        send: Callable[[int, bytes], None],
+        longest_bytes: int,
     ) -> None:
+        self._rank, self._number, self._entries, self._others = rank, number, entries, others
         self._rounds = deque(rounds)
-        self._has_come = has_come
-        self._hand_on = hand_on
-        self._tell_all = tell_all
+        self._send, self._longest_bytes = send, longest_bytes
         self._patient_until_s = time.monotonic() + _PATIENCE_S
         self._has_told = not rounds
         if rounds:
-            hand_on(rounds[0].peer, rounds[0].given)
+            self._hand_on(rounds[0])
         else:
-            tell_all()
+            self._tell_all()
 
-    def go_on(self) -> None:
-        """Send what can be sent now. Call it after each message, and now and then."""
+    def go_on(self) -> list[int]:
+        """Send what can be sent now. Call it after each message, and now and then.
+
+        Returns:
+            The ranks that have not come.
+        """
         rounds = self._rounds
-        while rounds and all(map(self._has_come, rounds[0].awaited)):
+        while rounds and not self._entries.missing(rounds[0].awaited, self._number):
             rounds.popleft()
             if rounds:
-                self._hand_on(rounds[0].peer, rounds[0].given)
+                self._hand_on(rounds[0])
         if rounds and not self._has_told and time.monotonic() > self._patient_until_s:
             self._has_told = True
             self._tell_all()
+        return self._entries.missing(self._others, self._number)
+
+    def _hand_on(self, turn: Round) -> None:
+        notices = [(rank, self._entries.notice(rank, self._number)) for rank in turn.given]
+        for message in hand_on_notices(notices, self._longest_bytes):
+            self._send(turn.peer, message)
+
+    def _tell_all(self) -> None:
+        notice = bytes(self._entries.notice(self._rank, self._number))
+        for peer in self._others:
+            self._send(peer, notice)

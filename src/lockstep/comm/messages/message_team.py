@@ -17,9 +17,6 @@ compared.
 [Note: the dead and their notices] Where notices are handed on, that of a rank which has finished and is gone may be on
 its way still, and one that dies may keep others from coming through. So an arrival looks at all ranks, and takes one
 that is gone without a word for lost after a moment.
-
-[Note: one ahead] A peer may be one collective ahead, and its notice for that may be here before the one for this
-collective, which comes by way of others. So notices are kept for even and for odd collectives, like records.
 """
 
 from __future__ import annotations
@@ -35,15 +32,8 @@ import torch
 
 from lockstep.comm.contract import Waiter
 from lockstep.comm.hosts.layout import Layout
-from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, attachment_bytes, rounds_of
-from lockstep.comm.messages.notices import (
-    NOTICE_BYTES,
-    MessageControlBlocks,
-    NoticeKind,
-    hand_on_notices,
-    handed_on,
-    notice_kind,
-)
+from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, attachment_bytes, rounds_of
+from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, handed_on, notice_kind
 from lockstep.errors import InputError
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
@@ -124,10 +114,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._relied_on: Sequence[int] = ()  # the ranks that may have to hand on what this one waits for
         self._missed_since_s = 0.0  # when one of them was found dead, in this collective; 0 for none
         self._rounds = rounds_of(rank, self.world_size) if self.hands_on else ()
-        # Of even collectives, and of odd ones: the number of the last that each rank came to, and what it said then.
-        self._arrived = [[0] * self.world_size for _ in range(2)]
-        self._notices: list[list[bytes | memoryview]] = [[b""] * self.world_size for _ in range(2)]
-        self._attachments: list[list[memoryview]] = [[memoryview(b"")] * self.world_size for _ in range(2)]
+        self._entries = Entries(self.world_size)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._has_left = False
         self._is_listening = bool(self._others)
@@ -207,9 +194,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         received = self.blocks.receive(peer, notice)
         if received is not None:
             number, attachment = received
-            parity = number & 1
-            self._notices[parity][peer], self._attachments[parity][peer] = notice, attachment
-            self._arrived[parity][peer] = number
+            self._entries.add(peer, number, notice, attachment)
 
     # ---- collectives -----------------------------------------------------------------------------------
 
@@ -227,25 +212,14 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         if not self.is_entering:
             return
         self._number = number = self.blocks.number(self.rank)
-        notices, arrived = self._notices[number & 1], self._arrived[number & 1]
-        notices[self.rank] = self.blocks.enter_notice() + attachment
-        self._attachments[number & 1][self.rank] = memoryview(attachment)
-        arrived[self.rank] = number
-
-        def hand_on(peer: int, ranks: Sequence[int]) -> None:
-            for message in hand_on_notices([(rank, notices[rank]) for rank in ranks], MESSAGE_BYTES):
-                self.send_message(peer, message)
-
-        def tell_all() -> None:
-            for peer in self._others:
-                self.send_message(peer, bytes(notices[self.rank]))
-
-        arrival = Arrival(self._rounds, lambda rank: arrived[rank] == number, hand_on, tell_all)
+        self._entries.add(self.rank, number, self.blocks.enter_notice() + attachment, attachment)
+        arrival = Arrival(
+            self.rank, number, self._entries, self._others, self._rounds, self.send_message, MESSAGE_BYTES
+        )
 
         def awaited() -> list[int]:
             self.poll()
-            arrival.go_on()
-            return [peer for peer in self._others if arrived[peer] != number]
+            return arrival.go_on()
 
         self._relied_on = self._others if self._rounds else ()
         self._missed_since_s = 0.0
@@ -261,9 +235,9 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         for check in self.on_arrival:
             check()
 
-    def attached(self, rank: int) -> memoryview:
+    def attached(self, rank: int) -> bytes | memoryview:
         """What a rank attached to its notice of this collective. Local; after `arrive`."""
-        return self._attachments[self._number & 1][rank]
+        return self._entries.attachment(rank, self._number)
 
     def note_finished(self, number: int) -> None:
         """Note that this rank has finished that collective; peers learn it from its final notice. Local."""
