@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.batch import BatchShare, Iteration
 from lockstep.data.order import Fetch, Schedule
-from lockstep.data.seeding import preserve_global_rngs
+from lockstep.data.seeding import restore_if_seeded
 from lockstep.errors import DataError
 
 __all__ = ["EpochIterator", "Progress", "RankBatchSampler"]
@@ -82,8 +82,6 @@ class EpochIterator(Iterator[Any]):
         batches: an iterator over `schedule`, collated.
         schedule: this rank's batches.
         progress: updated with every batch yielded.
-        preserve_rngs: samples are fetched in this process by code that seeds the process-wide
-            generators; put those back after each batch.
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
     """
@@ -94,14 +92,12 @@ class EpochIterator(Iterator[Any]):
         schedule: Schedule,
         progress: Progress,
         *,
-        preserve_rngs: bool,
         shared_workers: RankBatchSampler | None,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
         self._progress = progress
         self._iteration = Iteration()
-        self._preserve_rngs = preserve_rngs
         self._shared_workers = shared_workers
         self._number = 0  # of the batch that comes next
 
@@ -125,7 +121,8 @@ class EpochIterator(Iterator[Any]):
                 "or a second loader"
             )
         try:
-            loaded = self._load()
+            with restore_if_seeded():  # where samples are fetched in this process
+                loaded = next(self._batches)
         except StopIteration:
             self._progress.finish()
             self.close()
@@ -140,12 +137,6 @@ class EpochIterator(Iterator[Any]):
         self._progress.advance(self._schedule.consumed(self._number))
         self._number += 1
         return loaded
-
-    def _load(self) -> Any:
-        if not self._preserve_rngs:
-            return next(self._batches)
-        with preserve_global_rngs():
-            return next(self._batches)
 
     def close(self) -> None:
         """End here, and let go of the workers. Local; may be called twice."""

@@ -88,8 +88,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch,
             index), and before a `collate_fn` of yours, from its first index. It is on because most
             transforms draw there and would otherwise depend on ranks and workers. It costs some
-            microseconds per sample, and nothing for `TensorDataset`, lists and arrays; pass False
-            for a dataset in memory that draws nothing. The training process's own streams are not
+            microseconds per sample, and nothing where it is known that nothing is drawn: for
+            `TensorDataset`, lists and arrays, and where `__getitem__` only looks up, as in
+            `return self.images[index], self.labels[index]`. The training process's own streams are not
             disturbed: they are put back after each batch. A dataset that fetches whole batches
             (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks:
             let its `__getitem__` take a `generator` instead. If False, workers start from seeds
@@ -225,7 +226,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             batches,
             schedule,
             progress,
-            preserve_rngs=self.num_workers == 0 and self._source().seeds_global_rngs,
             shared_workers=self._rank_batches if self.persistent_workers else None,
         )
 

@@ -11,6 +11,7 @@ from both would see two copies of one stream.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ import torch
 
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 
-__all__ = ["make_generator", "preserve_global_rngs", "seed_global_rngs"]
+__all__ = ["make_generator", "preserve_global_rngs", "restore_if_seeded", "seed_global_rngs"]
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -36,20 +37,58 @@ def seed_global_rngs(value: int) -> None:
     Args:
         value: 0 … 2**64-1.
     """
+    blocks = _open.blocks
+    if blocks and blocks[-1] is None:
+        blocks[-1] = _GlobalRngs()
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value >> 32)  # the half that torch's generator drops
 
 
+class _GlobalRngs:
+    """The state of the process-wide generators now."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+class _Blocks(threading.local):
+    """The `restore_if_seeded` blocks that are open in a thread, each with what it will put back."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_GlobalRngs | None] = []
+
+
+_open = _Blocks()
+
+
 @contextmanager
 def preserve_global_rngs() -> Iterator[None]:
     """Put the process-wide generators back afterwards, whatever happens inside."""
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
+    before = _GlobalRngs()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        before.put_back()
+
+
+@contextmanager
+def restore_if_seeded() -> Iterator[None]:
+    """Put the process-wide generators back afterwards if `seed_global_rngs` was called inside, by this thread.
+
+    Saving them takes longer than fetching a small batch that needs no seeds.
+    """
+    _open.blocks.append(None)
+    try:
+        yield
+    finally:
+        before = _open.blocks.pop()
+        if before is not None:
+            before.put_back()

@@ -8,8 +8,8 @@ randomness are served:
   own for each sample. This is the clean way, and free of the process-wide generators. torch's
   wrappers (`Subset`, `ConcatDataset`, `StackDataset`) are looked into, and hand it on.
 - everything else may draw from the process-wide generators of torch, numpy or `random`, as most
-  transforms do. They are seeded anew before each sample, which takes some microseconds, unless the dataset is one
-  of those known to draw nothing. A collate function of the user's is seeded once per batch.
+  transforms do. They are seeded anew before each sample, which takes some microseconds, unless it is known that the
+  dataset draws nothing (`drawing.py`). A collate function of the user's is seeded once per batch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from lockstep.data.drawing import only_looks_up
 from lockstep.data.order import Fetch
 from lockstep.data.seeding import derive_seed, make_generator, seed_global_rngs
 from lockstep.torch_private.loader import set_guarded
@@ -47,10 +48,17 @@ def _parts(dataset: Any) -> Sequence[Any]:
     return ()
 
 
-def is_deterministic(dataset: Any) -> bool:
-    """Whether indexing is known to draw no random numbers; False when in doubt."""
+def is_deterministic(dataset: Any, indices: Sequence[Any] = ()) -> bool:
+    """Whether looking these indices up is known to draw no random numbers; False when in doubt.
+
+    Args:
+        dataset: the user's.
+        indices: none: whatever the index is, now and later.
+    """
     parts = _parts(dataset)
-    return all(map(is_deterministic, parts)) if parts else type(dataset) in _DETERMINISTIC_TYPES
+    if parts:
+        return all(is_deterministic(part, indices) for part in parts)
+    return type(dataset) in _DETERMINISTIC_TYPES or (len(indices) > 0 and only_looks_up(dataset, indices))
 
 
 @lru_cache(maxsize=256)
@@ -98,7 +106,7 @@ class Source:
 
     Args:
         dataset: the user's.
-        seed_samples: seed the process-wide generators before each sample. A dataset with a
+        seed_samples: seed the process-wide generators before each sample, unless nothing can tell. A dataset with a
             `__getitems__` of its own (and no `generator`) fetches its batch in one go and is
             seeded once, from the first index.
         seed_collate: seed them before the batch is collated, from the first index.
@@ -110,11 +118,6 @@ class Source:
         self.seed_collate = seed_collate
         self._takes_generator = takes_generator(dataset)
         self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
-
-    @property
-    def seeds_global_rngs(self) -> bool:
-        """Whether fetching changes the process-wide generators."""
-        return self.seed_samples or self.seed_collate
 
     def __getitems__(self, fetch: Fetch) -> list[Any]:
         samples = self._samples(fetch)
@@ -128,7 +131,7 @@ class Source:
             self._seed(seed, epoch, indices[0])
             fetched: list[Any] = dataset.__getitems__(indices)
             return fetched
-        if not self._takes_generator and not self.seed_samples:
+        if not self._takes_generator and (not self.seed_samples or is_deterministic(dataset, indices)):
             return [dataset[index] for index in indices]
         samples = []
         for index in indices:
@@ -151,8 +154,6 @@ class TensorSource:
     The same values as picking rows one by one and stacking them, without the Python object per
     row. Goes with `identity` for a collate function.
     """
-
-    seeds_global_rngs = False
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
