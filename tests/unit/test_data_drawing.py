@@ -258,7 +258,7 @@ def test_builtins_of_another_meaning_are_not_known(monkeypatch: pytest.MonkeyPat
 
 def test_a_file_that_changed_after_its_import_is_not_believed(tmp_path) -> None:
     path = tmp_path / "dataset.py"
-    text = "class Dataset:\n    def __init__(self):\n        self.x = [1]\n    def __getitem__(self, index):\n        {}\n"
+    text = "class Dataset:\n def __init__(self):\n  self.x = [1]\n def __getitem__(self, index):\n  {}\n"
     for written, is_known in (("return self.x[index]", True), ("return self.x[0]", False)):
         path.write_text(text.format("return self.x[index]"))
         names: dict = {"__name__": "dataset"}

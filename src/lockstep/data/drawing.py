@@ -35,8 +35,11 @@ _FUNCTIONS = {
     np: frozenset({"array", "asarray", "float32", "float64", "int32", "int64"}),
 }
 _METHODS = frozenset(
-    "astype bool clone contiguous copy double flatten float half int item long numpy permute reshape squeeze to "
-    "transpose unsqueeze view".split()
+    {
+        *("astype", "bool", "double", "float", "half", "int", "long", "to"),
+        *("clone", "contiguous", "copy", "item", "numpy"),
+        *("flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"),
+    }
 )
 _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Slice, ast.UnaryOp)
 
@@ -82,13 +85,13 @@ def only_looks_up(dataset: Any, indices: Sequence[Any]) -> bool:
 
     See [Note: code that cannot draw].
     """
-    kind = type(dataset)
+    kind: Any = type(dataset)
     demands = _demands(kind, getattr(kind, "__getitem__", None))
     return demands is not None and all(type(index) is int for index in indices) and demands.hold(dataset)
 
 
 @lru_cache(maxsize=256)
-def _demands(kind: type, getitem: Any) -> _Demands | None:
+def _demands(kind: Any, getitem: Any) -> _Demands | None:
     """What has to hold of the attributes of a dataset of this class; None if nothing is known of its code."""
     if not isinstance(getitem, FunctionType) or kind.__getattribute__ is not object.__getattribute__:
         return None
