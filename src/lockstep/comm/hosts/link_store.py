@@ -59,19 +59,20 @@ class LinkStore(Store):
         """
         self.set(f"{topic} {self._rank}", value)
         keys = {peer: f"{topic} {peer}" for peer in self._peers}
-        while missing := [peer for peer, key in keys.items() if key not in self._values]:
-            self._await(missing)
+        self._await(lambda: [peer for peer, key in keys.items() if key not in self._values])
         return {peer: self._values[key] for peer, key in keys.items()}
 
-    def _await(self, missing: Sequence[int]) -> None:
-        """Receive what has come, or wait a moment for it."""
+    def _await(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Receive until there are no ranks any more of which something is missing."""
         self._receive()
-        gone = sorted(self._links.lost.intersection(missing))
-        if gone or time.monotonic() > self._deadline_s:
-            what = "came and was gone again" if gone else "came and did not go on"
-            raise lost_meanwhile([self._ranks[peer] for peer in gone or sorted(missing)], what)
-        self._look_out()
-        self._links.wait(_POLL_S)
+        while awaited := missing():
+            gone = sorted(self._links.lost.intersection(awaited))
+            if gone or time.monotonic() > self._deadline_s:
+                what = "came and was gone again" if gone else "came and did not go on"
+                raise lost_meanwhile([self._ranks[peer] for peer in gone or sorted(awaited)], what)
+            self._look_out()
+            self._links.wait(_POLL_S)
+            self._receive()
 
     def _receive(self) -> None:
         for peer, message in self._links.poll():
@@ -120,5 +121,4 @@ class LinkStore(Store):
         Raises:
             RankLost: a rank is gone, or a value did not come in time.
         """
-        while not self._values.keys() >= set(keys):
-            self._await(sorted(self._peers))
+        self._await(lambda: () if self._values.keys() >= set(keys) else sorted(self._peers))
