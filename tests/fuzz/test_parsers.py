@@ -284,7 +284,10 @@ def parsers(folder: Path) -> dict[str, Parser]:
         "control blocks": blocks_of(segment),
         "ring": ring_of(Segment.create(1 << 14)),
         "handshake": Parser(read_arrival, [hello], (Stranger,)),
-        "links": Parser(read_links, [struct.pack("!I", 5) + b"abcde" + struct.pack("!I", 0)]),
+        "links": Parser(
+            read_links,
+            [struct.pack("!IQ", 5, 0) + b"abcde" + struct.pack("!IQ", 0, 7), struct.pack("!IQ", 0xFFFFFFFF, 0)],
+        ),
         "error report": Parser(text_of(_parse), [json.dumps(asdict(report())).encode()]),
         "report file": Parser(
             read_folder(folder, "error-rank0.json", lambda: read_reports(folder, {0: 1})),

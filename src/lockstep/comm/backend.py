@@ -24,7 +24,7 @@ from lockstep.comm import ephemeral, exit_hooks
 from lockstep.comm.contract import Team
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.group_setup import BootstrapStore, LivenessCheck, NewGroup
-from lockstep.comm.hosts.layout import Member
+from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.names import BACKEND_NAME
@@ -386,11 +386,11 @@ def _team_of(group: object) -> Team | None:
     return group.engine.team if isinstance(group, EngineProcessGroup) else None
 
 
-def _known_members(team: Team | None, ranks: Sequence[int]) -> list[Member] | None:
-    """The members of these global ranks, if the default group, with that team, is on several hosts; None otherwise."""
-    if team is None or team.layout is None or max(ranks) >= len(team.layout.members):
+def _layout_of(team: Team | None, ranks: Sequence[int]) -> Layout | None:
+    """Where these global ranks are, if the default group, with that team, is on several hosts and connects them."""
+    if team is None or team.layout is None or max(ranks) >= team.world_size:
         return None
-    return [team.layout.members[rank] for rank in ranks]
+    return Layout.of([team.layout.members[rank] for rank in ranks])
 
 
 def _connect(new: NewGroup, default_group: object) -> Engine:
@@ -399,17 +399,19 @@ def _connect(new: NewGroup, default_group: object) -> Engine:
     with LivenessCheck(default_team, new.ranks) as check_peers:
         terms: Terms = {"wire": current_wire().name}
         bootstrap = Bootstrap(new.store, new.rank, new.ranks, new.timeout_s, check_peers, terms)
-        known = _known_members(default_team, new.ranks)
-        if known is None or len({member.host for member in known}) == 1:
+        layout = _layout_of(default_team, new.ranks)
+        if layout is None or len(layout.hosts) == 1:
             try:
                 return make_engine(SharedMemoryTeam.connect(bootstrap), new)
             except SeveralHosts:
                 pass
         # What is needed only between hosts is loaded only there.
-        from lockstep.comm.hosts.group import announce, connect
+        from lockstep.comm.hosts.group import announce, connect, connect_over
 
-        engine = connect(new, check_peers, known)
-        if known is None and new.rank == 0:
+        if layout is not None and default_team is not None and default_team.links is not None:
+            return connect_over(default_team.links, layout, new, check_peers)
+        engine = connect(new, check_peers)
+        if new.rank == 0:
             bootstrap.forget_several_hosts()
             if default_group is None and engine.team.layout is not None:
                 announce(engine.team.layout)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from lockstep.comm.hosts.layout import Layout
+from lockstep.comm.hosts.links import Links
 from lockstep.errors import InputError
 from lockstep.shm.control_blocks import Failure, Record
 from lockstep.shm.kernels import Kernel
@@ -135,6 +136,10 @@ class Team(Protocol):
     @property
     def layout(self) -> Layout | None:
         """Which ranks share a host, if they are on several and the group itself connects these; else None."""
+
+    @property
+    def links(self) -> Links | None:
+        """The links between the ranks, where `layout` is not None. Further groups of them share their connections."""
 
     @property
     def blocks(self) -> ControlBlocks:

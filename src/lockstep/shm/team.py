@@ -114,11 +114,13 @@ class Team:
         shares_memory: whether all ranks map the same memory: always.
         has_symmetric_memory: whether `allocate` works: always.
         layout: which ranks share a host, where they are on several: never.
+        links: the links between ranks of several hosts: None.
     """
 
     shares_memory = True
     has_symmetric_memory = True
     layout = None
+    links = None
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ General layout:
 
 * `layout`: who shares a host with whom. Pure data.
 * `discovery`: finds that out, and the address of each host; `store_exchange`: what ranks tell each other meanwhile.
-* `links`: a connection for each pair of ranks, for short messages and news of deaths.
+* `connections`: a connection for each pair of ranks, which all their groups share; news of deaths.
+* `links`: the connections as one group uses them, for short messages.
 * `peer_listener`: where they connect; `handshake`: how they prove to each other who they are.
 * `link_store`: what ranks tell each other over their new connections; `gloo_door`: keeps strangers from Gloo's port.
 * `gloo_transport`: Gloo, for what is large, and a thread that looks after the peers while a rank waits for it.

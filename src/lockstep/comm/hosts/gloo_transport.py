@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.gloo import await_rest_at_end
 from lockstep.comm.hosts.gloo_door import GlooDoor
 from lockstep.errors import LockstepError, RendezvousError
 from lockstep.shm.sync import PeerFailure
@@ -87,6 +88,15 @@ class _Refused:
         raise self._error
 
 
+class _ClosedGroup:
+    """Stands where the group was: nothing can begin any more."""
+
+    def send(self, *_: object) -> None:
+        raise RuntimeError("the group is closed")
+
+    recv = send
+
+
 class GlooTransport:
     """Gloo connections between the ranks of one group. Collective to make.
 
@@ -110,7 +120,7 @@ class GlooTransport:
     ) -> None:
         try:
             door = GlooDoor(address, admitted)
-            self._group = gloo_group(store, rank, world_size, door.device, timedelta(seconds=timeout_s))
+            self._group: Any = gloo_group(store, rank, world_size, door.device, timedelta(seconds=timeout_s))
             door.close()
         except LockstepError:
             raise
@@ -178,6 +188,9 @@ class GlooTransport:
                 if self._waits_for is not None:
                     self._waits_for.end_wait()
                 self._watcher.join(_CLOSE_PATIENCE_S)
+        if in_good_order:
+            await_rest_at_end()
+            self._group = _ClosedGroup()  # The last reference to the group closes its connections.
 
 
 class Watchdog:

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lockstep import env
 from lockstep.comm.engine import Engine
@@ -25,7 +26,7 @@ from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.messages.message_engine import MessageEngine
 from lockstep.comm.shared_memory import make_engine
 from lockstep.comm.wire import current_wire
-from lockstep.errors import LockstepError, RendezvousError
+from lockstep.errors import LockstepError, RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
 from lockstep.network_interfaces import interfaces, source_towards
 from lockstep.secret import secret_of_ranks
@@ -34,18 +35,17 @@ from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.team import Team
 from lockstep.shm.terms import common_terms, disagreement
 
-__all__ = ["announce", "connect"]
+__all__ = ["announce", "connect", "connect_over"]
 
 _DESCRIPTORS = 16
 
 
-def connect(new: NewGroup, check_peers: Callable[[], None], known: list[Member] | None) -> Engine:
-    """Connect the ranks of a new group that may be on several hosts. Collective.
+def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
+    """Connect the ranks of a new group that may be on several hosts, and know nothing of each other. Collective.
 
     Args:
         new: the group.
         check_peers: called while waiting; raises if a rank cannot come.
-        known: the members, if another group knows them already.
 
     Returns:
         The engine of a group of shared memory after all, where all turn out to be on one host.
@@ -58,47 +58,103 @@ def connect(new: NewGroup, check_peers: Callable[[], None], known: list[Member] 
     """
     exchange = StoreExchange(new.store, new.rank, new.ranks, new.timeout_s, check_peers)
     try:
-        return _connect(exchange, new, check_peers, known)
+        return _connect(exchange, new, check_peers)
     except LockstepError as error:
         exchange.give_up(error)
         raise
 
 
-def _connect(
-    exchange: StoreExchange, new: NewGroup, check_peers: Callable[[], None], known: list[Member] | None
-) -> Engine:
-    rank, ranks = new.rank, new.ranks
+def connect_over(links: Links, layout: Layout, new: NewGroup, check_peers: Callable[[], None]) -> Engine:
+    """Connect ranks of several hosts that the default group connects already. Collective.
+
+    Args:
+        links: those of the default group; the new group's go over the same connections.
+        layout: of the new group.
+        new: the group.
+        check_peers: called while waiting; raises if a rank cannot come.
+
+    Raises:
+        RendezvousError: a rank did not come, or could not; names it.
+        RankLost: a rank came and died.
+        SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
+        SharedMemoryError: the memory of a host cannot be had.
+    """
+    own = links.share(new.name, new.ranks)
+    try:
+        shared = LinkStore(own, new.rank, new.ranks, new.timeout_s, check_peers)
+        _agree_on_terms(shared, new)
+        return _make(new, layout, own, shared, _bootstrap_on_host(new, layout, check_peers))
+    except BaseException:
+        own.close()
+        raise
+
+
+def _connect(exchange: StoreExchange, new: NewGroup, check_peers: Callable[[], None]) -> Engine:
+    """Connect ranks that know nothing of each other. Collective."""
     # Two connections to each other rank, and what they are polled by. Gloo ends a process that has no descriptor left.
-    descriptors.require(_DESCRIPTORS + 2 * len(ranks), f"rank {ranks[rank]}")
-    members = known or find_members(exchange, rank, len(ranks))
+    descriptors.require(_DESCRIPTORS + 2 * len(new.ranks), f"rank {new.ranks[new.rank]}")
+    members = find_members(exchange, new.rank, len(new.ranks))
     layout = Layout.of(members)
-    here = layout.local_ranks(rank)
-    bootstrap = Bootstrap(
-        new.store.below(f"host {members[rank].host}"),
-        layout.local_rank_of[rank],
-        [ranks[peer] for peer in here],
-        new.timeout_s,
-        check_peers,
-        {"wire": current_wire().name},
-    )
+    bootstrap = _bootstrap_on_host(new, layout, check_peers)
     if len(layout.hosts) == 1:
         engine = make_engine(Team.connect(bootstrap), new)
         exchange.erase()
         return engine
-    links = _open_links(exchange, rank, ranks, members[rank].address, check_peers)
+    links = _open_links(exchange, new.rank, new.ranks, members[new.rank].address, check_peers)
     try:
-        segment = Team.meet(bootstrap)
-        shared = LinkStore(links, rank, ranks, exchange.remaining_s(), check_peers)
-        # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
-        admitted = _addresses_of_all(shared, links, members, rank)
-        gloo = GlooTransport(shared, rank, len(ranks), members[rank].address, admitted, exchange.remaining_s())
-        shared.close()
+        shared = LinkStore(links, new.rank, new.ranks, exchange.remaining_s(), check_peers)
+        engine = _make(new, layout, links, shared, bootstrap)
     except BaseException:
         links.close()
         raise
     exchange.erase()
+    return engine
+
+
+def _agree_on_terms(shared: LinkStore, new: NewGroup) -> None:
+    """Raise SetupError if this rank cannot join, another could not, or the ranks go by different terms. Collective."""
+    name, terms = f"rank {new.ranks[new.rank]}", _terms()
+    try:
+        descriptors.require(_DESCRIPTORS + len(new.ranks), name)
+    except SetupError as error:
+        shared.set(f"terms {new.rank}", json.dumps({"error": f"{name} could not join: {error}"}).encode())
+        raise
+    for peer, value in shared.share("terms", json.dumps({"terms": terms}).encode()).items():
+        found = json.loads(value)
+        if "error" in found:
+            raise RendezvousError(str(found["error"]))
+        different = disagreement(name, terms, f"rank {new.ranks[peer]}", found["terms"])
+        if different is not None:
+            raise different
+
+
+def _terms() -> dict[str, Any]:
+    """What all ranks must have alike."""
+    return common_terms() | {"wire": current_wire().name}
+
+
+def _bootstrap_on_host(new: NewGroup, layout: Layout, check_peers: Callable[[], None]) -> Bootstrap:
+    """The bootstrap of the ranks on this host."""
+    return Bootstrap(
+        new.store.below(f"host {layout.members[new.rank].host}"),
+        layout.local_rank_of[new.rank],
+        [new.ranks[peer] for peer in layout.local_ranks(new.rank)],
+        new.timeout_s,
+        check_peers,
+        {"wire": current_wire().name},
+    )
+
+
+def _make(new: NewGroup, layout: Layout, links: Links, shared: LinkStore, bootstrap: Bootstrap) -> Engine:
+    """The engine of ranks with links. Collective."""
+    rank, address = new.rank, layout.members[new.rank].address
+    segment = Team.meet(bootstrap)
+    # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
+    admitted = _addresses_of_all(shared, links, layout.members, rank)
+    gloo = GlooTransport(shared, rank, len(new.ranks), address, admitted, shared.remaining_s())
+    shared.close()
     team = HostsTeam(rank, layout, links, segment, gloo, current_wire())
-    recorder, make_mailbox = FlightRecorder(team, new.name, ranks), functools.partial(HostsMailbox, team)
+    recorder, make_mailbox = FlightRecorder(team, new.name, new.ranks), functools.partial(HostsMailbox, team)
     return MessageEngine(team, recorder, new.timeout_s, HostsAlgorithms(team), make_mailbox, RuntimeError)
 
 
@@ -106,7 +162,7 @@ def _open_links(
     exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str, check_peers: Callable[[], None]
 ) -> Links:
     """Connect to all other ranks. Collective."""
-    terms = common_terms() | {"wire": current_wire().name}
+    terms = _terms()
     listener = PeerListener(address)
     try:
         exchange.write("endpoint", [*listener.endpoint, terms])

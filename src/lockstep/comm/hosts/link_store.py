@@ -86,6 +86,10 @@ class LinkStore(Store):
             if len(pieces) >= total:
                 self._values[key] = bytes(self._pieces.pop((peer, key)))
 
+    def remaining_s(self) -> float:
+        """Seconds until the limit."""
+        return max(self._deadline_s - time.monotonic(), 0.001)
+
     def close(self) -> None:
         """Hand back the messages of ranks that are further than this one, for the group."""
         self._links.put_back(self._others)

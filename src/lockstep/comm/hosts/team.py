@@ -94,6 +94,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     Attributes:
         layout: which ranks share a host.
+        links: the links to the other ranks.
         local: the team of shared memory of this host.
         waiter: waits for ranks of this host.
         wire: the wire format of float sums between hosts.
@@ -115,7 +116,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.layout: Layout = layout
         self.wire = wire
         self._here = here
-        self._links = links
+        self.links: Links = links
         self._gloo = gloo
         self._watchdog = Watchdog(self._poll_and_look, gloo.abort)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
@@ -132,18 +133,18 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         """Send at most `MESSAGE_BYTES` to a peer. Local."""
         assert len(message) <= MESSAGE_BYTES
         with self.lock:
-            self._links.send(peer, message)
+            self.links.send(peer, message)
 
     def poll(self) -> None:
         """Receive the messages that have come. Local; waits for nothing."""
         with self.lock:
-            for peer, message in self._links.poll():
+            for peer, message in self.links.poll():
                 if message[:8] == _EAGER_KIND:
                     self._eager_messages[peer].append(bytes(message[8:]))
                 elif message != _WAKE:
                     self._receive_message(peer, message)
-                if self._links.has_sleepers:
-                    self._links.interrupt()  # Another thread may wait for what was received here.
+                if self.links.has_sleepers:
+                    self.links.interrupt()  # Another thread may wait for what was received here.
 
     def wake(self, peer: int) -> None:
         """Wake a rank that sleeps in `sleep`. Local."""
@@ -151,11 +152,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     def wake_here(self) -> None:
         """End the sleep of this rank's other threads. Local."""
-        self._links.interrupt()
+        self.links.interrupt()
 
     def sleep(self, limit_s: float) -> None:
         """Sleep until a message comes, or another thread of this rank has received one. Local."""
-        self._links.wait(limit_s)
+        self.links.wait(limit_s)
 
     # ---- waiting ---------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             if now >= look_at:
                 self._look(ranks, now - start, timeout_s)
                 look_at = next_look(start, now, timeout_s)
-            self._links.wait(look_at - now)
+            self.links.wait(look_at - now)
 
     def _poll_and_look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         self.poll()
@@ -346,7 +347,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.local.close()
         self.watch.close()
         with self.lock:
-            self._links.close()
+            self.links.close()
         self._pool.clear()
 
     @property

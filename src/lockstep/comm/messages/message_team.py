@@ -32,6 +32,7 @@ import torch
 
 from lockstep.comm.contract import Waiter
 from lockstep.comm.hosts.layout import Layout
+from lockstep.comm.hosts.links import Links
 from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, attachment_bytes, rounds_of
 from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, handed_on, notice_kind
 from lockstep.errors import InputError
@@ -80,6 +81,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         hands_on: whether many ranks hand on each other's notices, instead of each sending its own to all.
         has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
         layout: which ranks share a host, where a subclass knows.
+        links: the links between the ranks, where a subclass has them.
         overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
         published_waits: where the ranks publish their waits: nowhere.
         is_told: whether an alarm wakes the waits of this group, so that they need not look often: never.
@@ -91,6 +93,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     hands_on = False
     has_symmetric_memory = False
     layout: Layout | None = None
+    links: Links | None = None
     overseers = None
     published_waits = None
     is_told = False
