@@ -68,11 +68,25 @@ class BootstrapStore:
         """
         return self._find(key) is not None
 
-    def _find(self, key: str) -> str | None:
-        if not self._store.check([key]):
+    def get_all(self, keys: Sequence[str]) -> list[str] | None:
+        """The values under these keys, if they are all there; asks a store of many ranks twice, not for each.
+
+        Raises:
+            RendezvousError: a value that a process of another job wrote has been there for some time.
+        """
+        if not self._store.check(list(keys)):
             return None
+        values = [self._open(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
+        found = [value for value in values if value is not None]
+        return found if len(found) == len(values) else None
+
+    def _find(self, key: str) -> str | None:
+        return self._open(key, self._store.get(key)) if self._store.check([key]) else None
+
+    def _open(self, key: str, sealed: bytes) -> str | None:
+        """The value that a rank of this job wrote; None if it was somebody else."""
         try:
-            value = self._seals.open(key, bytes(self._store.get(key)).decode(errors="replace"))
+            value = self._seals.open(key, bytes(sealed).decode(errors="replace"))
         except Refused as refused:
             why = str(refused)
         else:

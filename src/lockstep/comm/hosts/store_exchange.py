@@ -6,10 +6,11 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lockstep.errors import LockstepError, RendezvousError
-from lockstep.shm.bootstrap import Store, lost_store, not_come
+from lockstep.shm.bootstrap import Store as _Store
+from lockstep.shm.bootstrap import lost_store, not_come
 
 __all__ = ["StoreExchange"]
 
@@ -19,6 +20,13 @@ _LONGEST_NAP_S = 0.02
 _FAILURE = "failure"
 _PARTING_S = 5.0
 _LOOK_AGAIN_S = 0.5
+
+
+class Store(_Store, Protocol):
+    """What ranks need of a store that is on another host."""
+
+    def get_all(self, keys: Sequence[str]) -> list[str] | None:
+        """The values under these keys, if they are all there."""
 
 
 class StoreExchange:
@@ -57,20 +65,18 @@ class StoreExchange:
             RendezvousError: a rank published nothing in time, or gave up; names it.
             RankLost: a rank cannot come.
         """
-        found: dict[int, Any] = {}
+        keys = [f"{topic}{rank}" for rank in ranks]
         nap_s = 0.0002
         while True:
-            for rank in ranks:
-                if rank not in found and (said := self._said(f"{topic}{rank}")) is not None:
-                    found[rank] = self._parse(topic, rank, said)
-            if len(found) == len(ranks):
-                return [found[rank] for rank in ranks]
+            found = self._ask(lambda: self._store.get_all(keys))
+            if found is not None:
+                return [self._parse(topic, rank, said) for rank, said in zip(ranks, found, strict=True)]
             self._look_out()
             failure = self._said(_FAILURE)
             if failure is not None:
                 raise RendezvousError(failure)
             if time.monotonic() > self._deadline:
-                missing = [rank for rank in ranks if rank not in found]
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if self._said(key) is None]
                 raise not_come(missing, self._rank, self._global_ranks, self._timeout_s)
             self._write_again()
             time.sleep(nap_s)
