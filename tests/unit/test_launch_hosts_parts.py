@@ -245,6 +245,9 @@ def test_rounds_of_two_launchers() -> None:
         assert mine.bootstrap_store_info == other.bootstrap_store_info
         masters.add(zero.master)
         one.put("word", f"in round {number}")
+        deadline = time.monotonic() + limit_s(10)
+        while zero.get("word") is None and time.monotonic() < deadline:  # nobody confirms what a store is told
+            time.sleep(0.001)
         assert zero.get("word") == f"in round {number}"
         assert zero.num_nodes_waiting() == 0
         zero.regroup()
