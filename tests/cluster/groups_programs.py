@@ -47,6 +47,7 @@ def connections(num_groups: int) -> dict[str, Any]:
             dist.destroy_process_group(group)
         dist.barrier()
         after = _num_connections(), len(os.listdir("/proc/self/fd"))
+        dist.barrier()  # nobody leaves before all have counted
         return {"during": during - before[0], "after": after, "before": before}
 
 

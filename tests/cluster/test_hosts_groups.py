@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import groups_programs as programs
+from lockstep.comm.torch_version import joins_gloo_with_gil
 from lockstep.testing import limit_s
 from netns_harness import Cluster, RankDied, cluster, needs_namespaces
 
@@ -26,7 +28,8 @@ def test_further_groups_take_no_more_connections_than_gloos(hosts: Cluster) -> N
     for found in hosts.run(programs.connections, (2, 1, 1), 4):
         assert isinstance(found, dict), found
         assert found["during"] <= 4 * 3
-        assert found["after"] == found["before"]
+        if not joins_gloo_with_gil(torch.__version__):  # else Gloo's stay until the end
+            assert found["after"] == found["before"]
 
 
 def test_groups_work_at_the_same_time(hosts: Cluster) -> None:

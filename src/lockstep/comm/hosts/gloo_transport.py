@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.gloo import await_rest_at_end
 from lockstep.comm.hosts.gloo_door import GlooDoor
+from lockstep.comm.torch_version import joins_gloo_with_gil
 from lockstep.errors import LockstepError, RendezvousError
 from lockstep.shm.sync import PeerFailure
 from lockstep.torch_private.gloo_waits import end_wait
@@ -188,9 +188,9 @@ class GlooTransport:
                 if self._waits_for is not None:
                     self._waits_for.end_wait()
                 self._watcher.join(_CLOSE_PATIENCE_S)
-        if in_good_order:
-            await_rest_at_end()
-            self._group = _ClosedGroup()  # The last reference to the group closes its connections.
+        # The last reference to the group closes its connections; with an old torch that has to wait for the end.
+        if in_good_order and not joins_gloo_with_gil(torch.__version__):
+            self._group = _ClosedGroup()
 
 
 class Watchdog:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from lockstep.errors import LockstepError, RendezvousError
-from lockstep.shm.bootstrap import Store as _Store
-from lockstep.shm.bootstrap import lost_store, not_come
+from lockstep.shm.bootstrap import Store, lost_store, not_come
 
-__all__ = ["StoreExchange"]
+__all__ = ["ExchangeStore", "StoreExchange"]
 
 _Answer = TypeVar("_Answer")
 
@@ -22,7 +21,7 @@ _PARTING_S = 5.0
 _LOOK_AGAIN_S = 0.5
 
 
-class Store(_Store, Protocol):
+class ExchangeStore(Store, Protocol):
     """What ranks need of a store that is on another host."""
 
     def get_all(self, keys: Sequence[str]) -> list[str] | None:
@@ -41,7 +40,12 @@ class StoreExchange:
     """
 
     def __init__(
-        self, store: Store, rank: int, global_ranks: Sequence[int], timeout_s: float, check_peers: Callable[[], None]
+        self,
+        store: ExchangeStore,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeout_s: float,
+        check_peers: Callable[[], None],
     ) -> None:
         self._store = store
         self._rank = rank
