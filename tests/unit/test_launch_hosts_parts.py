@@ -260,7 +260,7 @@ def test_rounds_of_two_launchers() -> None:
         time.sleep(0.02)
     assert zero.missing() == [one.host]
     pending = in_thread(zero.next_rendezvous)
-    zero.close("that is enough", 3)
+    one.close("that is enough", 3)  # not zero, which no two threads may use at once
     with pytest.raises(JobClosed, match="that is enough") as caught:
         pending.result(limit_s(20))
     assert caught.value.membership.exit_code == 3

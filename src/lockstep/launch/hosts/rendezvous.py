@@ -375,9 +375,10 @@ class HostRendezvous(RendezvousHandler):
             if raw and after == before:
                 self.membership = before
                 return before
-            sealed = self._job_store.seal(_MEMBERSHIP, after.encode(), self._count + 1)
+            count = self._count + 1
+            sealed = self._job_store.seal(_MEMBERSHIP, after.encode(), count)
             if self._job_store.compare_set(_MEMBERSHIP, raw, sealed):
-                self.membership, self._sealed, self._count = after, sealed, self._count + 1
+                self.membership, self._sealed, self._count = after, sealed, count
                 return after
         if not self._sealed:
             raise LaunchError(
