@@ -10,7 +10,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from lockstep.comm.backend import EngineProcessGroup, make_group
+from lockstep.comm.backend import EngineProcessGroup, is_default_group, make_group, ranks_of
 from lockstep.comm.deadlock import forget_other_callers
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.messages.message_algorithms import MessageAlgorithms
@@ -177,16 +177,14 @@ _here = threading.local()  # the job of this thread
 class ThreadProcessGroup(EngineProcessGroup):
     """A process group of threads."""
 
-    def __init__(
-        self, store: Any, rank: int, world_size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
-    ) -> None:
-        ranks = tuple(global_ranks) or tuple(range(world_size))
-        team = ThreadTeam(_here.job.queues(f"{name} {ranks}", world_size), rank, world_size)
-        recorder = FlightRecorder(team, describe_group(name, ranks, is_default=len(global_ranks) == 0), ranks)
+    def __init__(self, options: Any) -> None:
+        name, ranks, world_size = options.group_id, ranks_of(options), options.group_size
+        team = ThreadTeam(_here.job.queues(f"{name} {ranks}", world_size), options.group_rank, world_size)
+        recorder = FlightRecorder(team, describe_group(name, ranks, is_default_group(options)), ranks)
         make_mailbox = functools.partial(MessageMailbox, team)
         algorithms = MessageAlgorithms(team)
-        engine = MessageEngine(team, recorder, timeout.total_seconds(), algorithms, make_mailbox, RuntimeError)
-        super().__init__(engine, BACKEND, store, rank, world_size, name)
+        engine = MessageEngine(team, recorder, options.timeout.total_seconds(), algorithms, make_mailbox, RuntimeError)
+        super().__init__(engine, BACKEND, options)
 
 
 @contextmanager

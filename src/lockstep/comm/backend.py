@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lockstep import env
-from lockstep.comm import ephemeral, exit_hooks
+from lockstep.comm import exit_hooks
 from lockstep.comm.contract import Team
 from lockstep.comm.engine import Engine, Work
+from lockstep.comm.ephemeral import Extension
 from lockstep.comm.group_setup import BootstrapStore, LivenessCheck, NewGroup
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.inference import leaves_inference_mode
@@ -38,7 +39,15 @@ from lockstep.shm.team import Team as SharedMemoryTeam
 from lockstep.shm.terms import Terms
 from lockstep.torch_private.stores import Store
 
-__all__ = ["VERBS", "EngineProcessGroup", "LockstepProcessGroup", "interface_of", "make_group"]
+__all__ = [
+    "VERBS",
+    "EngineProcessGroup",
+    "LockstepProcessGroup",
+    "interface_of",
+    "is_default_group",
+    "make_group",
+    "ranks_of",
+]
 
 VERBS = (
     "allreduce",
@@ -88,21 +97,18 @@ class EngineProcessGroup(ProcessGroup):
     Args:
         engine: runs the collectives.
         backend: the registered name of the backend.
-        store: the store in which the ranks met.
-        rank: rank in the group.
-        world_size: ranks in the group.
-        group_name: torch's name for the group.
+        options: what torch asks for: its `_DistributedBackendOptions`.
 
     Attributes:
         engine: the op table; also holds the flight record and the team.
     """
 
-    def __init__(self, engine: Engine, backend: str, store: Store, rank: int, world_size: int, group_name: str) -> None:
-        super().__init__(rank, world_size)
+    def __init__(self, engine: Engine, backend: str, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
         self.engine = engine
         self._backend_name = backend
-        self._store = store
-        self._name = group_name
+        self._store: Store = options.store
+        self._name: str = options.group_id
         exit_hooks.register(self)
 
     # ---- reductions ------------------------------------------------------------------------------
@@ -303,7 +309,7 @@ class EngineProcessGroup(ProcessGroup):
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """Wait so much longer until a collective called from now on is through. Local. torch 2.15 asks for it."""
-        ephemeral.extend(self.engine, timeout.total_seconds())
+        self.engine.extensions.add(Extension(timeout.total_seconds()))
 
     def fail(self, message: str, error: BaseException | None = None) -> None:
         """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
@@ -319,13 +325,11 @@ class EngineProcessGroup(ProcessGroup):
         """Make the group unusable in this process, a fork of the rank. Local; the rank notices nothing."""
         self.engine.disown()
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
-        """The registered name."""
-        return self._backend_name
-
     def name(self) -> str:
         """The registered name."""
         return self._backend_name
+
+    getBackendName = name  # noqa: N815 - torch's name for it
 
     @property
     def group_name(self) -> str:
@@ -359,7 +363,17 @@ class EngineProcessGroup(ProcessGroup):
 _Group = TypeVar("_Group", bound=EngineProcessGroup)
 
 
-def make_group(kind: Callable[[Store, int, int, timedelta, str, Sequence[int]], _Group], options: Any) -> _Group:
+def ranks_of(options: Any) -> tuple[int, ...]:
+    """Global rank of each rank of the group that torch's `_DistributedBackendOptions` ask for."""
+    return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+
+
+def is_default_group(options: Any) -> bool:
+    """Whether torch's `_DistributedBackendOptions` ask for the default group."""
+    return len(options.global_ranks_in_group) == 0
+
+
+def make_group(kind: Callable[[Any], _Group], options: Any) -> _Group:
     """A group of that kind, from torch's `_DistributedBackendOptions`. Collective.
 
     Raises:
@@ -371,14 +385,7 @@ def make_group(kind: Callable[[Store, int, int, timedelta, str, Sequence[int]], 
             f"rank is {options.group_rank}, but world_size is {options.group_size}: expected 0 … "
             f"{options.group_size - 1}. A global rank is node_rank * ranks per node + local rank"
         )
-    return kind(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.group_id,
-        options.global_ranks_in_group,
-    )
+    return kind(options)
 
 
 def _team_of(group: object) -> Team | None:
@@ -424,33 +431,18 @@ class LockstepProcessGroup(EngineProcessGroup):
     Made by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
 
     Args:
-        store: the store in which the ranks meet; its keys are already private to this group.
-        rank: rank in the group.
-        world_size: ranks in the group.
-        timeout: until a rank that does not come is an error.
-        group_name: torch's name for the group.
-        global_ranks: global rank of each rank; empty for the default group.
+        options: what torch asks for: its `_DistributedBackendOptions`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        group_name: str,
-        global_ranks: Sequence[int],
-    ) -> None:
-        ranks = tuple(global_ranks) or tuple(range(world_size))
-        is_default = len(global_ranks) == 0
-        name = describe_group(group_name, ranks, is_default)
+    def __init__(self, options: Any) -> None:
+        rank, ranks, is_default = options.group_rank, ranks_of(options), is_default_group(options)
+        name = describe_group(options.group_id, ranks, is_default)
         default_group = dist.group.WORLD
         default_team = None if is_default else _team_of(default_group)
         waits = None if default_team is None else default_team.published_waits
-        store_of_group = BootstrapStore(store, group_name)
-        new = NewGroup(store_of_group, rank, ranks, timeout.total_seconds(), name, is_default, waits)
-        engine = _connect(new, default_group)
-        super().__init__(engine, BACKEND_NAME, store, rank, world_size, group_name)
+        store = BootstrapStore(options.store, options.group_id)
+        new = NewGroup(store, rank, ranks, options.timeout.total_seconds(), name, is_default, waits)
+        super().__init__(_connect(new, default_group), BACKEND_NAME, options)
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:
         """The group that moves tensors of that device instead of this one; None for this one."""

@@ -20,6 +20,7 @@ from lockstep.comm.callsite import CallSite, make_locator
 from lockstep.comm.contract import Algorithms, PublishedWaits, Team
 from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_caller
 from lockstep.comm.descriptions import describe_call, describe_rows
+from lockstep.comm.ephemeral import Extension, extended
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
@@ -60,6 +61,7 @@ class Engine:
         waits: where the ranks of the default group publish their waits; None for not to look for deadlocks.
 
     Attributes:
+        extensions: seconds that the next collectives wait longer.
         locate: finds the user's line that made a call; benchmarks replace it.
     """
 
@@ -75,6 +77,7 @@ class Engine:
         self.team = team
         self.recorder = recorder
         self.timeout_s = timeout_s
+        self.extensions: set[Extension] = set()
         self.locate = make_locator()
         self._algorithms = algorithms
         self._make_mailbox = make_mailbox
@@ -118,6 +121,8 @@ class Engine:
         if get_ident() != MAIN_THREAD:
             note_other_caller()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        if self.extensions and timeout_s is None:
+            body = extended(body, self.extensions)
         if not is_async and not self._runner.unfinished:
             self._run(key, describe, body, site, limit_s)
             return DoneWork(result)
@@ -155,14 +160,7 @@ class Engine:
 
     def barrier(self, is_async: bool, timeout_s: float | None) -> Work:
         """Wait for all ranks. Collective."""
-        return self._submit(
-            "barrier",
-            lambda: "barrier()",
-            self._algorithms.barrier,
-            [],
-            is_async,
-            timeout_s,
-        )
+        return self._submit("barrier", lambda: "barrier()", self._algorithms.barrier, [], is_async, timeout_s)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce each of `tensors` in place over all ranks. Collective."""

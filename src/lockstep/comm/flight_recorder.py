@@ -108,7 +108,7 @@ class FlightRecorder:
         self._blocks = team.blocks
         self._words = team.blocks.words
         self.group_name = group_name
-        self._global_ranks = tuple(global_ranks)
+        self.global_ranks = tuple(global_ranks)
         self._rank = team.rank
         self._calls: dict[object, tuple[int, int]] = {}
         self._call_keys: list[object | None] = [None] * RING
@@ -329,7 +329,7 @@ class FlightRecorder:
             return None
         first = failures[gave_up[0]]
         blamed = sorted({culprit for rank in gave_up for culprit in failures[rank].culprits})
-        verb = "came to" if self._global_ranks[self._rank] in blamed else "waited in"
+        verb = "came to" if self.global_ranks[self._rank] in blamed else "waited in"
         text = f"{self.name(self._rank)} {verb} {activity}, but {self.names(gave_up)} had given up. {first.message}"
         return error(text, tuple(blamed)), first.message
 
@@ -338,7 +338,7 @@ class FlightRecorder:
         raised = [
             rank
             for rank, reported in failures.items()
-            if not reported.culprits or self._global_ranks[rank] in reported.culprits
+            if not reported.culprits or self.global_ranks[rank] in reported.culprits
         ]
         dead, left = failure.ranks(FailureKind.DEAD), failure.ranks(FailureKind.LEFT)
         told = raised or dead or list(failures)[:1] or left
@@ -426,21 +426,16 @@ class FlightRecorder:
         return _call_at(record.call, record.site)
 
     def _globals(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._global_ranks[rank] for rank in ranks)
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The global rank of each rank of this group."""
-        return self._global_ranks
+        return tuple(self.global_ranks[rank] for rank in ranks)
 
     def global_rank(self, rank: int) -> int:
         """The global rank of a rank of this group."""
-        return self._global_ranks[rank]
+        return self.global_ranks[rank]
 
     def name(self, rank: int) -> str:
         """`rank 2 (host, pid 4711)`, with the global rank."""
         identity = self._blocks.identity(rank)
-        return f"rank {self._global_ranks[rank]} ({identity.host}, pid {identity.pid})"
+        return f"rank {self.global_ranks[rank]} ({identity.host}, pid {identity.pid})"
 
     def names(self, ranks: Sequence[int]) -> str:
         """The names of several ranks, as `name` gives them."""

@@ -9,7 +9,6 @@ device added, and destroys it with all groups; or ours does, when it is destroye
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
@@ -49,7 +48,6 @@ def _making_all(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
     """`torchs_own`, which also makes the groups behind a group of ours that takes some kinds of devices only."""
     signature = inspect.signature(torchs_own)
 
-    @functools.wraps(torchs_own)
     def make(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         before, _local.kinds = getattr(_local, "kinds", {}), _kinds(given["backend"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.backend import VERBS, EngineProcessGroup, LockstepProcessGroup
+from lockstep.comm.backend import VERBS, EngineProcessGroup, LockstepProcessGroup, ranks_of
 from lockstep.torch_private.dynamo import untraced
 from lockstep.torch_private.groups import backend_of, end_coalescing, is_registered, note_ranks, start_coalescing
 
@@ -52,17 +52,17 @@ class MixedProcessGroup(LockstepProcessGroup):
 
     Args:
         kinds_behind: kind of device -> backend, of the groups that are to be put behind it.
-        arguments: the arguments of a `LockstepProcessGroup`.
+        options: those of a `LockstepProcessGroup`.
 
     Attributes:
         kinds_behind: kind of device -> backend.
     """
 
-    def __init__(self, kinds_behind: dict[str, str], *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, kinds_behind: dict[str, str], options: Any) -> None:
+        super().__init__(options)
         self.kinds_behind = kinds_behind
         self._behind: dict[str, Any] = {}
-        self._global_ranks: Sequence[int] = arguments[-1] or range(self.size())
+        self._global_ranks = ranks_of(options)
 
     def put_behind(self, device: str, group: dist.ProcessGroup) -> None:
         """Hand tensors of that kind of device to a group from now on. Local."""

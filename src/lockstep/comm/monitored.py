@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lockstep.comm.names import is_ours
 from lockstep.errors import CollectiveError, CollectiveTimeout, RankLost
 from lockstep.torch_private.patching import wrap_once
 
@@ -62,7 +63,7 @@ def register(module: ModuleType) -> None:
     def knowing_ours(torchs_own: Callable[..., None]) -> Callable[..., None]:
         def function(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
             asked = module.GroupMember.WORLD if group is None else group
-            if not _is_ours(asked):
+            if not is_ours(asked):
                 torchs_own(group, timeout, wait_all_ranks)
                 return
             limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
@@ -71,8 +72,3 @@ def register(module: ModuleType) -> None:
         return function
 
     wrap_once("torch.distributed.distributed_c10d.monitored_barrier", knowing_ours, alias="torch.distributed")
-
-
-def _is_ours(group: Any) -> bool:
-    """Whether the group is ours, by an attribute: a process may have imported this package, and its classes, twice."""
-    return hasattr(group, "engine")

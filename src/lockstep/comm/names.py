@@ -1,9 +1,16 @@
-"""The names by which torch.distributed knows the groups of this package. Imports nothing."""
+"""How groups of this package are told from others: by the names that torch.distributed knows, or by an attribute."""
 
 from __future__ import annotations
 
-__all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME"]
+from typing import Any
+
+__all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "is_ours"]
 
 BACKEND_NAME = "lockstep"
 # torch keeps "mpi" for a branch of its own; see [Note: the name "mpi"] in mpi/name.py.
 MPI_BACKEND_NAME = "mpi4py"
+
+
+def is_ours(group: Any) -> bool:
+    """Whether the group is ours, by an attribute: a process may have imported this package, and its classes, twice."""
+    return hasattr(group, "engine")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.comm import gloo
+from lockstep.comm.names import is_ours
 from lockstep.torch_private.patching import wrap_once
 
 __all__ = ["register"]
@@ -19,8 +20,7 @@ def _knowing_ours(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
     """The same, and our groups, and gloo's."""
 
     def shut_down(pg: Any) -> None:
-        # By what it has, not by its class: a process may have imported this package twice.
-        if hasattr(pg, "engine"):
+        if is_ours(pg):
             pg.shutdown()
         else:
             torchs_own(pg)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.comm.names import is_ours
 from lockstep.torch_private.patching import wrap_once
 
 __all__ = ["register"]
@@ -23,8 +24,7 @@ def _sparing(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
     """The same, for groups of others."""
 
     def attach(pg: Any, *values: Any, **options: Any) -> None:
-        # By what it has, not by its class: a process may have imported this package twice.
-        if not hasattr(pg, "engine"):
+        if not is_ours(pg):
             torchs_own(pg, *values, **options)
 
     return attach

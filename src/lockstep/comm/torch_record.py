@@ -223,7 +223,6 @@ def _recorded_message(original: Callable[..., Any], name: str) -> Callable[..., 
 
 
 def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def wait(work: Any, *values: Any, **options: Any) -> Any:
         message = _messages.get(work)
         if message is not None:
@@ -242,7 +241,6 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded_pass(original: Callable[..., Any]) -> Callable[..., Any]:
     """Record a forward pass of torch's DDP, which reduces gradients from C++: more cannot be known."""
 
-    @functools.wraps(original)
     def prepare(reducer: Any, *values: Any, **options: Any) -> Any:
         if not _passes:
             _passes.append(_Record(_DDP))

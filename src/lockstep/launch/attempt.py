@@ -51,19 +51,28 @@ class Attempt:
         job: the job's id, for the final sweep.
         grace_s: seconds from the signal that asks ranks to stop to SIGKILL.
         settle_s: seconds from the first failure to that signal.
+        on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
 
     Attributes:
         exits: rank -> how it ended; complete when `wait` has returned.
         interrupted_by: the signal of the first interrupt, or None.
         is_cut_short: whether an interrupt, and not a failure, ended the attempt.
-        on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
     """
 
-    def __init__(self, folder: AttemptFolder, reaper: Reaper, *, job: str, grace_s: float, settle_s: float) -> None:
+    def __init__(
+        self,
+        folder: AttemptFolder,
+        reaper: Reaper,
+        *,
+        job: str,
+        grace_s: float,
+        settle_s: float,
+        on_failure: Callable[[], None],
+    ) -> None:
         self.exits: dict[int, RankExit] = {}
         self.interrupted_by: int | None = None
         self.is_cut_short = False
-        self.on_failure: Callable[[], None] = lambda: None
+        self._on_failure: Callable[[], None] | None = on_failure
         self._folder = folder
         self._reaper = reaper
         self._job = job
@@ -216,8 +225,9 @@ class Attempt:
             self._deadline = time.monotonic() + self._grace_s
 
     def _tell_of_failure(self) -> None:
-        callback, self.on_failure = self.on_failure, lambda: None
-        callback()
+        callback, self._on_failure = self._on_failure, None
+        if callback is not None:
+            callback()
 
     def _next_phase(self) -> None:
         """Go on to the next phase, because the time of the current one is over."""

@@ -88,8 +88,10 @@ class LocalWorkers:
             self._relay = Relay(all_bars=config.all_bars) if config.prefix and logs is None else None
             if self._relay is not None:
                 stack.callback(self._relay.close)
-            self.attempt = Attempt(folder, reaper, job=job, grace_s=config.grace_s, settle_s=config.settle_s)
-            self.attempt.on_failure = self._on_failure
+            grace_s, settle_s = config.grace_s, config.settle_s
+            self.attempt = Attempt(
+                folder, reaper, job=job, grace_s=grace_s, settle_s=settle_s, on_failure=self._on_failure
+            )
             self.reports: dict[int, ErrorReport] = {}
             self.statuses: dict[int, RankStatus] = {}
             self._processes = contextlib.ExitStack()

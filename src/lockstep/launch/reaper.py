@@ -146,11 +146,6 @@ class Reaper:
             start_new_session=True,
         )
 
-    @property
-    def pid(self) -> int:
-        """Pid of the reaper process."""
-        return self._process.pid
-
     def watch_session(self, session: int) -> None:
         """Have the session killed if this process dies."""
         self._tell(f"session {session}")

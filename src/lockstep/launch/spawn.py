@@ -116,9 +116,15 @@ def spawn(
             stack.callback(os.close, fd)
         statuses: dict[int, RankStatus] = {}
         with contextlib.ExitStack() as processes:
-            attempt = Attempt(folder, reaper, job=job, grace_s=_GRACE_S, settle_s=_SETTLE_S)
+            attempt = Attempt(
+                folder,
+                reaper,
+                job=job,
+                grace_s=_GRACE_S,
+                settle_s=_SETTLE_S,
+                on_failure=lambda: statuses.update(look(folder.path, attempt.pids)),
+            )
             processes.callback(attempt.close)
-            attempt.on_failure = lambda: statuses.update(look(folder.path, attempt.pids))
             _run(attempt, _commands(call, shared, relay), relay, limit_s, folder.path)
         reports = read_reports(folder.path, attempt.pids)
         failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, statuses)

@@ -20,6 +20,7 @@ another moment on each rank ([Note: engines that are gone] in `drift.py`).
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +37,6 @@ from lockstep.torch_private.autograd import version_of
 
 __all__ = ["averaged_closure", "install"]
 
-_is_installed = False
-
 
 class _Latest(threading.local):
     """The mean that this thread has returned last."""
@@ -50,13 +49,11 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
+@functools.cache
 def install() -> None:
     """From now on average the losses by which LBFGS decides. Local; may be called again."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        register_optimizer_step_pre_hook(_average_losses)
-        torch.optim.LBFGS([torch.nn.Parameter(torch.zeros((), device="cpu"))])  # see [Note: averaged once]
+    register_optimizer_step_pre_hook(_average_losses)
+    torch.optim.LBFGS([torch.nn.Parameter(torch.zeros((), device="cpu"))])  # see [Note: averaged once]
 
 
 def _average_losses(

@@ -28,7 +28,7 @@ from lockstep import batch
 from lockstep.comm.callsite import is_users
 from lockstep.log import get_logger
 
-__all__ = ["OtherDivisor", "describe_other_divisor", "find_other_divisor", "look_at_next_loss"]
+__all__ = ["OtherDivisor", "find_other_divisor", "look_at_next_loss"]
 
 _logger = get_logger(__name__)
 
@@ -84,29 +84,18 @@ class _Lookout:
 
 def _warn(loss: Tensor, local_samples: int | None, frame: FrameType) -> None:
     try:
-        what = describe_other_divisor(loss, local_samples)
+        found = find_other_divisor(loss, local_samples)
     except RuntimeError:  # what the nodes have saved is gone: the graph was walked backward before
         return
     line = _users_line(frame)
-    if what is not None and line not in _found:
-        _found[line] = what
+    if found is not None and line not in _found:
+        _found[line] = found.text
         _logger.warning(
-            f"{line}: this loss is {what}, not a mean over samples, by which ranks are weighted: the "
+            f"{line}: this loss is {found.text}, not a mean over samples, by which ranks are weighted: the "
             "training is not that of one process. Write lockstep.mean(loss_sum, count) for a sum divided by a count "
             "of this rank's (valid tokens, weights of classes), lockstep.sum(loss) for a sum, "
             "lockstep.global_loss(loss) for what every rank has computed over the data of all",
         )
-
-
-def describe_other_divisor(loss: Tensor, local_samples: int | None) -> str | None:
-    """What the loss is, if it is seen to be no mean over this rank's samples; None where it may be one. Local.
-
-    Args:
-        loss: 0-dim, with a graph.
-        local_samples: of this rank; None where nobody knows.
-    """
-    found = find_other_divisor(loss, local_samples)
-    return None if found is None else found.text
 
 
 @dataclass(frozen=True)
@@ -125,7 +114,7 @@ class OtherDivisor:
 def find_other_divisor(
     loss: Tensor, local_samples: int | None, is_output: Callable[[Node], bool] = batch.is_marked
 ) -> OtherDivisor | None:
-    """As `describe_other_divisor`, with the divisor. Local.
+    """What the loss is, if it is seen to be no mean over this rank's samples; None where it may be one. Local.
 
     Sums are looked for between the loss and the model's outputs; a mean over targets inside the model, too, as models
     compute it that are handed the labels.

@@ -9,6 +9,7 @@ backward pass that came from the model and reached none of its parameters.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Collection
@@ -24,15 +25,11 @@ __all__ = ["ParameterChanges", "install"]
 
 _ALWAYS, _EVERY = 2, 8  # steps, the first ones, and of those behind them
 
-_is_installed = False
 
-
+@functools.cache
 def install() -> None:
     """From now on look before optimizers step. Local; may be called again."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        register_optimizer_step_pre_hook(_look)
+    register_optimizer_step_pre_hook(_look)
 
 
 def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -132,7 +132,7 @@ class Reducer:
             elif phase is Phase.IDLE and not backward.is_accumulating:
                 backward.has_strayed = True
 
-        self._handles[bucket] = _call_after(self._parameters[index], on_gradient)
+        self._handles[bucket] = _HookBehindAll(self._parameters[index], on_gradient)
 
     def watch_all(self, passes: int = 0) -> None:
         """From now on notice a backward pass by any parameter. Local. See [Note: watched parameters].
@@ -150,7 +150,7 @@ class Reducer:
             if reducer is not None and reducer._backward.phase is Phase.READY:
                 reducer._announce(parameter, keeps_watching=True)
 
-        self._watchers += [_call_after(parameter, on_gradient) for parameter in self._parameters]
+        self._watchers += [_HookBehindAll(parameter, on_gradient) for parameter in self._parameters]
 
     def _announce(self, parameter: torch.Tensor, keeps_watching: bool = False) -> None:
         announce = self._unannounced()
@@ -438,10 +438,6 @@ class _HookBehindAll:
     def remove(self) -> None:
         """Never call it again."""
         self._handle.remove()
-
-
-def _call_after(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> _HookBehindAll:
-    return _HookBehindAll(parameter, hook)
 
 
 def _remove_all(handles: Sequence[_HookBehindAll | None]) -> None:

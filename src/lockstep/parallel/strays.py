@@ -11,6 +11,7 @@ Strayed gradients that a later pass of the engine has averaged with its own are 
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,16 +30,13 @@ __all__ = ["install"]
 _COMPARISONS = 3
 
 _comparisons: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_is_installed = False
 
 
+@functools.cache
 def install() -> None:
     """From now on look at gradients before optimizers step. Local; may be called again."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        register_optimizer_step_pre_hook(_check_gradients)
-        register_optimizer_step_post_hook(_check_gradients)  # those that came from a closure
+    register_optimizer_step_pre_hook(_check_gradients)
+    register_optimizer_step_post_hook(_check_gradients)  # those that came from a closure
 
 
 def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -174,7 +174,6 @@ class GroupTransport:
 def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> Transport:
     """The transport for these buckets over that group. Collective."""
     on_cpu = all(plan.device.type == "cpu" for plan in plans)
-    shares_memory = isinstance(group, LockstepProcessGroup) and group.engine.team.shares_memory
-    if isinstance(group, LockstepProcessGroup) and shares_memory and on_cpu and group.size() > 1:
+    if isinstance(group, LockstepProcessGroup) and group.engine.team.shares_memory and on_cpu and group.size() > 1:
         return SymmetricTransport(plans, group)
     return GroupTransport(plans, group)

@@ -78,15 +78,8 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
         return _servers[key]
     # Who later asks torch for a store of this process at the same port shares it, and this shares torch's.
     try:
-        server = serve_tcp_store(
-            listen(address, port) if listener is None else listener,
-            address,
-            port,
-            None,
-            timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        listening = listen(address, port) if listener is None else listener
+        server = serve_tcp_store(listening, address, port, timeout, multi_tenant=True)
     except RendezvousError as taken:
         try:
             server = TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)

@@ -60,11 +60,7 @@ def wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], al
     """
     owner, last = owner_of(name)
     original = None if owner is MISSING else getattr(owner, last, None)
-    if original is None:
-        record_of(name, Use.PATCH)
-        warn_missing(name)
-        return False
-    return patch(name, functools.wraps(original)(make(original)), alias)
+    return patch(name, None if original is None else functools.wraps(original)(make(original)), alias)
 
 
 def wrap_once(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], alias: str | None = None) -> bool:

@@ -27,25 +27,18 @@ def serve_tcp_store(
     listener: socket.socket,
     address: str,
     port: int,
-    world_size: int | None,
     timeout: timedelta,
     *,
-    wait_for_workers: bool = True,
     multi_tenant: bool = False,
 ) -> Store:
-    """A TCPStore behind a socket that listens already. Collective where it waits for the others.
+    """A TCPStore for any number of processes, behind a socket that listens already. Local.
 
     Args:
         listener: the socket; the store takes it over and closes it.
         address: of the store, as this process reaches it.
         port: of the store.
-        world_size: how many come; None for any number.
         timeout: of what is asked of the store.
-        wait_for_workers: return when all have come.
         multi_tenant: share a store of this process at the same port.
-
-    Raises:
-        dist.DistError: not all came in time.
     """
     descriptor = listener.detach()
 
@@ -53,10 +46,10 @@ def serve_tcp_store(
         return TCPStore(
             address,
             port,
-            world_size,
+            None,
             True,
             timeout,
-            wait_for_workers=wait_for_workers,
+            wait_for_workers=False,
             multi_tenant=multi_tenant,
             master_listen_fd=descriptor,
             **backend,

@@ -180,16 +180,14 @@ class OutgoingHandshake:
         """The events to poll the socket for."""
         return select.POLLOUT if self._step is _Step.CONNECT else select.POLLIN
 
-    def begin_again(self, now_s: float) -> bool:
-        """Connect anew if that is due; returns whether there is a new socket."""
+    def begin_again(self, now_s: float) -> None:
+        """Connect anew if that is due."""
         if self.socket is not None or now_s < self._again_s:
-            return False
+            return
         try:
             self._connect()
         except OSError:
             self._break(now_s)
-            return False
-        return True
 
     def _break(self, now_s: float) -> None:
         if self.socket is not None:

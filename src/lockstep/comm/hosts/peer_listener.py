@@ -14,7 +14,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from lockstep.comm.hosts.handshake import IncomingHandshake, OutgoingHandshake, Stranger
 from lockstep.comm.hosts.links import Links
@@ -216,7 +216,7 @@ class _Handshakes:
         return "".join(f"; one from {address} was refused: {why}" for address, why in self._refused.items())
 
     @contextlib.contextmanager
-    def _explained(self, peer: int):  # type: ignore[no-untyped-def]  # a generator
+    def _explained(self, peer: int) -> Iterator[None]:
         address, port, _ = self._endpoints[peer]
         try:
             yield

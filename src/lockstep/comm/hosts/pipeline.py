@@ -129,7 +129,6 @@ class _Exchange:
         self._coming: dict[int, tuple[GlooTransfer | None, torch.Tensor]] = {}  # sums, by host
         self._returning: dict[int, tuple[GlooTransfer | None, torch.Tensor]] = {}  # results, by host
         self._sum = torch.empty(0)
-        self._decoded = torch.empty(0)
 
     # ---- pieces ----------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._rounds = rounds_of(rank, self.world_size) if self.hands_on else ()
         self._entries = Entries(self.world_size)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._has_left = False
+        self.has_left = False
         self._is_listening = bool(self._others)
 
     # ---- what moves messages ---------------------------------------------------------------------------
@@ -320,15 +320,10 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     def _send_failure(self, _: Failure) -> None:
         self._send_final_notice()
 
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank has sent its final notice."""
-        return self._has_left
-
     def _send_final_notice(self) -> None:
         with self.lock:
-            if not self._has_left:
-                self._has_left = True
+            if not self.has_left:
+                self.has_left = True
                 notice = self.blocks.final_notice(self._finished)
                 for peer in self._others:
                     self.send_message(peer, notice)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep import env
-from lockstep.comm.backend import EngineProcessGroup, make_group
+from lockstep.comm.backend import EngineProcessGroup, is_default_group, make_group, ranks_of
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.messages.message_algorithms import MessageAlgorithms
 from lockstep.comm.messages.message_engine import MessageEngine
@@ -27,7 +27,7 @@ from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore, Store
 
-__all__ = ["MpiEngine", "MpiProcessGroup", "create"]
+__all__ = ["MpiProcessGroup", "create"]
 
 # Making a communicator is not safe in two threads at a time.
 _founding = threading.Lock()
@@ -89,40 +89,13 @@ def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
     return team
 
 
-class MpiEngine(MessageEngine):
-    """The op table of a group over MPI.
-
-    Args:
-        team: the ranks of the group.
-        group_name: how errors call the group.
-        ranks: global rank of each rank of the group.
-        timeout_s: default seconds until a rank that does not come is an error.
-    """
-
-    def __init__(self, team: MpiTeam, group_name: str, ranks: Sequence[int], timeout_s: float) -> None:
-        super().__init__(
-            team,
-            FlightRecorder(team, group_name, ranks),
-            timeout_s,
-            MessageAlgorithms(team),
-            functools.partial(MessageMailbox, team),
-            load().Exception,
-            "MPI says ",
-        )
-
-
 class MpiProcessGroup(EngineProcessGroup):
     """A process group over MPI.
 
     Made by `dist.init_process_group("mpi4py")` or `dist.new_group(backend="mpi4py")`, not by hand.
 
     Args:
-        store: the store in which the ranks meet; its keys are already private to this group.
-        rank: rank in the group.
-        world_size: ranks in the group.
-        timeout: until a rank that does not come is an error.
-        group_name: torch's name for the group.
-        global_ranks: global rank of each rank; empty for the default group.
+        options: what torch asks for: its `_DistributedBackendOptions`.
 
     Raises:
         BackendUnavailable: mpi4py or the MPI library is missing.
@@ -130,22 +103,17 @@ class MpiProcessGroup(EngineProcessGroup):
         RendezvousError: a rank did not come.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        group_name: str,
-        global_ranks: Sequence[int],
-    ) -> None:
-        ranks = tuple(global_ranks) or tuple(range(world_size))
+    def __init__(self, options: Any) -> None:
+        ranks, timeout = ranks_of(options), options.timeout
         attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
-        members = _introduce(PrefixStore(f"mpi-attempt{attempt}", store), ranks, rank, timeout)
-        team = _connect(members, group_name)
-        name = describe_group(group_name, ranks, is_default=len(global_ranks) == 0)
-        engine = MpiEngine(team, name, ranks, timeout.total_seconds())
-        super().__init__(engine, MPI_BACKEND_NAME, store, rank, world_size, group_name)
+        members = _introduce(PrefixStore(f"mpi-attempt{attempt}", options.store), ranks, options.group_rank, timeout)
+        team = _connect(members, options.group_id)
+        name = describe_group(options.group_id, ranks, is_default_group(options))
+        algorithms, make_mailbox = MessageAlgorithms(team), functools.partial(MessageMailbox, team)
+        limit_s, failure = timeout.total_seconds(), load().Exception
+        recorder = FlightRecorder(team, name, ranks)
+        engine = MessageEngine(team, recorder, limit_s, algorithms, make_mailbox, failure, "MPI says ")
+        super().__init__(engine, MPI_BACKEND_NAME, options)
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:

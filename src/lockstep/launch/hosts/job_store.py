@@ -263,7 +263,7 @@ class JobStore:
 def _hold(config: HostsConfig) -> Store:
     """Start the store, listening on that address only."""
     listener = tcp.listen(config.address, config.port)
-    store = serve_tcp_store(listener, config.address, config.port, None, _STORE_TIMEOUT, wait_for_workers=False)
+    store = serve_tcp_store(listener, config.address, config.port, _STORE_TIMEOUT)
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 

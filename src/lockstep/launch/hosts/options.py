@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockstep.errors import LaunchError
@@ -112,23 +111,14 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return host, port
 
 
-@dataclass(frozen=True)
-class _Conf:
-    """torchrun's keys of --rdzv-conf."""
-
-    names: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "join_timeout": "join_s",
-            "timeout": "join_s",
-            "last_call_timeout": "last_call_s",
-            "keep_alive_interval": "heartbeat_s",
-        }
-    )
-    # Keys of torchrun on which nothing depends here.
-    ignored: frozenset[str] = frozenset({"close_timeout", "read_timeout", "heartbeat_timeout", "store_type"})
-
-
-_CONF = _Conf()
+# torchrun's keys of --rdzv-conf, and those of them on which nothing depends here.
+_CONF_FIELDS = {
+    "join_timeout": "join_s",
+    "timeout": "join_s",
+    "last_call_timeout": "last_call_s",
+    "keep_alive_interval": "heartbeat_s",
+}
+_CONF_IGNORED = ("close_timeout", "read_timeout", "heartbeat_timeout", "store_type")
 
 
 def parse_conf(text: str) -> dict[str, float | bool | str]:
@@ -147,8 +137,8 @@ def parse_conf(text: str) -> dict[str, float | bool | str]:
     heartbeat_s = HostsConfig.heartbeat_s
     pairs = dict(_split_pair(part) for part in text.split(",") if part.strip())
     for key, value in pairs.items():
-        if key in _CONF.names:
-            found[_CONF.names[key]] = seconds = _seconds(key, value)
+        if key in _CONF_FIELDS:
+            found[_CONF_FIELDS[key]] = seconds = _seconds(key, value)
             heartbeat_s = seconds if key == "keep_alive_interval" else heartbeat_s
         elif key == "token_file":
             if not value:
@@ -163,8 +153,8 @@ def parse_conf(text: str) -> dict[str, float | bool | str]:
             if value.lower() not in ("0", "1", "true", "false"):
                 raise LaunchError(f"--rdzv-conf has is_host={value}; expected 0 or 1")
             found["is_holder"] = value.lower() in ("1", "true")
-        elif key not in (*_CONF.ignored, "keep_alive_max_attempt"):
-            known = ", ".join((*_CONF.names, "keep_alive_max_attempt", "is_host", "token_file"))
+        elif key not in (*_CONF_IGNORED, "keep_alive_max_attempt"):
+            known = ", ".join((*_CONF_FIELDS, "keep_alive_max_attempt", "is_host", "token_file"))
             raise LaunchError(f"--rdzv-conf has no key {key!r}; there are: {known}")
     if "keep_alive_max_attempt" in pairs or "heartbeat_s" in found:
         attempts = _seconds("keep_alive_max_attempt", pairs.get("keep_alive_max_attempt", "6"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,6 +20,7 @@ import lockstep
 from lockstep import checkpoint, env, seeding
 from lockstep.errors import CheckpointError, DataError, InputError, SetupError
 from lockstep.launch.config import resolve_nproc
+from lockstep.launch.environment import visible_cores
 from lockstep.rank_zero import on_rank_zero
 from lockstep.recipes.imagenet.broken import BrokenImages
 from lockstep.recipes.imagenet.datasets import Images, check_classes, class_names_of, make_loader, open_images
@@ -108,7 +108,7 @@ def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, f
             stack.enter_context(view)
         job.broken.report_to(folder, views)
         times = RankTimes()
-        says_why = [LoaderAdvice(views, options.workers, _num_cores(), world.local_world_size)] if views else []
+        says_why = [LoaderAdvice(views, options.workers, visible_cores(), world.local_world_size)] if views else []
         trainer.callbacks = (times, *views, *says_why)
         if not trainer.fit(job.config.epochs, options.max_steps):
             for view in views:
@@ -260,10 +260,6 @@ def _network(
         module.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
     )
     return module, optimizer
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _autocast(config: ImagenetConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

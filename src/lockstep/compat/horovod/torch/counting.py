@@ -73,10 +73,6 @@ class CountingOptimizer:
         self.backward_passes_per_step = passes
         self._counts.delays[:] = [passes] * len(self._counts.delays)
 
-    def step_locally(self) -> Any:
-        """The optimizer's own step, with the gradients as they are. Local."""
-        return super().step()  # type: ignore[misc]
-
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own.
 

@@ -40,8 +40,6 @@ __all__ = [
     "set_handler_registry",
 ]
 
-_REMOVED = 2  # Horovod's number for "hosts were only removed"
-
 
 class State:
     """What ranks agree on before they train, and go back to after a failure.
