@@ -1,6 +1,6 @@
 """Process groups for torch.distributed: what a rank calls, who runs it, and what every rank knows of the others.
 
-General layout, from the bottom up:
+General layout:
 
 * `tensors`, `staging`, `inference`, `sparse`: which tensors a group takes, and how it gets at their memory.
 * `wire`: what float sums travel as between hosts.

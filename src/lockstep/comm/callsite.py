@@ -1,4 +1,4 @@
-"""Where in the user's code something happened.
+"""Finds the user's line that called a collective, for messages and the flight record.
 
 [Note: frames] Python makes the object of a frame when code asks for it, which costs more than all else here. So one
 frame only is asked for, at the depth at which the last call had the user's; the frame of the user's function lives
@@ -42,7 +42,7 @@ def is_users(code: CodeType) -> bool:
 
 
 def make_locator() -> Callable[[], CallSite]:
-    """A finder of call sites for one caller, whose users are mostly equally far away.
+    """A finder of call sites. It remembers how deep the last user's frame was, so give each caller its own.
 
     Returns:
         A function that returns the innermost frame of the user's code that led here. See [Note: frames].

@@ -1,4 +1,4 @@
-"""Lets gloo's threads come to rest before the interpreter ends, and before an old torch's group does.
+"""Waits for gloo's threads before the interpreter ends, and before a group of an older torch does.
 
 [Note: gloo at exit] The rank that calls a collective goes on when gloo has the result; after that, a thread of gloo
 drops its references to the tensors, and needs the GIL for it. If the script ends at that moment with the group still

@@ -1,4 +1,4 @@
-"""What a group needs while it is being made: torch's store in the form that bootstrap takes, and a liveness check."""
+"""What a new group needs until its ranks have met: torch's store as bootstrap takes it, and a liveness check."""
 
 from __future__ import annotations
 

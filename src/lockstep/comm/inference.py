@@ -1,4 +1,4 @@
-"""Collectives inside of `torch.inference_mode()`, and under `torch.compile`.
+"""Lets the methods of a group run inside `torch.inference_mode()` and `torch.compile`.
 
 [Note: inference tensors] Tensors made in inference mode cannot be written outside of it, nor by another thread. A group
 keeps tensors of its own, views of shared memory, and these must not become such tensors because the first call happened

@@ -1,4 +1,4 @@
-"""Has torch make the groups beside ours in "cpu:lockstep,cuda:nccl".
+"""Makes the groups for other devices when a user asks for "cpu:lockstep,cuda:nccl".
 
 [Note: mixed groups] torch keeps one backend for each kind of device inside of a group of its own, but lets a group
 written in Python replace the whole: tensors of GPUs would come to ours, though the user has named NCCL for them. So

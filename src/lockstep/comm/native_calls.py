@@ -1,4 +1,4 @@
-"""Collectives that torch calls from C++, for the flight record of torch's own groups (`torch_record.py`).
+"""Records collectives that torch calls from C++, by the hooks that its groups have since 2.14 (for `torch_record.py`).
 
 torch's DDP reduces gradients from C++, past every method of Python's. From 2.14 on a group has hooks that its
 dispatcher calls, for calls from Python and from C++. They see more than the wrapped methods, but do not replace them:

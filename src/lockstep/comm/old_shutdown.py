@@ -1,4 +1,4 @@
-"""Has `destroy_process_group` of older torch shut our groups down, and wait for the threads of gloo's.
+"""Makes `destroy_process_group` of torch before 2.11 shut down our groups, and wait for gloo's threads.
 
 2.6 shuts down NCCL's groups alone; 2.11 calls `shutdown` of every group. Without it ranks that wait for one that has
 left the group learn it only when their time is up. What gloo needs is told in [Note: gloo at its end].

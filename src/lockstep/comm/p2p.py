@@ -149,7 +149,7 @@ class PointToPoint:
         return label
 
     def _refuse_if_gone(self, send: Send) -> None:
-        """Raise if the peer is gone: a small message would else be written into its ring as if it read it."""
+        """Raise if the peer is gone: otherwise a small message goes into a ring that nobody reads."""
         gone = self._gone([send.peer])
         if gone:
             raise self._recorder.explain(PeerFailure(gone, 0.0), self.name_of(send))

@@ -1,4 +1,4 @@
-"""Has torch's own flight recorder leave our groups alone.
+"""Keeps torch's own flight recorder (from 2.15 on) off our groups, whose names it cannot read.
 
 Since 2.15 torch hooks its recorder to every group whose backends keep no record themselves. The hook asks the group
 for a name that only groups with a C++ backend inside have, and ours have none: `init_process_group` raised

@@ -1,4 +1,4 @@
-"""Tensors of a GPU on a group that moves memory of the host.
+"""Copies tensors of a GPU to memory of the host and back, for groups that move only that.
 
 [Note: staging] A tensor on a GPU is copied to pinned memory of the host, moved there as any other, and copied back. A
 call waits for its copies before it finishes, and leaves nothing queued on the GPU. So all work that the caller queues

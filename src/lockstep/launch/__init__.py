@@ -1,6 +1,6 @@
 """Start N processes, watch over them, leave nothing behind. Never imports torch.
 
-General layout, from the bottom up:
+General layout:
 
 * `support`: whether processes can be started and watched here.
 * `reaper`: finds and kills every process of a job; also the program that does so when

@@ -130,7 +130,7 @@ def describe_statuses(statuses: Mapping[int, RankStatus]) -> str:
 
 
 def describe_interrupt(number: int, grace_s: float, statuses: str) -> str:
-    """A line for who tells all ranks to end: what came, how to be quicker, and where they were.
+    """One line after a signal: which it was, how to end sooner, and where the ranks were.
 
     Args:
         number: the signal.

@@ -116,9 +116,6 @@ def _sigint_held_back() -> Iterator[None]:
 class RankProcess:
     """A running rank, leader of its own session and process group.
 
-    Args:
-        command: what to start.
-
     Attributes:
         rank: global rank.
         pid: pid of the process, and id of its group and session.

@@ -43,9 +43,6 @@ def launch_job(config: LaunchConfig) -> int:
 class Supervisor:
     """Runs one job: attempts until one succeeds or restarts are used up.
 
-    Args:
-        config: what to run.
-
     Raises:
         LaunchError: an option makes no sense, or there is nothing to run.
         SetupError: an environment variable makes no sense.

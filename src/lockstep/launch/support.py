@@ -1,4 +1,4 @@
-"""Whether processes can be started and watched here."""
+"""Checks that this system can start and watch processes: Linux with pidfds."""
 
 from __future__ import annotations
 

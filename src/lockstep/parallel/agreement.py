@@ -1,4 +1,4 @@
-"""Are all ranks about to train the same model? And: give them all the parameters of rank 0."""
+"""Checks that all ranks hold the same model, and broadcasts rank 0's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `DistributedDataParallel` can be given, checked before any rank waits for another."""
+"""Checks the arguments of `DistributedDataParallel` before any rank waits for another."""
 
 from __future__ import annotations
 

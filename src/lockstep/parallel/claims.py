@@ -1,4 +1,4 @@
-"""What ranks understood of a step, each by itself, and must have understood alike.
+"""Compares how large each rank takes the batch of a step to be; ranks that disagree raise.
 
 A rank that weights a batch by its size, or by its tag, claims how large the batch is. On a lockstep group of one host
 the claims are part of the description that the averaging compares anyhow. On other groups they cost a small collective,

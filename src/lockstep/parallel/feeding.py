@@ -1,4 +1,4 @@
-"""How many samples of the global batch a forward pass holds, from what goes into it.
+"""Finds out from its inputs how many samples of the global batch a forward pass holds.
 
 [Note: what a forward pass holds] In this order:
 

@@ -1,4 +1,4 @@
-"""What a backward pass reaches."""
+"""Walks autograd's graph: which parameters a backward pass reaches, and whether a checkpoint hides some."""
 
 from __future__ import annotations
 

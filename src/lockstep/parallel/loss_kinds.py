@@ -1,4 +1,4 @@
-"""Sees by its graph that a loss is no mean over samples.
+"""Warns of a loss whose autograd graph shows that it is no mean over samples.
 
 Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`), and the engine cannot know it
 from gradients. So after its first forward passes it looks at the loss, and warns. What is found: a mean over targets

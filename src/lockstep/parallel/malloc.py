@@ -6,8 +6,8 @@ back costs a fault: for a model of 10M parameters four thousand in a step, a ten
 what two steps' gradients take. That much more may stay with the process when the model is gone. An older glibc refuses
 a threshold of more than 32 MiB, and gets that; larger pieces are then mapped anew in every step, as without a word.
 
-Whoever has told glibc something about it keeps what they said: MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, or
-glibc.malloc in GLIBC_TUNABLES. Other allocators are left alone.
+Settings of the user win: MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, or glibc.malloc in GLIBC_TUNABLES. Other
+allocators are left alone.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ class MissingGradients:
     """What one engine knows of the parameters that its backward passes leave out. They are named by their index.
 
     Args:
-        backward: the engine's.
         parameters: that the engine averages.
         names: of each.
         group: whose ranks average.

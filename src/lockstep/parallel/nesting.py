@@ -1,4 +1,4 @@
-"""A model wrapped twice: every gradient would be averaged twice, at twice the cost, without a word."""
+"""Refuses a model that is wrapped twice: every gradient would be averaged twice, at twice the cost, without a word."""
 
 from __future__ import annotations
 

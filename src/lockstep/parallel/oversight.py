@@ -1,4 +1,4 @@
-"""What an engine has looked at so that no mistake ends in a training that only seems to be right.
+"""Installs the checks for training mistakes that no collective notices; each check is a module of its own.
 
 The parts: nesting.py (wrapped twice), undivided.py (data that nobody splits), strays.py (gradients that came past the
 engine), parameter_changes.py (parameters that the engine does not know), closures.py (losses by which an optimizer

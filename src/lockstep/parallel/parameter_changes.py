@@ -48,9 +48,6 @@ class ParameterChanges:
         module: the model.
         own: `id` of the parameters that are averaged.
         ignored: names that the user has told the engine to leave alone.
-
-    Attributes:
-        own: as given.
     """
 
     def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str]) -> None:

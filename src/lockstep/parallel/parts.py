@@ -1,4 +1,4 @@
-"""Slices of a batch that go through a model one by one.
+"""Counts the slices of a batch that go through a model one by one; raises if they cannot add up to the batch.
 
 [Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
 divided by the number of slices that gives the mean over the batch, provided that all slices have one size and

@@ -59,7 +59,6 @@ class Reducer:
         plans: the buckets.
         transport: moves and averages the buckets.
         group: who averages.
-        backward: the engine's.
         may_go_early: whether buckets may go out before the backward pass ends.
         always_views: gradients are views of buckets, whoever holds them.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
@@ -100,8 +99,8 @@ class Reducer:
         self._hook: tuple[Any, CommHook] | None = None
         self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))  # with a communication hook
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
-        self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # by bucket, then by parameter
-        self._watchers: list[_HookBehindAll | None] = []
+        self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # the sentinels', by bucket
+        self._watchers: list[_HookBehindAll | None] = []  # by parameter
         self._passes_to_watch = 0  # after which the watchers go
         for bucket in range(len(plans)):
             self._set_sentinel(bucket, self._members[bucket][-1])

@@ -1,12 +1,12 @@
 """Strays: gradients that came past the engine, so that nobody has averaged them.
 
-Whoever calls `net(x)` instead of `model(x)`, where `model = DistributedDataParallel(net)`, gets gradients that are each
-rank's own. The reducer's sentinels fire all the same, outside of any backward pass that the engine knows of, and note
-that a gradient *strayed*. When an optimizer is about to step, the ranks compare what they have, once: equal gradients
-are fine (a regulariser's own backward pass over the parameters gives those), others are an error.
+A script that calls `net(x)` instead of `model(x)`, where `model = DistributedDataParallel(net)`, gets gradients that
+are each rank's own. The reducer's sentinels fire all the same, outside of any backward pass that the engine knows of,
+and note that a gradient *strayed*. When an optimizer is about to step, the ranks compare what they have, once: equal
+gradients are fine (a regulariser's own backward pass over the parameters gives those), others are an error.
 
-Strayed gradients that a later pass of the engine has averaged with its own are none any more, and those of passes under
-`no_sync()` never were.
+A strayed gradient that a later pass of the engine averages with its own is no longer one. Gradients of passes under
+`no_sync()` are never strays.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ class Transport(Protocol):
         """Move gradients to their places in a bucket. Local.
 
         Args:
-            bucket: which.
             offsets: of the places, in elements of the bucket.
             places: views of the bucket.
             gradients: what autograd computed, in the shapes of the places.

@@ -1,4 +1,4 @@
-"""An engine of several ranks whose batches come from a loader that splits nothing.
+"""Warns if every rank trains on all the data, because the loader does not split it.
 
 torch's `DataLoader` without a sampler gives every rank all the data. The training is right, and no faster than that of
 one process; nobody would notice.
@@ -28,9 +28,6 @@ def warn_of_undivided_data(group: dist.ProcessGroup) -> None:
     """Warn, on the first rank, if the only loaders under way are torch's and give each rank all the data. Local.
 
     Looks through all objects of this process, so it is called once.
-
-    Args:
-        group: the engine's.
     """
     if group.size() == 1 or group.rank() != 0 or batch.current() is not None or _ITERATOR is None:
         return

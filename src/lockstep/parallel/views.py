@@ -1,4 +1,4 @@
-"""The gradients that lie in buckets, and whether somebody still looks at those of the step before.
+"""The `.grad` tensors as views of buckets; a step leaves the old memory to user code that still holds it.
 
 [Note: kept gradients] What the engine gives out as `.grad` is a view of a bucket, which the next backward pass
 overwrites. Copying every gradient out costs time, and nearly nobody needs it: the loop sets `.grad` to None, and the

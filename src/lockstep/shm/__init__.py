@@ -1,6 +1,6 @@
 """The ranks of one host: memory that they share, waiting without locks, and collectives through that memory.
 
-Knows nothing of torch.distributed. General layout, from the bottom up:
+Knows nothing of torch.distributed. General layout:
 
 * `support`: what ranks need of the system to share memory, and whether it is there.
 * `descriptors`: what happens where a process has none left.

@@ -117,12 +117,14 @@ class Watch:
 
     A process in another pid namespace cannot be watched and counts as alive for ever. See [Note: what proves a death].
 
+    Args:
+        peers: rank -> identity, without the calling process.
+
     Attributes:
         on_death: called after a process has ended, in any thread, unless `must_ask`; may not wait for anything.
     """
 
     def __init__(self, peers: Mapping[int, PeerIdentity]) -> None:
-        """Args: peers: rank -> identity, without the calling process."""
         self._ranks: dict[ProcessKey, set[int]] = {}
         self._without_pidfd: dict[int, PeerIdentity] = {}
         self._read_proc_at_s = 0.0

@@ -135,8 +135,6 @@ def topology_of_step(variables: Mapping[str, str], rank: int, world_size: int) -
 
     Args:
         variables: the environment.
-        rank: as given.
-        world_size: as given.
 
     Returns:
         None outside of a step, or where rank and world size have nothing to do with it.

@@ -145,7 +145,6 @@ def prepare(
     """The call of each backend, made once. Collective.
 
     Args:
-        verb: which.
         count: elements.
         dtype: of them.
         op: of the reduction.

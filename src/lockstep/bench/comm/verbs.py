@@ -229,7 +229,6 @@ def parameters_of(verb: Verb, count: int, dtype: str, op: str, world_size: int) 
     """What a row of the table is about.
 
     Args:
-        verb: which.
         count: elements. See [Note: sizes and bandwidths] in `columns.py`.
         dtype: name of it.
         op: name of the reduction, for verbs that have one.

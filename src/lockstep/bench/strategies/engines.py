@@ -99,7 +99,6 @@ def build(name: str, setting: Setting) -> Engine:
 
     Args:
         name: one of `ways.WAYS`.
-        setting: where.
     """
     if name in _BUILDERS:
         return _BUILDERS[name](setting)

@@ -62,7 +62,6 @@ def train_epoch(
         engine: is trained.
         loader: of this rank's shares.
         task: what is trained.
-        device: where.
         epoch: its number decides over the order of the samples; 0 begins with the initial weights.
 
     Returns:

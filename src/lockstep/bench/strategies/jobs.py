@@ -67,13 +67,11 @@ class WayJob:
     """The processes of one way.
 
     Args:
-        way: which.
         nproc: ranks, of a way that has several.
         threads: intra-op threads of each rank.
         orders: the store.
 
     Attributes:
-        way: which.
         world_size: ranks that reply.
         log: what the processes print.
     """

@@ -64,7 +64,6 @@ def why_not(way: Way, nproc: int, num_gpus: int) -> str | None:
     """Why a way cannot run here; None if it can.
 
     Args:
-        way: which.
         nproc: ranks of the ways that have several.
         num_gpus: on this host.
     """
@@ -83,7 +82,6 @@ def command_of(way: Way, nproc: int, python: str, worker: Sequence[str]) -> list
     """The command line that starts a way as its users start it.
 
     Args:
-        way: which.
         nproc: ranks.
         python: the interpreter.
         worker: `-m`, a module and its arguments.

@@ -1,11 +1,10 @@
 """Keeps strangers from the port at which Gloo listens.
 
-[Note: Gloo's door] Gloo takes whoever connects and says the number of a pair for the rank of that pair; the numbers
-count from 0. It keeps every other connection, and where no descriptor is left for the next one, an exception ends the
-process (SIGABRT). It listens for as long as the group is there, though nobody has to connect once all have. So the
-kernel keeps strangers away from it, by a filter on the socket that listens: while the ranks connect, packets from the
-addresses of their hosts pass, later none. Connections that were made before go on. A kernel that knows no such filters
-leaves the port open.
+[Note: Gloo's door] Gloo accepts any process that connects and sends the number of a pair; the numbers count from 0. It
+keeps every other connection, and where no descriptor is left for the next one, an exception ends the process (SIGABRT).
+It listens for as long as the group is there, though nobody has to connect once all have. So the kernel keeps strangers
+away from it, by a filter on the socket that listens: while the ranks connect, packets from the addresses of their hosts
+pass, later none. Connections that were made before go on. A kernel that knows no such filters leaves the port open.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class _LinkBell(Doorbell):
         self._ranks = {local_rank: rank for rank, local_rank in team.local_rank_of.items()}
 
     def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
-        """Sleep until a message comes, be it only one that wakes."""
+        """Sleep until a message comes; one that only wakes counts, too."""
         self._team.sleep(limit_s)
 
     def ring_here(self) -> None:

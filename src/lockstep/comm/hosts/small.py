@@ -1,4 +1,7 @@
-"""The collectives of small tensors, which come with the notices: [Note: attachments] in `messages/message_team.py`."""
+"""Collectives of small tensors between hosts: the tensor travels in the notice that a rank sends anyway.
+
+See [Note: attachments] in `messages/message_team.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What groups have in common whose ranks talk in messages: the group over MPI and the group over several hosts.
 
-General layout, from the bottom up:
+General layout:
 
 * `notices`: what every rank is doing, as it told the others: control blocks that are filled by messages.
 * `arrival`: how notices reach all ranks: from each to each, or handed on.

@@ -6,9 +6,9 @@ round k to the rank 2^k behind it, all that it has, which doubles. After log2 of
 messages at 16 ranks. Measured with one or two ranks on each of 8 hosts, all on two cores: with 8 ranks a barrier takes
 as long, with 16 three quarters of the time. Hops come after each other, so few ranks do better without.
 
-[Note: impatience] A rank that has come is not seen by those behind one that has not. So whoever has waited for a while
-sends its notice to all, too: before any deadline every rank knows who is missing, and where the others are. What comes
-twice, or late, changes nothing: a record is only replaced by one of a later collective.
+[Note: impatience] A rank that has not come hides those whose notices it would hand on. So a rank that has waited for a
+while sends its notice to all, too: before any deadline every rank knows who is missing, and where the others are. What
+comes twice, or late, changes nothing: a record is only replaced by one of a later collective.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A team whose ranks tell each other in messages what they are doing: what a team over MPI and one over several hosts
-have in common. Notices, arrival, waits with a deadline, and how a rank leaves.
+"""The base of the teams over MPI and over several hosts: ranks tell each other in messages what they do.
+
+Notices, arrival, waits with a deadline, and how a rank leaves.
 
 [Note: one channel] All short messages of a group (the notices of `notices.py`, and those of point to point)
 go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a

@@ -1,4 +1,4 @@
-"""The plain name "mpi", where torch has no MPI.
+"""Makes the backend name "mpi" mean our MPI group, where torch was built without MPI.
 
 [Note: the name "mpi"] torch keeps "mpi" for a branch of its own, which raises where torch was built without MPI, as
 every wheel is. `register`, called whenever lockstep is imported beside torch, then makes the name mean our group, with

@@ -1,4 +1,4 @@
-"""The clients of the port where the launchers meet: addresses, for naming strangers. No torch.
+"""Remembers which addresses connect to the job store's port, to name strangers in a warning. No torch.
 
 torch's store does not tell which client wrote a value. But the kernel knows the clients, so the launcher that holds the
 store looks now and then, and can name, once a value was refused, the addresses that are of no host of the job.

@@ -90,7 +90,6 @@ class _Job:
     """What one launcher needs during a job.
 
     Args:
-        config: what to run.
         hosts: the hosts of the job, as this one was told.
         signals: the signals that this launcher gets.
         stack: releases everything at the end.

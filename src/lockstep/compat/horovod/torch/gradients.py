@@ -165,9 +165,6 @@ class Buckets:
         names: name of each parameter.
         parameters: all on the CPU.
         channel: of the process set, over a lockstep group.
-
-    Attributes:
-        channel: as given.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], channel: Channel) -> None:

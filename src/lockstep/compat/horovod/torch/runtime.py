@@ -34,7 +34,6 @@ class Runtime:
         owns_world: whether to shut it down at the end.
 
     Attributes:
-        world: as given.
         timeline: the first rank's trace.
         local_sizes: number of ranks on each rank's host.
     """
