@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import random
+import sys
 import types
+import weakref
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 import lockstep.data.source
 from lockstep.data import DataLoader
 from lockstep.data.drawing import only_looks_up
+from lockstep.data.source import is_deterministic
 
 
 class Held(Dataset):
@@ -290,3 +295,244 @@ def test_a_transform_set_in_the_middle_of_an_epoch_is_seeded(monkeypatch: pytest
         if step == 1:
             dataset.transform = torch.clone
     assert len(seeded) == 4
+
+
+# ---- what changes behind the reader's back ------------------------------------------------------------
+
+
+def test_new_code_in_the_same_function_is_read_anew() -> None:
+    """As notebooks reload a module."""
+
+    class Reloaded(Held):
+        def __getitem__(self, index):
+            return self.images[index]
+
+    assert only_looks_up(Reloaded(), [0])
+    Reloaded.__getitem__.__code__ = Draws.__getitem__.__code__
+    assert not only_looks_up(Reloaded(), [0])
+
+
+def test_class_and_names_are_looked_at_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changed(Held):
+        def __getitem__(self, index):
+            return self.images[index], float(index)
+
+    dataset = Changed()
+    assert only_looks_up(dataset, [0])
+    with monkeypatch.context() as patched:
+        patched.setattr(Changed, "images", property(lambda self: torch.rand(8)), raising=False)
+        assert not only_looks_up(dataset, [0])
+    with monkeypatch.context() as patched:
+        patched.setattr(Changed, "__getattribute__", lambda self, name: torch.rand(8))
+        assert not only_looks_up(dataset, [0])
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "float", lambda value: torch.rand(1))
+        assert not only_looks_up(dataset, [0])
+    assert only_looks_up(dataset, [0])
+
+
+def test_names_of_an_enclosing_function_are_not_known() -> None:
+    def float(value):
+        return torch.rand(1)
+
+    class Enclosed(Held):
+        def __getitem__(self, index):
+            return float(index)
+
+    assert not only_looks_up(Enclosed(), [0])
+
+
+class EqualsEverything(type):
+    def __eq__(cls, other):
+        return True
+
+    __hash__ = type.__hash__
+
+
+def test_a_class_that_equals_others_is_not_one_of_them() -> None:
+    dataset = Pairs()
+    dataset.images = EqualsEverything("Noise", (), {"__getitem__": lambda self, index: torch.rand(1)})()
+    assert not only_looks_up(dataset, [0])
+
+
+def load(path, body: str):
+    """A dataset of which a file has the code."""
+    path.write_text(f"class Dataset:\n def __getitem__(self, index):\n{body}  return x\n")
+    names: dict = {"__name__": "dataset"}
+    exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), names)
+    return names["Dataset"]()
+
+
+def test_each_name_is_read_once(tmp_path) -> None:
+    """Not as often as names stand for it: 2^60 times."""
+    assert only_looks_up(load(tmp_path / "dataset.py", "  x = index\n" + "  x = x * x + 1\n" * 60), [0])
+
+
+def test_code_is_read_deep_in_a_stack(tmp_path) -> None:
+    dataset = load(tmp_path / "dataset.py", f"  x = {' + '.join(['1'] * 800)}\n")
+
+    def ask(depth: int) -> bool:
+        return only_looks_up(dataset, [0]) if depth == 0 else ask(depth - 1)
+
+    assert not ask(sys.getrecursionlimit() - 300)
+
+
+def test_modules_that_load_lazily_stay_asleep(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            raise ModuleNotFoundError("not installed")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    assert only_looks_up(load(tmp_path / "dataset.py", "  x = index\n"), [0])
+
+
+def test_nothing_keeps_a_dataset_alive() -> None:
+    def make() -> tuple[Dataset, weakref.ref]:
+        class Big:
+            pass
+
+        big = Big()
+
+        class Closes(Held):
+            def __getitem__(self, index):
+                return big, self.images[index]
+
+        return Closes(), weakref.ref(big)
+
+    dataset, big = make()
+    next(iter(DataLoader(dataset, 2, collate_fn=list)))
+    del dataset
+    gc.collect()
+    assert big() is None
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __get__(self, dataset, kind):
+        return self
+
+    def __call__(self, index):
+        return torch.tensor(float(index))
+
+
+def test_a_getitem_without_a_hash() -> None:
+    dataset = type("Called", (Dataset,), {"__getitem__": Unhashable(), "__len__": lambda self: 4})()
+    assert [batch.tolist() for batch in DataLoader(dataset, 2)] == [[0, 1], [2, 3]]
+
+
+# ---- torch's wrappers -------------------------------------------------------------------------------
+
+
+class Bootstrap(list):
+    """A sequence that draws."""
+
+    def __getitem__(self, index):
+        return random.randrange(8)
+
+
+class DrawsItsIndices(Subset):
+    indices = property(lambda self: [random.randrange(8)] * 8, lambda self, value: None)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Subset(Pairs(), Bootstrap(range(8))),
+        DrawsItsIndices(Pairs(), range(8)),
+        TensorDataset(torch.arange(8.0).as_subclass(type("Noisy", (torch.Tensor,), {}))),
+        Subset(Subset(Draws(), range(8)), range(8)),
+        ConcatDataset([Pairs(), Draws()]),
+        StackDataset(Pairs(), Draws()),
+    ],
+)
+def test_what_a_wrapper_holds_may_draw(dataset) -> None:
+    assert not is_deterministic(dataset, [5, len(dataset) - 1])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Subset(Pairs(), np.arange(8)),
+        Subset(ConcatDataset([Pairs(), Subset(Pairs(), [3])]), range(9)),
+        StackDataset(Pairs(), Rows()),
+        TensorDataset(torch.arange(8.0)),
+        ConcatDataset([Pairs(), Pairs()]),
+    ],
+)
+def test_wrappers_of_lookups_are_known(dataset) -> None:
+    assert is_deterministic(dataset, [0, -1, len(dataset) - 1])
+
+
+def test_only_the_parts_that_indices_lie_in_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(
+        lockstep.data.source, "only_looks_up", lambda part, indices: bool(asked.append(indices)) or True
+    )
+    assert is_deterministic(ConcatDataset([Pairs() for _ in range(100)]), [3, 8, 9, -1])
+    assert asked == [[3], [0, 1], [7]]
+
+
+def test_an_inner_dataset_that_is_replaced_in_an_epoch_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Subset(TensorDataset(torch.arange(8.0)), range(8))
+    seeded = count_seedings(monkeypatch)
+    for step, _ in enumerate(DataLoader(dataset, 2)):
+        if step == 1:
+            dataset.dataset = Draws()
+    assert len(seeded) == 4
+
+
+class LazyRow(Mapping):
+    """Draws when it is looked into, as the default collate does."""
+
+    def __getitem__(self, name):
+        return torch.rand(1)
+
+    def __iter__(self):
+        return iter(["x"])
+
+    def __len__(self):
+        return 1
+
+
+def test_rows_with_code_of_their_own_are_collated_seeded() -> None:
+    dataset = Rows()
+    dataset.rows = [LazyRow() for _ in range(8)]
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        drawn.append([batch[0]["x"].item() for batch in DataLoader(dataset, 1)])
+        assert torch.initial_seed() == seed
+    assert drawn[0] == drawn[1]
+
+
+class FetchesBatches(Held):
+    def __getitem__(self, index):
+        return self.images[index]
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class DrawsBatches(FetchesBatches):
+    def __getitems__(self, indices):
+        return [self[index] + torch.rand(2) for index in indices]
+
+
+class DrawsBatchesWithNumpy(FetchesBatches):
+    def __getitems__(self, indices):
+        return [self[index] + np.random.rand() for index in indices]
+
+
+class DrawsBatchesWithPython(FetchesBatches):
+    def __getitems__(self, indices):
+        return [self[index] + random.random() for index in indices]
+
+
+@pytest.mark.parametrize("kind", [FetchesBatches, DrawsBatches, DrawsBatchesWithNumpy, DrawsBatchesWithPython])
+def test_a_dataset_that_draws_while_it_fetches_a_batch_is_warned_of(kind, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        list(DataLoader(kind(), 2))
+    assert len(caplog.records) == (kind is not FetchesBatches)
+    for record in caplog.records:
+        assert f"({kind.__qualname__}) draws random numbers in __getitems__" in record.getMessage()

@@ -6,30 +6,31 @@ each of their samples takes longer than the samples.
 [Note: code that cannot draw] `__getitem__` is read once for each class, as a syntax tree. It may assign and return
 expressions of the index, constants, attributes of the dataset, operators, lookups and a few calls, all of which run no
 code of the user's as long as what they are applied to is a number, a tensor or an array. Of which attributes that has
-to hold is the answer for the class; whether it does is looked up for each batch, since a script may assign attributes
-at any time. Whatever the tree has besides means that nothing is known, and so does a tree that does not compile to the
-code that runs, since a file may have changed after it was imported.
+to hold is kept for the code; whether it does is looked up for each batch, and so is everything else that a script may
+change at any time: attributes of the class, global names, the function's code (notebooks that reload a module put new
+code into the functions that are there). Whatever the tree has besides means that nothing is known, and so does a tree
+that does not compile to the code that runs, since a file may have changed after it was imported.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
-import inspect
+import linecache
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["only_looks_up"]
+__all__ = ["are_indices", "is_plain_sample", "only_looks_up"]
 
 _PLAIN = (torch.Tensor, np.ndarray, np.memmap, int, float, bool, str, bytes, range, type(None))
-_CONTAINERS = (*_PLAIN, list, tuple, dict)
-_BUILTINS = frozenset({"abs", "bool", "dict", "float", "int", "len", "list", "tuple"})
+_NUMPYS_NUMBERS = (np.int64, np.int32, np.float64, np.float32, np.uint8, np.bool_)
+_INDICES = (int, np.int64, np.int32)
+_BUILTINS: dict[str, Any] = {one.__name__: one for one in (abs, bool, dict, float, int, len, list, tuple)}
 _FUNCTIONS = {
     torch: frozenset({"as_tensor", "asarray", "from_numpy", "tensor"}),
     np: frozenset({"array", "asarray", "float32", "float64", "int32", "int64"}),
@@ -41,6 +42,8 @@ _METHODS = frozenset(
         *("flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"),
     }
 )
+_MAX_TEXT = 512 << 10  # characters of a source file; it is read once in each process that fetches samples
+_MAX_KNOWN = 256  # functions
 _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Slice, ast.UnaryOp)
 
 
@@ -53,31 +56,59 @@ class _Demands:
         containers: those that may be lists, tuples or dictionaries as well: their items are handed on as they are.
         any: those that are only handed on.
         none: those that must be None: what happens otherwise was not read.
+        globals: the global names that were read, with what they stand for.
     """
 
     plain: set[str] = field(default_factory=set)
     containers: set[str] = field(default_factory=set)
     any: set[str] = field(default_factory=set)
     none: set[str] = field(default_factory=set)
+    globals: dict[str, Any] = field(default_factory=dict)
 
-    def hold(self, dataset: Any) -> bool:
-        """Whether they hold of this dataset now."""
+    def hold(self, dataset: Any, getitem: FunctionType) -> bool:
+        """Whether they hold of this dataset and its method now."""
         values = getattr(dataset, "__dict__", {})
+        names = self.plain | self.containers | self.any | self.none
         return (
-            all(name in values for name in self.any)
-            and all(values.get(name, self) is None for name in self.none)
-            and all(type(values.get(name, self)) in _CONTAINERS for name in self.containers)
-            and all(_is_plain(values.get(name, self)) for name in self.plain)
+            values.keys() >= names
+            # What is an attribute of the class, too, may be a property: code.
+            and not any(name in vars(base) for base in type(dataset).__mro__ for name in names)
+            and all(_global(getitem, name) is meant for name, meant in self.globals.items())
+            and all(values[name] is None for name in self.none)
+            and all(_is_plain(values[name]) or _is_container(values[name]) for name in self.containers)
+            and all(_is_plain(values[name]) for name in self.plain)
         )
 
-    @property
-    def names(self) -> set[str]:
-        """All these attributes."""
-        return self.plain | self.containers | self.any | self.none
+
+def _is_one_of(kind: type, kinds: Sequence[type]) -> bool:
+    """Whether it is, by identity: a metaclass may say of its classes that they equal others."""
+    return any(kind is one for one in kinds)
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN and not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+    return _is_one_of(type(value), _PLAIN) and not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+
+
+def _is_container(value: Any) -> bool:
+    return _is_one_of(type(value), (list, tuple, dict))
+
+
+def _global(function: Any, name: str) -> Any:
+    return function.__globals__.get(name, function.__builtins__.get(name))
+
+
+def are_indices(values: Sequence[Any]) -> bool:
+    """Whether these are whole numbers, and no objects with code of their own."""
+    return all(_is_one_of(type(value), _INDICES) for value in values)
+
+
+def is_plain_sample(sample: Any) -> bool:
+    """Whether a sample is made of numbers, tensors, arrays and texts alone: collating it runs no code of the user's."""
+    if type(sample) is dict:
+        return all(type(key) is str and is_plain_sample(value) for key, value in sample.items())
+    if _is_container(sample):
+        return all(map(is_plain_sample, sample))
+    return _is_plain(sample) or _is_one_of(type(sample), _NUMPYS_NUMBERS)
 
 
 def only_looks_up(dataset: Any, indices: Sequence[Any]) -> bool:
@@ -86,37 +117,56 @@ def only_looks_up(dataset: Any, indices: Sequence[Any]) -> bool:
     See [Note: code that cannot draw].
     """
     kind: Any = type(dataset)
-    demands = _demands(kind, getattr(kind, "__getitem__", None))
-    return demands is not None and all(type(index) is int for index in indices) and demands.hold(dataset)
+    # Not by getattr: a descriptor may show the class another function than it shows an instance.
+    getitem = next((vars(base)["__getitem__"] for base in kind.__mro__ if "__getitem__" in vars(base)), None)
+    if type(getitem) is not FunctionType or kind.__getattribute__ is not object.__getattribute__:
+        return False
+    demands = _demands(getitem)
+    return demands is not None and are_indices(indices) and demands.hold(dataset, getitem)
 
 
-@lru_cache(maxsize=256)
-def _demands(kind: Any, getitem: Any) -> _Demands | None:
-    """What has to hold of the attributes of a dataset of this class; None if nothing is known of its code."""
-    if not isinstance(getitem, FunctionType) or kind.__getattribute__ is not object.__getattribute__:
-        return None
-    tree = _tree_of(getitem.__code__)
-    if tree is None:
+# By the identity of the code, which is kept alive with it: a function would keep alive what its closure holds.
+_known: dict[int, tuple[CodeType, _Demands | None]] = {}
+
+
+def _demands(getitem: FunctionType) -> _Demands | None:
+    """What has to hold for a dataset with this method; None if nothing is known of its code."""
+    code = getitem.__code__
+    known = _known.get(id(code))
+    if known is None:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        known = _known[id(code)] = code, _read(getitem)
+    return known[1]
+
+
+def _read(getitem: FunctionType) -> _Demands | None:
+    if getitem.__code__.co_freevars:
         return None
     try:
-        reader = _Reader(tree, getitem.__globals__)
+        tree = _tree_of(getitem)
+        if tree is None:
+            return None
+        reader = _Reader(tree, getitem)
         reader.read()
-    except _NotKnownError:
+    except (_NotKnownError, OSError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
-    # What is an attribute of the class, too, may be a property: code.
-    is_shadowed = any(name in vars(base) for base in kind.__mro__ for name in reader.demands.names)
-    return None if is_shadowed else reader.demands
+    return reader.demands
 
 
-def _tree_of(code: CodeType) -> ast.FunctionDef | None:
+def _tree_of(getitem: FunctionType) -> ast.FunctionDef | None:
     """The syntax tree of a function of (self, index), if it is that of the code that runs."""
-    try:
-        text = "".join(inspect.findsource(code)[0])
+    code = getitem.__code__
+    # Not by `inspect`, which asks every imported module for its file, and so wakes up those that load lazily.
+    linecache.checkcache(code.co_filename)
+    text = "".join(linecache.getlines(code.co_filename, getitem.__globals__))
+    if not 0 < len(text) <= _MAX_TEXT:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The import has given them.
         tree = ast.parse(text)
         if not _contains(compile(text, code.co_filename, "exec", dont_inherit=True), code):
             return None
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return None
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.lineno == code.co_firstlineno and node.name == code.co_name:
             return node
@@ -137,19 +187,20 @@ class _Reader:
 
     Args:
         tree: the function.
-        names: its global names.
+        getitem: the same, as it runs.
 
     Attributes:
         demands: what has to hold of the attributes of the dataset.
     """
 
-    def __init__(self, tree: ast.FunctionDef, names: dict[str, Any]) -> None:
+    def __init__(self, tree: ast.FunctionDef, getitem: FunctionType) -> None:
         arguments = tree.args
-        if len(arguments.args) != 2 or arguments.vararg or arguments.kwonlyargs or arguments.kwarg:
+        others = (arguments.posonlyargs, arguments.vararg, arguments.kwonlyargs, arguments.kwarg)
+        if len(arguments.args) != 2 or any(others):
             raise _NotKnownError
         self._dataset, self._index = (argument.arg for argument in arguments.args)
         self._body = tree.body
-        self._names = names
+        self._getitem = getitem
         self._locals: dict[str, Callable[[bool], None]] = {self._index: lambda is_used: None}
         self.demands = _Demands()
 
@@ -174,8 +225,13 @@ class _Reader:
     def _assign(self, name: str, value: ast.expr) -> None:
         before = dict(self._locals)  # the names that the value speaks of
         self._value(value, is_used=False)
+        is_read = False
 
         def use(is_used: bool) -> None:
+            nonlocal is_read
+            if is_read or not is_used:
+                return
+            is_read = True  # Once: `x = x * x` some times over would be read 2^n times.
             now, self._locals = self._locals, before
             try:
                 self._value(value, is_used)
@@ -243,9 +299,10 @@ class _Reader:
 
     def _called(self, function: ast.expr) -> None:
         match function:
-            case ast.Name(id=name) if name in _BUILTINS and name not in self._locals:
-                if self._names.get(name, getattr(builtins, name)) is not getattr(builtins, name):
+            case ast.Name(id=name) if name in _BUILTINS and not self._is_local(name):
+                if _global(self._getitem, name) is not _BUILTINS[name]:
                     raise _NotKnownError
+                self.demands.globals[name] = _BUILTINS[name]
             case ast.Attribute(value=ast.Name(id=module), attr=name) if self._module(module) is not None:
                 if name not in _FUNCTIONS[self._module(module)]:
                     raise _NotKnownError
@@ -256,8 +313,14 @@ class _Reader:
 
     def _module(self, name: str) -> Any:
         """torch or numpy, if that is what a global name stands for."""
-        found = self._names.get(name)
-        return found if name not in self._locals and any(found is module for module in _FUNCTIONS) else None
+        found = self._getitem.__globals__.get(name)
+        if self._is_local(name) or not any(found is module for module in _FUNCTIONS):
+            return None
+        self.demands.globals[name] = found
+        return found
+
+    def _is_local(self, name: str) -> bool:
+        return name in self._locals or name == self._dataset
 
     def _is_dtype(self, node: ast.expr) -> bool:
         match node:

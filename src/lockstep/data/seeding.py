@@ -20,7 +20,7 @@ import torch
 
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 
-__all__ = ["make_generator", "preserve_global_rngs", "restore_if_seeded", "seed_global_rngs"]
+__all__ = ["GlobalRngs", "make_generator", "preserve_global_rngs", "restore_if_seeded", "seed_global_rngs"]
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -39,13 +39,13 @@ def seed_global_rngs(value: int) -> None:
     """
     blocks = _open.blocks
     if blocks and blocks[-1] is None:
-        blocks[-1] = _GlobalRngs()
+        blocks[-1] = GlobalRngs()
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value >> 32)  # the half that torch's generator drops
 
 
-class _GlobalRngs:
+class GlobalRngs:
     """The state of the process-wide generators now."""
 
     def __init__(self) -> None:
@@ -53,7 +53,16 @@ class _GlobalRngs:
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)
 
+    def are_as_now(self) -> bool:
+        """Whether nobody has drawn since, nor seeded."""
+        now = GlobalRngs()
+        is_same_numpy = all(
+            np.array_equal(part, now._numpy["state"][key]) for key, part in self._numpy["state"].items()
+        )
+        return torch.equal(self._torch, now._torch) and self._python == now._python and is_same_numpy
+
     def put_back(self) -> None:
+        """Go on from where they were."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -63,7 +72,7 @@ class _Blocks(threading.local):
     """The `restore_if_seeded` blocks that are open in a thread, each with what it will put back."""
 
     def __init__(self) -> None:
-        self.blocks: list[_GlobalRngs | None] = []
+        self.blocks: list[GlobalRngs | None] = []
 
 
 _open = _Blocks()
@@ -72,7 +81,7 @@ _open = _Blocks()
 @contextmanager
 def preserve_global_rngs() -> Iterator[None]:
     """Put the process-wide generators back afterwards, whatever happens inside."""
-    before = _GlobalRngs()
+    before = GlobalRngs()
     try:
         yield
     finally:

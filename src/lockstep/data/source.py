@@ -10,29 +10,37 @@ randomness are served:
 - everything else may draw from the process-wide generators of torch, numpy or `random`, as most
   transforms do. They are seeded anew before each sample, which takes some microseconds, unless it is known that the
   dataset draws nothing (`drawing.py`). A collate function of the user's is seeded once per batch.
+
+[Note: batches of a dataset's own] A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded
+once for it. If it then draws, its samples depend on which of them a rank fetches together, and so on the number of
+ranks. Nothing says beforehand whether it draws, so the states of the generators are compared, and it is warned of.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from lockstep.data.drawing import only_looks_up
+from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
-from lockstep.data.seeding import derive_seed, make_generator, seed_global_rngs
+from lockstep.data.seeding import GlobalRngs, derive_seed, make_generator, seed_global_rngs
+from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.loader import set_guarded
 
 __all__ = ["Source", "TensorSource", "WorkerInit", "identity", "is_deterministic", "make_source", "takes_generator"]
 
+_logger = get_logger(__name__)
+
 # Indexing these runs no code of the user's, so nothing can be drawn.
-_DETERMINISTIC_TYPES = (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
+_DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range)
 
 
 def _parts(dataset: Any) -> Sequence[Any]:
@@ -48,26 +56,58 @@ def _parts(dataset: Any) -> Sequence[Any]:
     return ()
 
 
-def is_deterministic(dataset: Any, indices: Sequence[Any] = ()) -> bool:
-    """Whether looking these indices up is known to draw no random numbers; False when in doubt.
+def is_deterministic(dataset: Any, indices: Sequence[Any]) -> bool:
+    """Whether looking these indices up is known to draw no random numbers now; False when in doubt."""
+    kind = type(dataset)  # A subclass of one of torch's may have code of its own behind any name.
+    if kind in (Subset, ConcatDataset) and not are_indices(indices):
+        return False
+    if kind is Subset:
+        order = dataset.indices
+        is_plain = type(order) in (list, tuple, range, np.ndarray, torch.Tensor)
+        return is_plain and is_deterministic(dataset.dataset, [order[index] for index in indices])
+    if kind is ConcatDataset:
+        return all(is_deterministic(dataset.datasets[part], own) for part, own in _by_part(dataset, indices).items())
+    if kind is StackDataset:
+        return all(is_deterministic(part, indices) for part in _parts(dataset))
+    if kind is TensorDataset:
+        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+    return kind in _DETERMINISTIC_TYPES or only_looks_up(dataset, indices)
 
-    Args:
-        dataset: the user's.
-        indices: none: whatever the index is, now and later.
-    """
-    parts = _parts(dataset)
-    if parts:
-        return all(is_deterministic(part, indices) for part in parts)
-    return type(dataset) in _DETERMINISTIC_TYPES or (len(indices) > 0 and only_looks_up(dataset, indices))
+
+def _by_part(dataset: ConcatDataset[Any], indices: Sequence[int]) -> dict[int, list[int]]:
+    """The parts of a concatenated dataset that these indices lie in, each with its own indices."""
+    found: dict[int, list[int]] = {}
+    for index in indices:
+        part, own = _part_of(dataset, index)
+        found.setdefault(part, []).append(own)
+    return found
 
 
-@lru_cache(maxsize=256)
+def _part_of(dataset: ConcatDataset[Any], index: int) -> tuple[int, int]:
+    """In which part of a concatenated dataset a sample is, and its index there."""
+    place = index + len(dataset) if index < 0 else index
+    part = bisect.bisect_right(dataset.cumulative_sizes, place)
+    return part, place - (dataset.cumulative_sizes[part - 1] if part else 0)
+
+
+# By method, with the code that it had: a reloaded module may have put other code into the same function.
+_generator_takers: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
+
+
 def _getitem_takes_generator(getitem: Callable[..., Any]) -> bool:
+    code = getattr(getitem, "__code__", None)
+    with contextlib.suppress(TypeError):  # no hash, or no weak references
+        known = _generator_takers.get(getitem)
+        if known is not None and known[0] is code:
+            return known[1]
     try:
         parameter = inspect.signature(getitem).parameters.get("generator")
     except (TypeError, ValueError):  # written in C, without a readable signature
-        return False
-    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        parameter = None
+    takes = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    with contextlib.suppress(TypeError):
+        _generator_takers[getitem] = code, takes
+    return takes
 
 
 def takes_generator(dataset: Any) -> bool:
@@ -92,10 +132,8 @@ def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
     if isinstance(dataset, Subset):
         return _read(dataset.dataset, dataset.indices[index], generator)
     if isinstance(dataset, ConcatDataset):
-        place = index + len(dataset) if index < 0 else index
-        part = bisect.bisect_right(dataset.cumulative_sizes, place)
-        offset = dataset.cumulative_sizes[part - 1] if part else 0
-        return _read(dataset.datasets[part], place - offset, generator)
+        part, own = _part_of(dataset, index)
+        return _read(dataset.datasets[part], own, generator)
     if isinstance(dataset.datasets, dict):
         return {name: _read(inner, index, generator) for name, inner in dataset.datasets.items()}
     return tuple(_read(inner, index, generator) for inner in dataset.datasets)
@@ -108,7 +146,7 @@ class Source:
         dataset: the user's.
         seed_samples: seed the process-wide generators before each sample, unless nothing can tell. A dataset with a
             `__getitems__` of its own (and no `generator`) fetches its batch in one go and is
-            seeded once, from the first index.
+            seeded once, from the first index. See [Note: batches of a dataset's own].
         seed_collate: seed them before the batch is collated, from the first index.
     """
 
@@ -118,6 +156,7 @@ class Source:
         self.seed_collate = seed_collate
         self._takes_generator = takes_generator(dataset)
         self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
+        self._has_drawn = False
 
     def __getitems__(self, fetch: Fetch) -> list[Any]:
         samples = self._samples(fetch)
@@ -128,11 +167,12 @@ class Source:
     def _samples(self, fetch: Fetch) -> list[Any]:
         dataset, (seed, epoch, indices) = self.dataset, fetch
         if self._fetches_batches:
-            self._seed(seed, epoch, indices[0])
-            fetched: list[Any] = dataset.__getitems__(indices)
-            return fetched
+            return self._batch(seed, epoch, indices)
         if not self._takes_generator and (not self.seed_samples or is_deterministic(dataset, indices)):
-            return [dataset[index] for index in indices]
+            samples = [dataset[index] for index in indices]
+            if self.seed_samples and not self.seed_collate and not all(map(is_plain_sample, samples)):
+                self._seed(seed, epoch, indices[-1])  # Objects with code of their own may draw when they are collated.
+            return samples
         samples = []
         for index in indices:
             self._seed(seed, epoch, index)
@@ -141,6 +181,21 @@ class Source:
             else:
                 samples.append(dataset[index])
         return samples
+
+    def _batch(self, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
+        """What the dataset's own `__getitems__` fetches. See [Note: batches of a dataset's own]."""
+        self._seed(seed, epoch, indices[0])
+        before = GlobalRngs() if self.seed_samples and not self._has_drawn else None
+        fetched: list[Any] = self.dataset.__getitems__(indices)
+        if before is not None and not before.are_as_now():
+            self._has_drawn = True
+            kind = type(self.dataset).__qualname__
+            warn_once(
+                _logger,
+                f"the dataset ({kind}) draws random numbers in __getitems__, which fetches a batch in one go: so its "
+                "samples depend on the number of ranks. Leave __getitems__ out, or take a `generator` in __getitem__",
+            )
+        return fetched
 
     def _seed(self, seed: int, epoch: int, index: int) -> None:
         if self.seed_samples:
@@ -188,7 +243,7 @@ def make_source(dataset: Any, collate_fn: Callable[[list[Any]], Any], seed_globa
         return TensorSource(dataset)
     return Source(
         dataset,
-        seed_samples=seed_global_rng and not is_deterministic(dataset),
+        seed_samples=seed_global_rng,
         seed_collate=seed_global_rng and collate_fn is not default_collate,
     )
 
