@@ -107,7 +107,11 @@ def test_groups(hosts: Cluster) -> None:
     for rank, found in enumerate(ranks):
         assert found.pop("objects") == [0, 1, 2, 3]
         assert found.pop("async") == [4.0] * 29
-        expected = {"[0, 1]": (1.0, "Team"), "[2, 3]": (5.0, "Team"), "[1, 2]": (3.0, "HostsTeam")}
+        expected = {
+            "[0, 1]": (1.0, "SharedMemoryTeam"),
+            "[2, 3]": (5.0, "SharedMemoryTeam"),
+            "[1, 2]": (3.0, "HostsTeam"),
+        }
         expected |= {"[0, 2, 3]": (5.0, "HostsTeam"), "[3, 0]": (3.0, "HostsTeam")}
         for name, (total, team) in expected.items():
             assert found.get(name) == (([total], team) if str(rank) in name else None), name

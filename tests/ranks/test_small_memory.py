@@ -17,7 +17,7 @@ from failing import AT_ONCE_S, Caught, attempt, group_works
 from lockstep.errors import SharedMemoryError
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.segment import Segment
-from lockstep.shm.team import Team
+from lockstep.shm.team import SharedMemoryTeam
 from lockstep.testing import limit_s, run_ranks
 
 
@@ -33,7 +33,7 @@ def control_kib(world_size: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bootstrap, "open_segment", note_size)
         with pytest.raises(Asked) as caught:
-            Team.connect(Bootstrap(cast(Any, None), 0, range(world_size), 1.0))
+            SharedMemoryTeam.connect(Bootstrap(cast(Any, None), 0, range(world_size), 1.0))
     return -(-int(caught.value.args[0]) // 1024)
 
 

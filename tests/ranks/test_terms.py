@@ -16,7 +16,7 @@ from lockstep.errors import RendezvousError, SegmentDamaged, SetupError
 from lockstep.shm import pool, team, terms
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.sync import PeerState
-from lockstep.shm.team import Team
+from lockstep.shm.team import SharedMemoryTeam
 from lockstep.testing import limit_s, run_ranks
 
 CHANGES = {
@@ -132,4 +132,4 @@ class Told:
 @pytest.mark.parametrize("text", ["not json", "[]", '{"handle": 5}', json.dumps({"error": "x"}), "[" * 100_000])
 def test_garbage_in_the_store_is_named(text: str) -> None:
     with pytest.raises(RendezvousError, match="rank 1 found something else in the store than rank 0 writes there"):
-        Team.connect(Bootstrap(Told(text), 1, (0, 1), 20.0))
+        SharedMemoryTeam.connect(Bootstrap(Told(text), 1, (0, 1), 20.0))

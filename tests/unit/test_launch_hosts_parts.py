@@ -23,7 +23,7 @@ from lockstep.launch.hosts import job_store as job_store_module
 from lockstep.launch.hosts.agent import Interrupted
 from lockstep.launch.hosts.heartbeat import Observer
 from lockstep.launch.hosts.job_store import JobStore
-from lockstep.launch.hosts.membership import Host, Membership, Terms
+from lockstep.launch.hosts.membership import Host, JobTerms, Membership
 from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from, parse_conf, parse_endpoint
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
@@ -109,7 +109,7 @@ def keys(hosts: tuple[Host, ...]) -> str:
 
 
 def test_membership_of_an_elastic_job() -> None:
-    membership = Membership(Terms(1, 2, 0)).joined(A)
+    membership = Membership(JobTerms(1, 2, 0)).joined(A)
     assert (keys(membership.members), membership.is_enough, membership.is_full) == ("a", True, False)
     membership = membership.begun().joined(B).joined(C)
     assert (keys(membership.members), keys(membership.waiting), membership.has_room) == ("a", "bc", True)
@@ -132,7 +132,7 @@ def test_membership_of_an_elastic_job() -> None:
 
 def test_hosts_with_numbers_are_in_their_order() -> None:
     hosts = [replace(host, node_rank=number) for host, number in ((A, 2), (B, 0), (C, None))]
-    membership = Membership(Terms(3, 3, 0))
+    membership = Membership(JobTerms(3, 3, 0))
     for host in hosts:
         membership = membership.joined(host)
     assert keys(membership.begun().members) == "bac"
@@ -143,20 +143,20 @@ def test_hosts_with_numbers_are_in_their_order() -> None:
         None,
         None,
     )
-    two = Membership(Terms(2, 2, 0)).joined(hosts[0]).joined(late)
+    two = Membership(JobTerms(2, 2, 0)).joined(hosts[0]).joined(late)
     assert not two.is_enough, "one of them must go"
     assert not two.is_full
 
 
 def test_a_job_that_has_gone_on_elsewhere_keeps_its_numbers() -> None:
-    fresh = Membership(Terms(1, 2, 0))
+    fresh = Membership(JobTerms(1, 2, 0))
     assert fresh.joined(A).continued(5, 2).joined(B).begun().number == 5
     running = fresh.joined(A).begun().continued(5, 2).joined(B)
     assert (running.number, running.failures, running.joined(A).number) == (0, 2, 5)
 
 
 def test_a_round_fails_once() -> None:
-    membership = Membership(Terms(1, 1, 3)).failed(0).failed(0)
+    membership = Membership(JobTerms(1, 1, 3)).failed(0).failed(0)
     assert (membership.failures, membership.failed(1).failures) == (1, 2)
     assert membership.ended("first", 3).ended("second", 4).exit_code == 3
 

@@ -20,7 +20,7 @@ from lockstep.shm import sync
 from lockstep.shm.cores import Cores
 from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import PeerIdentity, Watch, _read_stat, is_running, own_identity, pid_namespace
-from lockstep.shm.sync import Channel, FailureKind, PeerFailure, PeerState, Waiter
+from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, StepCounter, Waiter
 from lockstep.testing import limit_s
 
 RANKS = 4
@@ -212,12 +212,12 @@ def test_who_gives_up_the_next_step_has_taken_this_one(words: Words) -> None:
 # ---- channels --------------------------------------------------------------------------------------
 
 
-def make_channels(count: int) -> tuple[list[Channel], memoryview]:
+def make_channels(count: int) -> tuple[list[StepCounter], memoryview]:
     """Counts first, then states, then the gate and its bell."""
     memory = memoryview(array("q", [0] * count + [PeerState.READY] * count + [0, 0, 0]))
     gate = 2 * count
     waiters = [Waiter(memory, range(count, gate), rank, Watch({}), gate) for rank in range(count)]
-    return [Channel(memory, range(count), rank, waiter, gate + 1) for rank, waiter in enumerate(waiters)], memory
+    return [StepCounter(memory, range(count), rank, waiter, gate + 1) for rank, waiter in enumerate(waiters)], memory
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_nobody_is_more_than_one_step_ahead() -> None:
     channels, memory = make_channels(3)
     wrong: list[list[int]] = []
 
-    def run(channel: Channel) -> None:
+    def run(channel: StepCounter) -> None:
         for number in range(1, 200):
             channel.step(30.0)
             counts = memory[:3].tolist()
@@ -271,8 +271,8 @@ def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pyte
     assert sync.next_look(0.0, 61.0, 60.0) == 61.0 + sync._LOOK_EVERY_S, "a peer that is giving up will say why"
 
 
-def run_steps(channels: Sequence[Channel], count: int) -> list[threading.Thread]:
-    def run(channel: Channel) -> None:
+def run_steps(channels: Sequence[StepCounter], count: int) -> list[threading.Thread]:
+    def run(channel: StepCounter) -> None:
         for _ in range(count):
             channel.step(30.0)
 

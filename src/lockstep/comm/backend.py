@@ -35,7 +35,7 @@ from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, SetupError
 from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
-from lockstep.shm.team import Team as SharedMemoryTeam
+from lockstep.shm.team import SharedMemoryTeam
 from lockstep.shm.terms import Terms
 from lockstep.torch_private.stores import Store
 

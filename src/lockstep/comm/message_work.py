@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -11,10 +10,9 @@ from torch.futures import Future
 
 from lockstep.comm.tensors import FlatTensor
 from lockstep.comm.work import DoneWork, PendingWork
-from lockstep.errors import CollectiveTimeout
 from lockstep.shm.messages import Receive, Send
 
-__all__ = ["DoneTransfer", "Transfer", "source_of"]
+__all__ = ["DoneMessage", "MessageWork", "source_of"]
 
 _NO_SOURCE = -1
 
@@ -27,12 +25,12 @@ def source_of(operation: Send | Receive) -> int:
 
 
 class _Owner(Protocol):
-    def drive(self, transfer: Transfer, limit_s: float | None) -> None: ...
+    def drive(self, work: MessageWork, limit_s: float | None) -> None: ...
 
     def name_of(self, operation: Send | Receive) -> str: ...
 
 
-class DoneTransfer(DoneWork):
+class DoneMessage(DoneWork):
     """A send or receive that had finished before it returned.
 
     Args:
@@ -49,7 +47,7 @@ class DoneTransfer(DoneWork):
         return self._source
 
 
-class Transfer(PendingWork):
+class MessageWork(PendingWork):
     """A send or receive under way.
 
     Args:
@@ -63,7 +61,7 @@ class Transfer(PendingWork):
     """
 
     def __init__(self, owner: _Owner, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> None:
-        super().__init__(_nothing, [item.tensor], lambda: owner.name_of(operation))
+        super().__init__(lambda: None, [item.tensor], lambda: owner.name_of(operation))
         self.operation = operation
         self.timeout_s = timeout_s
         self.awaited_since_s: float | None = None
@@ -77,26 +75,11 @@ class Transfer(PendingWork):
         self._error = error
         self._finish()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it has finished.
-
-        Raises:
-            CollectiveTimeout: it has not within `timeout` (if that is above zero), and goes on; or the peer did not
-                come before the group's own deadline.
-            CollectiveMismatch: the message and the receive do not fit.
-            RankLost: the peer died, left or failed.
-        """
-        limit_s = timeout.total_seconds() if timeout is not None else 0.0
+    def _await(self, limit_s: float | None) -> bool:
+        """Whether it has finished by then. The thread that waits moves the messages of the group."""
         if not self.is_completed():
-            self._owner.drive(self, limit_s if limit_s > 0 else None)
-            if not self.is_completed():
-                raise CollectiveTimeout(
-                    f"{self._describe()} had not finished when wait(timeout={limit_s:g} s) ran out; it goes on, and "
-                    "the group's own deadline will say who is missing"
-                )
-        if self._error is not None:
-            raise self._error
-        return True
+            self._owner.drive(self, limit_s)
+        return self.is_completed()
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """A future that finishes with it. The deadline runs from now on."""
@@ -111,7 +94,3 @@ class Transfer(PendingWork):
     def _source_rank(self) -> int:
         """Group rank of the sender; torch's `recv` from any source asks for it."""
         return source_of(self.operation)
-
-
-def _nothing() -> None:
-    """Do nothing: the mailbox does the work."""

@@ -26,8 +26,8 @@ from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
 from lockstep.comm.contract import Team
 from lockstep.comm.flight_recorder import FlightRecorder
+from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
 from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
-from lockstep.comm.transfers import DoneTransfer, Transfer, source_of
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.cores import LONGEST_NAP_S, SHARED_CORE_S, own_cores
@@ -60,8 +60,8 @@ class PointToPoint:
         self._team = team
         self._recorder = recorder
         self._mailbox = mailbox
-        self._lock = threading.Lock()  # guards the mailbox and _transfers
-        self._transfers: dict[Send | Receive, Transfer] = {}
+        self._lock = threading.Lock()  # guards the mailbox and _works
+        self._works: dict[Send | Receive, MessageWork] = {}
         self._labels: dict[tuple[torch.dtype, torch.Size, CallSite], Label] = {}
         self._spins = max(team.waiter.spins // 4, 1)
         self._drivers: set[int] = set()  # threads in `drive`
@@ -71,7 +71,7 @@ class PointToPoint:
 
     # ---- operations ----------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout_s: float) -> DoneTransfer | Transfer:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout_s: float) -> DoneMessage | MessageWork:
         """Begin to send a tensor. Local.
 
         Args:
@@ -92,12 +92,12 @@ class PointToPoint:
             self._refuse_if_gone(Send(tag, label, item.flat, peer=peer))
         with self._lock:
             send = self._mailbox.send(peer, tag, label, item.flat.view(torch.uint8))
-            transfer = self._track(send, item, timeout_s)
+            work = self._track(send, item, timeout_s)
             finished = self._take_finished()
         self._finish(finished)
-        return DoneTransfer(tensor, source_of(send)) if transfer is None else transfer
+        return DoneMessage(tensor, source_of(send)) if work is None else work
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> DoneTransfer | Transfer:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> DoneMessage | MessageWork:
         """Begin to receive a tensor. Local.
 
         Args:
@@ -116,14 +116,14 @@ class PointToPoint:
         label = self._label(tensor, call_site())
         with self._lock:
             receive = self._mailbox.receive(source, tag, label, item.flat.view(torch.uint8))
-            transfer = self._track(receive, item, timeout_s)
+            work = self._track(receive, item, timeout_s)
             finished = self._take_finished()
         self._finish(finished)
-        if transfer is None:
+        if work is None:
             item.write_back()
-            return DoneTransfer(tensor, source_of(receive))
+            return DoneMessage(tensor, source_of(receive))
         self._advance()
-        return transfer
+        return work
 
     def _check_address(self, name: str, peer: int, tag: int) -> None:
         if self._recorder.broken is not None:
@@ -154,44 +154,44 @@ class PointToPoint:
         if gone:
             raise self._recorder.explain(PeerFailure(gone, 0.0), self.name_of(send))
 
-    def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> Transfer | None:
+    def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> MessageWork | None:
         """A handle for an operation that is not over yet, or has gone wrong. Under the lock."""
         if operation.done and operation.conflict is None:
             return None
-        transfer = Transfer(self, operation, item, timeout_s)
-        self._transfers[operation] = transfer
+        work = MessageWork(self, operation, item, timeout_s)
+        self._works[operation] = work
         if not operation.done:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="lockstep-p2p", daemon=True)
                 self._thread.start()
             if not self._has_work.is_set():
                 self._has_work.set()
-        return transfer
+        return work
 
     # ---- moving along --------------------------------------------------------------------------------
 
-    def drive(self, transfer: Transfer, limit_s: float | None) -> None:
-        """Move all messages along until `transfer` has finished, or `limit_s` seconds have passed. Local."""
-        transfer.start_deadline()
+    def drive(self, work: MessageWork, limit_s: float | None) -> None:
+        """Move all messages along until `work` has finished, or `limit_s` seconds have passed. Local."""
+        work.start_deadline()
         started = time.perf_counter()
         thread = threading.get_ident()
         self._drivers.add(thread)
         try:
             for _ in range(self._spins):
                 self._advance()
-                if transfer.is_completed():
+                if work.is_completed():
                     return
-            self._drive_slowly(transfer, limit_s)
+            self._drive_slowly(work, limit_s)
         finally:
             self._drivers.discard(thread)
-            if self._transfers and not self._has_work.is_set():
+            if self._works and not self._has_work.is_set():
                 self._has_work.set()
             clock.add(time.perf_counter() - started)
 
-    def _drive_slowly(self, transfer: Transfer, limit_s: float | None) -> None:
+    def _drive_slowly(self, work: MessageWork, limit_s: float | None) -> None:
         began = moved_at = now = time.monotonic()
-        since_s = began if transfer.awaited_since_s is None else transfer.awaited_since_s
-        left_s = since_s + transfer.timeout_s - began
+        since_s = began if work.awaited_since_s is None else work.awaited_since_s
+        left_s = since_s + work.timeout_s - began
         if limit_s is not None:
             left_s = min(left_s, limit_s)
         news, is_told = self._team.news, self._team.is_told
@@ -199,16 +199,16 @@ class PointToPoint:
         may_yield = own_cores.may_yield(began)
         is_said = False
         try:
-            while not transfer.is_completed():
-                if self._closed:  # In a fork of the rank: a rank that shuts down ends its transfers.
-                    raise CollectiveAborted(f"{self.name_of(transfer.operation)}: not in this process")
+            while not work.is_completed():
+                if self._closed:  # In a fork of the rank: a rank that shuts down ends its messages.
+                    raise CollectiveAborted(f"{self.name_of(work.operation)}: not in this process")
                 has_moved = self._advance()
                 now = time.monotonic()
                 if has_moved:
                     moved_at, may_yield = now, own_cores.may_yield(now)
                 if now >= look_at:
                     if not is_said:
-                        text = _call_at(transfer.operation, self._recorder)
+                        text = _call_at(work.operation, self._recorder)
                         self._team.publish_waiting(text)
                         self._recorder.publish_waiting(text)
                         is_said = True
@@ -221,7 +221,7 @@ class PointToPoint:
                     now = own_cores.give_up(before)
                     may_yield = now - before <= SHARED_CORE_S
                 else:
-                    if self._sleep(transfer.is_completed, news, look_at - now, now - moved_at):
+                    if self._sleep(work.is_completed, news, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
                     if news != self._team.news:
                         look_at = now
@@ -241,7 +241,7 @@ class PointToPoint:
 
     def _is_needed(self) -> bool:
         """Whether there is something to move along, and no other thread that does so."""
-        return bool(self._transfers) and not self._drivers
+        return bool(self._works) and not self._drivers
 
     def _loop(self) -> None:
         """The thread: moves messages along while nobody waits for one."""
@@ -303,30 +303,30 @@ class PointToPoint:
             if not isinstance(error, Exception):
                 raise
 
-    def _take_finished(self) -> list[Transfer]:
+    def _take_finished(self) -> list[MessageWork]:
         """The handles of operations that have finished. Under the lock."""
         done = self._mailbox.take_finished()
-        return [self._transfers.pop(operation) for operation in done if operation in self._transfers]
+        return [self._works.pop(operation) for operation in done if operation in self._works]
 
-    def _finish(self, transfers: Iterable[Transfer]) -> None:
+    def _finish(self, works: Iterable[MessageWork]) -> None:
         """Not under the lock."""
-        for transfer in transfers:
-            conflict = transfer.operation.conflict
-            self._end(transfer, None if conflict is None else self._mismatch(transfer.operation, conflict))
+        for work in works:
+            conflict = work.operation.conflict
+            self._end(work, None if conflict is None else self._mismatch(work.operation, conflict))
 
-    def _end(self, transfer: Transfer, error: CollectiveError | None) -> None:
+    def _end(self, work: MessageWork, error: CollectiveError | None) -> None:
         """Hand over the outcome, and wake the thread that waits for it if that is another one."""
-        transfer.finish(error)
+        work.finish(error)
         if len(self._drivers) > (threading.get_ident() in self._drivers):
             self._mailbox.wake_here()
 
     # ---- failures ------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """End the transfers that cannot finish any more. False, with nothing done, if another thread does so."""
+        """End the messages that cannot finish any more. False, with nothing done, if another thread does so."""
         if not self._lock.acquire(blocking=False):
             return False
-        failed: list[tuple[Transfer, PeerFailure | None]] = []
+        failed: list[tuple[MessageWork, PeerFailure | None]] = []
         try:
             if self._closed:
                 return True
@@ -335,16 +335,16 @@ class PointToPoint:
             self._progress()
             finished = self._take_finished()
             now = time.monotonic()
-            for operation, transfer in list(self._transfers.items()):
-                failure = self._failure_of(transfer, gone, now)
+            for operation, work in list(self._works.items()):
+                failure = self._failure_of(work, gone, now)
                 if failure is not None or self._recorder.broken is not None:
                     self._mailbox.abandon(operation)
-                    failed.append((self._transfers.pop(operation), failure))
+                    failed.append((self._works.pop(operation), failure))
         finally:
             self._lock.release()
         self._finish(finished)
-        for transfer, failure in failed:
-            self._end(transfer, self._recorder.repeat() if failure is None else self._explain(transfer, failure))
+        for work, failure in failed:
+            self._end(work, self._recorder.repeat() if failure is None else self._explain(work, failure))
         return True
 
     def _gone(self, peers: Iterable[int]) -> dict[int, FailureKind]:
@@ -362,8 +362,8 @@ class PointToPoint:
                 gone[peer] = FailureKind.DEAD
         return gone
 
-    def _failure_of(self, transfer: Transfer, gone: Mapping[int, FailureKind], now: float) -> PeerFailure | None:
-        awaited, since = transfer.operation.awaited, transfer.awaited_since_s
+    def _failure_of(self, work: MessageWork, gone: Mapping[int, FailureKind], now: float) -> PeerFailure | None:
+        awaited, since = work.operation.awaited, work.awaited_since_s
         waited_s = 0.0 if since is None else now - since
         if awaited != ANY_SOURCE:
             candidates = [awaited]
@@ -374,19 +374,19 @@ class PointToPoint:
             kinds = {peer: kind for peer, kind in gone.items() if kind is not FailureKind.LEFT}
             if len(gone) == len(candidates):
                 kinds = dict(gone)
-        if not kinds and since is not None and waited_s >= transfer.timeout_s:
+        if not kinds and since is not None and waited_s >= work.timeout_s:
             kinds = dict.fromkeys(candidates, FailureKind.LATE)
         return PeerFailure(kinds, waited_s) if kinds else None
 
-    def _explain(self, transfer: Transfer, failure: PeerFailure) -> CollectiveError:
+    def _explain(self, work: MessageWork, failure: PeerFailure) -> CollectiveError:
         hint = ""
         late = failure.ranks(FailureKind.LATE)
-        if late and isinstance(transfer.operation, Receive):
+        if late and isinstance(work.operation, Receive):
             kept = [arrival for peer in late for arrival in self._mailbox.kept_from(peer)]
             others = [f"send({one.label}, tag={one.tag}) at {one.label.site}" for one in kept[:_NUM_HINTS]]
             if others:
                 hint = f"Sent to this rank, and not received yet: {'; '.join(others)}. "
-        return self._recorder.explain(failure, self.name_of(transfer.operation), hint)
+        return self._recorder.explain(failure, self.name_of(work.operation), hint)
 
     def _mismatch(self, operation: Send | Receive, conflict: Label) -> CollectiveMismatch:
         recorder, rank, peer = self._recorder, self._team.rank, operation.awaited
@@ -406,19 +406,19 @@ class PointToPoint:
     # ---- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all transfers with CollectiveAborted, and the thread. Local."""
+        """End all messages with CollectiveAborted, and the thread. Local."""
         has_lock = self._lock.acquire(timeout=_CLOSE_PATIENCE_S)
         self._closed = True
-        transfers = list(self._transfers.values())
-        self._transfers.clear()
+        works = list(self._works.values())
+        self._works.clear()
         self._mailbox.close()
         if has_lock:
             self._lock.release()
         self._has_work.set()
         self._mailbox.wake_here()
-        for transfer in transfers:
-            name = self.name_of(transfer.operation)
-            self._end(transfer, CollectiveAborted(f"{name}: the group was shut down before this had finished"))
+        for work in works:
+            name = self.name_of(work.operation)
+            self._end(work, CollectiveAborted(f"{name}: the group was shut down before this had finished"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_PATIENCE_S)
 

@@ -9,12 +9,12 @@ from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.group_setup import NewGroup
 from lockstep.shm.algorithms import SharedMemoryAlgorithms
 from lockstep.shm.mailbox import Mailbox
-from lockstep.shm.team import Team
+from lockstep.shm.team import SharedMemoryTeam
 
 __all__ = ["make_engine"]
 
 
-def make_engine(team: Team, new: NewGroup) -> Engine:
+def make_engine(team: SharedMemoryTeam, new: NewGroup) -> Engine:
     """The collectives of a group on one host. Local."""
     recorder = FlightRecorder(team, new.name, new.ranks)
     make_mailbox = functools.partial(Mailbox, team.mail_area, team.rank, team.world_size)

@@ -27,13 +27,13 @@ from lockstep.launch.attempt_folder import AttemptFolder
 from lockstep.launch.process import RankCommand, RankExit, RankProcess
 from lockstep.launch.reaper import Reaper, sweep
 
-__all__ = ["Attempt", "Phase"]
+__all__ = ["Attempt", "AttemptPhase"]
 
 # How long to wait for processes to go after a SIGKILL before giving up on them (uninterruptible sleep).
 _KILL_TIMEOUT_S = 10.0
 
 
-class Phase(enum.Enum):
+class AttemptPhase(enum.Enum):
     """See [Note: phases of an attempt]."""
 
     RUNNING = enum.auto()
@@ -78,7 +78,7 @@ class Attempt:
         self._job = job
         self._grace_s = grace_s
         self._settle_s = settle_s
-        self._phase = Phase.RUNNING
+        self._phase = AttemptPhase.RUNNING
         self._deadline: float | None = None  # monotonic; when the current phase ends by itself
         self._processes: dict[int, RankProcess] = {}
         self._alive: set[int] = set()
@@ -121,7 +121,7 @@ class Attempt:
     @property
     def is_undisturbed(self) -> bool:
         """Whether no rank has failed, and none was told to stop."""
-        return self._phase is Phase.RUNNING and not self.failed_ranks
+        return self._phase is AttemptPhase.RUNNING and not self.failed_ranks
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Watch the ranks until all have exited, ending them where need be.
@@ -152,7 +152,7 @@ class Attempt:
         # A failure that came before the interrupt counts, whichever of the two is read first.
         for rank in sorted(self._alive):
             self._on_exit(self._processes[rank])
-        if self._phase is Phase.RUNNING:
+        if self._phase is AttemptPhase.RUNNING:
             self.is_cut_short = True
             self._stop(number)
         else:
@@ -160,19 +160,19 @@ class Attempt:
 
     def settle(self) -> None:
         """Give the ranks `settle_s` to notice that a rank here or elsewhere has failed, and then ask them to stop."""
-        if self._phase is Phase.RUNNING:
+        if self._phase is AttemptPhase.RUNNING:
             self._tell_of_failure()
-            self._phase = Phase.SETTLING
+            self._phase = AttemptPhase.SETTLING
             self._deadline = time.monotonic() + self._settle_s
 
     def stop(self) -> None:
         """Ask all ranks to end, although none has failed."""
-        if self._phase in (Phase.RUNNING, Phase.SETTLING):
+        if self._phase in (AttemptPhase.RUNNING, AttemptPhase.SETTLING):
             self._stop(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to every group, now."""
-        self._phase = Phase.KILLED
+        self._phase = AttemptPhase.KILLED
         self._deadline = time.monotonic() + _KILL_TIMEOUT_S
         self._send(signal.SIGKILL)
 
@@ -220,7 +220,7 @@ class Attempt:
         self._announced.update(failures)
         # It should exit within moments. If it cannot (a thread of it blocks, a destructor hangs), nobody else would
         # ever know that it failed, so its exit is not waited for without end.
-        if failures and self._phase is Phase.RUNNING and self._deadline is None:
+        if failures and self._phase is AttemptPhase.RUNNING and self._deadline is None:
             self._tell_of_failure()
             self._deadline = time.monotonic() + self._grace_s
 
@@ -231,9 +231,9 @@ class Attempt:
 
     def _next_phase(self) -> None:
         """Go on to the next phase, because the time of the current one is over."""
-        if self._phase in (Phase.RUNNING, Phase.SETTLING):
+        if self._phase in (AttemptPhase.RUNNING, AttemptPhase.SETTLING):
             self._stop(signal.SIGTERM)
-        elif self._phase is Phase.STOPPING:
+        elif self._phase is AttemptPhase.STOPPING:
             self.kill()
         else:
             # Even SIGKILL did not end them: uninterruptible sleep in the kernel. Report them as killed.
@@ -243,7 +243,7 @@ class Attempt:
             self._alive.clear()
 
     def _stop(self, number: int) -> None:
-        self._phase = Phase.STOPPING
+        self._phase = AttemptPhase.STOPPING
         self._deadline = time.monotonic() + self._grace_s
         self._send(number)
 

@@ -27,7 +27,7 @@ from lockstep.launch.positions import RankStatus, describe_interrupt, describe_s
 from lockstep.launch.process import RankCommand, worker_command_line
 from lockstep.launch.reaper import Reaper
 from lockstep.launch.report import ErrorReport, read_reports
-from lockstep.launch.root_cause import Failure, find_first_failure, format_last_words
+from lockstep.launch.root_cause import RankFailure, find_first_failure, format_last_words
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
@@ -51,7 +51,7 @@ class Outcome:
         output_error: why the ranks' output could not be passed on, if that is what ended it.
     """
 
-    failures: list[Failure]
+    failures: list[RankFailure]
     interrupted_by: int | None = None
     output_error: OSError | None = None
     last_words: str = ""

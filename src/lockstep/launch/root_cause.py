@@ -25,7 +25,7 @@ from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 from lockstep.topology import name_ranks
 
-__all__ = ["Failure", "find_first_failure", "find_own_errors", "format_last_words", "format_summary"]
+__all__ = ["RankFailure", "find_first_failure", "find_own_errors", "format_last_words", "format_summary"]
 
 _WIDTH = 88
 _MAX_MESSAGE_CHARS = 500
@@ -42,7 +42,7 @@ _SIGNAL_HINTS = {
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How one rank failed.
 
     Attributes:
@@ -100,7 +100,7 @@ class Failure:
             return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{where}"
         return f"{who} exited with code {self.ended.code}{where}"
 
-    def is_like(self, other: Failure) -> bool:
+    def is_like(self, other: RankFailure) -> bool:
         """Whether both report the same error; the text of an error of ours may differ by the names of ranks."""
         mine, yours = self.report, other.report
         if self.is_blamed and other.is_blamed:
@@ -144,7 +144,7 @@ def find_first_failure(
     reports: Mapping[int, ErrorReport],
     announced: set[int],
     statuses: Mapping[int, RankStatus] | None = None,
-) -> list[Failure]:
+) -> list[RankFailure]:
     """All failures, the one that started it first. See [Note: whose failure it is].
 
     Args:
@@ -159,18 +159,18 @@ def find_first_failure(
     """
     known = statuses or {}
     failures = [
-        Failure(ended, reports.get(rank), known)
+        RankFailure(ended, reports.get(rank), known)
         for rank, ended in exits.items()
         if ended.code != 0 or rank in reports or rank in announced
     ]
     failures.sort(key=lambda failure: failure._order)
     if failures and failures[0].report is not None and failures[0].report.secondary:
         ended = [exits[rank] for rank in failures[0].report.culprits if rank in exits and exits[rank].code == 0]
-        failures[:0] = [Failure(one, None, known, is_blamed=True) for one in ended if one.rank not in reports]
+        failures[:0] = [RankFailure(one, None, known, is_blamed=True) for one in ended if one.rank not in reports]
     return failures
 
 
-def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
+def _fate_of_others(failures: list[RankFailure], num_ranks: int) -> str:
     """Where the other ranks were, or how they ended; without those that `_after` names."""
     first, others = failures[0], failures[1:]
     if num_ranks == 1:
@@ -190,7 +190,7 @@ def _fate_of_others(failures: list[Failure], num_ranks: int) -> str:
     return f"; {who} failed after it"
 
 
-def _accuse_missing(first: Failure) -> str:
+def _accuse_missing(first: RankFailure) -> str:
     """The first line on a timeout: which ranks did not come and where they are; then where the waiting ranks are."""
     clauses = []
     waiting = first.statuses[first.rank].latest if first.rank in first.statuses else None
@@ -204,7 +204,7 @@ def _accuse_missing(first: Failure) -> str:
     return "; ".join([*clauses, others] if others else clauses)
 
 
-def _accuse_different(first: Failure) -> str:
+def _accuse_different(first: RankFailure) -> str:
     """The first line on a mismatch: the ranks outside the majority; the message says what each of them called."""
     assert first.report is not None
     culprits = [rank for rank in first.report.culprits if rank in first.statuses]
@@ -212,11 +212,11 @@ def _accuse_different(first: Failure) -> str:
     return (f"{names} came for something else: " if names else "") + first.report.message.strip()
 
 
-def _is_mismatch(failure: Failure) -> bool:
+def _is_mismatch(failure: RankFailure) -> bool:
     return failure.report is not None and failure.report.type == _MISMATCH
 
 
-def _opening(failures: list[Failure], num_ranks: int) -> str:
+def _opening(failures: list[RankFailure], num_ranks: int) -> str:
     """The paragraph with the root cause, and where the others were."""
     first = failures[0]
     if first.missing:
@@ -226,14 +226,14 @@ def _opening(failures: list[Failure], num_ranks: int) -> str:
     return first.describe() + _fate_of_others(failures, num_ranks)
 
 
-def _causes_among(failures: list[Failure]) -> list[Failure]:
+def _causes_among(failures: list[RankFailure]) -> list[RankFailure]:
     """The others that failed of themselves: neither secondary nor stopped, unless with the error of the first one."""
     first, *others = failures
     own = [one for one in others if one.report is None or not one.report.secondary]
     return [one for one in own if not one.ended.stopped or one.is_like(first)]
 
 
-def _after(failures: list[Failure]) -> list[str]:
+def _after(failures: list[RankFailure]) -> list[str]:
     """Lines for other ranks that failed of themselves; none on a mismatch, whose message names all ranks."""
     first, own = failures[0], _causes_among(failures)
     alike = [other for other in own if other.is_like(first)]
@@ -248,7 +248,7 @@ def _after(failures: list[Failure]) -> list[str]:
     return lines
 
 
-def _teller(failures: list[Failure]) -> Failure:
+def _teller(failures: list[RankFailure]) -> RankFailure:
     """The failure whose traceback leads to the cause: on a mismatch, that of a rank that came for something else."""
     first = failures[0]
     if not _is_mismatch(first):
@@ -257,7 +257,7 @@ def _teller(failures: list[Failure]) -> Failure:
     return next((one for one in failures if one.rank in first.report.culprits and _is_mismatch(one)), first)
 
 
-def _tracebacks(failures: list[Failure], ranks: Collection[int] | None) -> list[str]:
+def _tracebacks(failures: list[RankFailure], ranks: Collection[int] | None) -> list[str]:
     """The traceback that leads to the cause, then those of others that failed of themselves in another way."""
     first, others = failures[0], failures[1:]
     teller = _teller(failures)
@@ -277,11 +277,11 @@ def _tracebacks(failures: list[Failure], ranks: Collection[int] | None) -> list[
     return shown
 
 
-def _is_here(failure: Failure, ranks: Collection[int] | None) -> bool:
+def _is_here(failure: RankFailure, ranks: Collection[int] | None) -> bool:
     return ranks is None or failure.rank in ranks
 
 
-def _way_of(failure: Failure) -> tuple[object, ...]:
+def _way_of(failure: RankFailure) -> tuple[object, ...]:
     """The type and the frames, which two errors share that differ in a number; the rank where no frame is known."""
     report = failure.report
     lines = report.traceback.splitlines() if report is not None else []
@@ -289,12 +289,12 @@ def _way_of(failure: Failure) -> tuple[object, ...]:
     return (report.type, *frames) if report is not None and frames else (failure.rank,)
 
 
-def _traceback_of(failure: Failure) -> list[str]:
+def _traceback_of(failure: RankFailure) -> list[str]:
     assert failure.report is not None
     return ["", f"rank {failure.rank}:", failure.report.traceback.rstrip("\n")]
 
 
-def _without_what_was_said(failure: Failure) -> str:
+def _without_what_was_said(failure: RankFailure) -> str:
     """The traceback, without the message of an error of ours, which the summary has shown already."""
     report = failure.report
     assert report is not None
@@ -305,7 +305,7 @@ def _without_what_was_said(failure: Failure) -> str:
     return f"{trace.removesuffix(said)}{report.type}: see above"
 
 
-def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
+def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]:
     """What to do instead, for errors that have a known way out."""
     if script is None or first.report is None or not needs_gpu(first.report.message):
         return []
@@ -318,7 +318,7 @@ def _advise(first: Failure, num_ranks: int, script: str | None) -> list[str]:
 
 
 def format_summary(
-    failures: list[Failure],
+    failures: list[RankFailure],
     num_ranks: int,
     log_dir: str | None = None,
     script: str | None = None,
@@ -342,7 +342,7 @@ def format_summary(
     return "\n".join([*lines, *_tracebacks(failures, ranks), rule, ""])
 
 
-def find_own_errors(failures: list[Failure]) -> list[Failure]:
+def find_own_errors(failures: list[RankFailure]) -> list[RankFailure]:
     """Those of ranks that raised, and not because of another rank, in a job that was told to end.
 
     Nor because of an import: Ctrl-C in the middle of one becomes errors of other kinds, where a library catches
@@ -355,7 +355,7 @@ def find_own_errors(failures: list[Failure]) -> list[Failure]:
     return [one for one, report in reports if not (report.secondary or report.in_import)]
 
 
-def format_last_words(failures: list[Failure]) -> str:
+def format_last_words(failures: list[RankFailure]) -> str:
     """What ranks raised although they were only told to end, in the form of a failure summary; empty if nothing.
 
     Args:

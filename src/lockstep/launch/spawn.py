@@ -24,7 +24,7 @@ from lockstep.launch.payload import PackedCall, check_main_is_ready, load_except
 from lockstep.launch.positions import RankStatus, describe_interrupt, describe_statuses, look
 from lockstep.launch.process import RankCommand, start_reaper, worker_command_line
 from lockstep.launch.report import read_reports
-from lockstep.launch.root_cause import Failure, find_first_failure, find_own_errors
+from lockstep.launch.root_cause import RankFailure, find_first_failure, find_own_errors
 from lockstep.rank_status import make_status_files
 from lockstep.secret import new_token
 from lockstep.topology import name_ranks
@@ -201,7 +201,7 @@ def _tell_of_interrupt(statuses: str) -> None:
         sys.stderr.flush()
 
 
-def _error_of(failure: Failure, folder: Path) -> BaseException:
+def _error_of(failure: RankFailure, folder: Path) -> BaseException:
     """What the rank raised, with its traceback as the cause; else a WorkerFailed."""
     text = failure.report.traceback if failure.report is not None else ""
     error = load_exception(folder, failure.rank)

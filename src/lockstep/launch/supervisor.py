@@ -16,7 +16,7 @@ from lockstep.launch.local_workers import LocalWorkers, Outcome, end_without_rea
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
 from lockstep.launch.reaper import Reaper
-from lockstep.launch.root_cause import Failure, format_summary
+from lockstep.launch.root_cause import RankFailure, format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.rank_status import find_unjoined
@@ -117,7 +117,7 @@ class Supervisor:
                 "share the work call lockstep.init() (or dist.init_process_group()) in the script\n"
             )
 
-    def _announce_restart(self, failure: Failure, restart: int) -> None:
+    def _announce_restart(self, failure: RankFailure, restart: int) -> None:
         text = (
             f"lockstep: {failure.describe()}; starting all ranks again "
             f"(restart {restart} of {self._config.max_restarts})\n"
@@ -129,7 +129,7 @@ class Supervisor:
         say(text)
 
 
-def _is_explained(failures: list[Failure], code: int | None) -> bool:
+def _is_explained(failures: list[RankFailure], code: int | None) -> bool:
     """Whether all ranks that failed of themselves exited with `explained_code`, so that no summary is needed."""
     return code is not None and all(
         one.report is None and (one.ended.code == code or one.ended.stopped) for one in failures

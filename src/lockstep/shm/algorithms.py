@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lockstep.shm.kernels import Kernel
-from lockstep.shm.team import Region, Team
+from lockstep.shm.team import Region, SharedMemoryTeam
 
 __all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "share_bounds"]
 
@@ -43,7 +43,7 @@ class SharedMemoryAlgorithms:
         team: the ranks of the group.
     """
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: SharedMemoryTeam) -> None:
         self._team = team
 
     def barrier(self, timeout_s: float) -> None:

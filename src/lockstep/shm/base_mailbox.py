@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.shm.cores import nap
-from lockstep.shm.messages import Arrival, Label, Matcher, Receive, Send
+from lockstep.shm.messages import Incoming, Label, Matcher, Receive, Send
 
 __all__ = ["BaseMailbox"]
 
@@ -62,7 +62,7 @@ class BaseMailbox(abc.ABC):
         """Do what can be done now. Local; waits for nothing."""
 
     @abc.abstractmethod
-    def deliver(self, receive: Receive, arrival: Arrival) -> None:
+    def deliver(self, receive: Receive, arrival: Incoming) -> None:
         """Copy what has come of a message that matches, and see to the rest."""
 
     def expect(self, receive: Receive) -> None:  # noqa: B027 - not every kind has to look out
@@ -112,7 +112,7 @@ class BaseMailbox(abc.ABC):
             if isinstance(operation, Receive):
                 self._matcher.withdraw(operation)
 
-    def kept_from(self, peer: int) -> Iterator[Arrival]:
+    def kept_from(self, peer: int) -> Iterator[Incoming]:
         """The messages of a peer that wait here for a receive, in order of arrival."""
         return self._matcher.kept_from(peer)
 
@@ -120,7 +120,7 @@ class BaseMailbox(abc.ABC):
     def close(self) -> None:
         """Release the memory that messages travel through. Local."""
 
-    def _match(self, arrival: Arrival) -> None:
+    def _match(self, arrival: Incoming) -> None:
         """Hand a message to the receive that waits for it, or keep it."""
         receive = self._matcher.receive_for(arrival)
         if receive is not None:
@@ -128,7 +128,7 @@ class BaseMailbox(abc.ABC):
         else:
             self._keep(arrival)
 
-    def _keep(self, arrival: Arrival) -> None:
+    def _keep(self, arrival: Incoming) -> None:
         self._matcher.keep(arrival)
 
     def _finish(self, operation: Send | Receive, conflict: Label | None = None) -> None:

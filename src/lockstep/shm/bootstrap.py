@@ -5,7 +5,7 @@ each writes into its block who it is, and all wait until everybody has.
 
 [Note: stale handles] A store may outlive a group: a script that opens a second group over it must not
 be handed the segment of the first. So rank 0 deletes the handle once all have come, and nobody leaves
-`Team.connect` before that. A rank 0 that was killed leaves its handle behind, but that leads nowhere,
+`SharedMemoryTeam.connect` before that. A rank 0 that was killed leaves its handle behind, but that leads nowhere,
 because a segment goes with its maker. A rank that finds a handle from before its own process began takes it
 for one of an earlier life of the job, and waits for the next one. So it does with the failure that a rank 0
 published when it gave up.
@@ -106,7 +106,7 @@ class Bootstrap:
         terms: what all ranks must have alike.
 
     Attributes:
-        terms: as given; `Team.connect` adds its own before `open_segment`.
+        terms: as given; `SharedMemoryTeam.connect` adds its own before `open_segment`.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.control_blocks import damage_text
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.mail_area import MailArea
-from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Matcher, Receive, Send
+from lockstep.shm.messages import ANY_SOURCE, Incoming, Label, Matcher, Receive, Send
 from lockstep.shm.pool import CHUNK_BYTES, Pool, PoolView
 from lockstep.shm.ring import Fields, RingReader, RingWriter, copy_bytes
 
@@ -130,7 +130,7 @@ class Mailbox(BaseMailbox):
         self.pending[send] = None
         self._pending_with[peer] += 1
         if peer == self._rank:
-            self._match(Arrival(peer, tag, label, flat.numel(), own=send))
+            self._match(Incoming(peer, tag, label, flat.numel(), own=send))
             return send
         to = self._peer(peer)
         to.num_messages += 1
@@ -223,12 +223,12 @@ class Mailbox(BaseMailbox):
 
     # ---- matching ------------------------------------------------------------------------------------
 
-    def _keep(self, arrival: Arrival) -> None:
+    def _keep(self, arrival: Incoming) -> None:
         if arrival.data is not None and not arrival.announced:
             arrival.data = arrival.data.clone()  # It lies in the ring, which must go on.
         self._matcher.keep(arrival)
 
-    def deliver(self, receive: Receive, arrival: Arrival) -> None:
+    def deliver(self, receive: Receive, arrival: Incoming) -> None:
         """Copy what has come of a message, and see to the rest."""
         receive.peer = arrival.peer
         fits = arrival.label.fits(receive.label)
@@ -247,7 +247,7 @@ class Mailbox(BaseMailbox):
             self._settle(arrival)
         self._finish(receive, None if fits else arrival.label)
 
-    def _answer(self, receive: Receive, arrival: Arrival, fits: bool) -> None:
+    def _answer(self, receive: Receive, arrival: Incoming, fits: bool) -> None:
         """Grant an announced message, or refuse it."""
         peer = self._peer(arrival.peer)
         if arrival.chunk is not None:
@@ -261,7 +261,7 @@ class Mailbox(BaseMailbox):
             peer.granted[arrival.number] = receive
         self._write(peer, (_Kind.GRANT, arrival.number, 0, 0, 0, _NO_CHUNK, 0))
 
-    def _settle(self, arrival: Arrival) -> None:
+    def _settle(self, arrival: Incoming) -> None:
         peer = self._peer(arrival.peer)
         peer.settled_bytes += arrival.num_bytes + _OVERHEAD_BYTES
         peer.reader.settle(peer.settled_bytes)
@@ -293,9 +293,9 @@ class Mailbox(BaseMailbox):
         kind, number, tag, num_bytes, label, chunk, chunk_bytes = fields
         if kind == _Kind.EAGER:
             data = reader.payload(num_bytes)
-            self._match(Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, data))
+            self._match(Incoming(peer.rank, tag, peer.labels[label], num_bytes, number, data))
         elif kind == _Kind.ANNOUNCE:
-            arrival = Arrival(peer.rank, tag, peer.labels[label], num_bytes, number, announced=True)
+            arrival = Incoming(peer.rank, tag, peer.labels[label], num_bytes, number, announced=True)
             if chunk != _NO_CHUNK:
                 if peer.pool is None or chunk_bytes > num_bytes:
                     raise ValueError(chunk)  # The handle of a pool comes before its first chunk.

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["ANY_SOURCE", "Arrival", "Label", "Matcher", "Receive", "Send"]
+__all__ = ["ANY_SOURCE", "Incoming", "Label", "Matcher", "Receive", "Send"]
 
 ANY_SOURCE = -1
 
@@ -133,7 +133,7 @@ class Receive(_Operation):
 
 
 @dataclass(eq=False)
-class Arrival:
+class Incoming:
     """A message that has arrived, or been announced.
 
     Attributes:
@@ -168,9 +168,9 @@ class Matcher:
         self._num_seen = 0
         # No queue is ever empty.
         self._receives: dict[tuple[int, int], deque[Receive]] = {}  # by source or ANY_SOURCE, and tag
-        self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}  # by source and tag
+        self._arrivals: dict[tuple[int, int], deque[Incoming]] = {}  # by source and tag
 
-    def arrival_for(self, receive: Receive) -> Arrival | None:
+    def arrival_for(self, receive: Receive) -> Incoming | None:
         """Take the message for a new receive; if there is none, the receive waits."""
         self._num_seen += 1
         receive.order = self._num_seen
@@ -183,14 +183,14 @@ class Matcher:
         self._receives.setdefault((receive.source, receive.tag), deque()).append(receive)
         return None
 
-    def receive_for(self, arrival: Arrival) -> Receive | None:
+    def receive_for(self, arrival: Incoming) -> Receive | None:
         """Take the receive for a new message; if there is none, the caller may `keep` the message."""
         keys = [key for key in ((arrival.peer, arrival.tag), (ANY_SOURCE, arrival.tag)) if key in self._receives]
         if not keys:
             return None
         return _take(self._receives, min(keys, key=lambda key: self._receives[key][0].order))
 
-    def keep(self, arrival: Arrival) -> None:
+    def keep(self, arrival: Incoming) -> None:
         """Let a message wait for its receive."""
         self._num_seen += 1
         arrival.order = self._num_seen
@@ -205,7 +205,7 @@ class Matcher:
             if not queue:
                 del self._receives[key]
 
-    def kept_from(self, peer: int) -> Iterator[Arrival]:
+    def kept_from(self, peer: int) -> Iterator[Incoming]:
         """The messages of a peer that wait for a receive, in order of arrival."""
         found = [arrival for queue in self._arrivals.values() for arrival in queue if arrival.peer == peer]
         return iter(sorted(found, key=lambda arrival: arrival.order))

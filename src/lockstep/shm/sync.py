@@ -62,11 +62,11 @@ from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import Watch
 
 __all__ = [
-    "Channel",
     "FailureKind",
     "Overseer",
     "PeerFailure",
     "PeerState",
+    "StepCounter",
     "Waiter",
     "fence",
     "next_look",
@@ -375,7 +375,7 @@ class Waiter:
             self._words[state] = PeerState.GIVING_UP
 
 
-class Channel:
+class StepCounter:
     """The step counter of one group: every rank takes the same steps in the same order.
 
     Args:

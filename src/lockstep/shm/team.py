@@ -24,10 +24,10 @@ from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.pool import CHUNK_BYTES
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
-from lockstep.shm.sync import Channel, Overseer, PeerFailure, Waiter
+from lockstep.shm.sync import Overseer, PeerFailure, StepCounter, Waiter
 from lockstep.shm.terms import common_terms
 
-__all__ = ["Region", "Team"]
+__all__ = ["Region", "SharedMemoryTeam"]
 
 _logger = get_logger(__name__)
 
@@ -94,7 +94,7 @@ def _plain_waiter(blocks: ControlBlocks, watch: Watch) -> Waiter:
     return Waiter(blocks.words, blocks.state_words, blocks.rank, watch, blocks.gate_word)
 
 
-class Team:
+class SharedMemoryTeam:
     """The ranks of one host, connected.
 
     Args:
@@ -136,7 +136,7 @@ class Team:
         self.watch = Watch(peers)
         blocks = self.blocks
         self.waiter = make_waiter(blocks, self.watch)
-        self._channel = Channel(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
+        self._step_counter = StepCounter(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
         self.is_entering = False
         self.on_arrival: list[Callable[[], None]] = []
         self._transfers = 0
@@ -151,7 +151,7 @@ class Team:
         self.blocks.on_end = self.watch.on_death = self._sound_alarm
 
     @classmethod
-    def connect(cls, bootstrap: Bootstrap) -> Team:
+    def connect(cls, bootstrap: Bootstrap) -> SharedMemoryTeam:
         """Connect the ranks of this host. Collective.
 
         Raises:
@@ -174,7 +174,7 @@ class Team:
         return segment
 
     @classmethod
-    def _connect(cls, bootstrap: Bootstrap) -> tuple[Segment, Team]:
+    def _connect(cls, bootstrap: Bootstrap) -> tuple[Segment, SharedMemoryTeam]:
         world_size = bootstrap.world_size
         bootstrap.terms |= _terms(world_size)
         slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
@@ -235,7 +235,7 @@ class Team:
         Raises:
             PeerFailure: a rank cannot come, or did not come in time.
         """
-        self._channel.step(timeout_s)
+        self._step_counter.step(timeout_s)
         if self.is_entering:
             self.is_entering = False
             for check in self.on_arrival:
@@ -269,7 +269,7 @@ class Team:
         not known then, and the slots keep their memory.
         """
         if num_bytes > SMALL_SLOT_BYTES and self._large is not None:
-            self._large.finish(self._channel.count)
+            self._large.finish(self._step_counter.count)
 
     def _allocate_large_slots(self, timeout_s: float) -> LargeSlots:
         slot_bytes = LARGE_SLOT_BYTES
@@ -337,7 +337,7 @@ class Team:
         Some may have begun a transfer and some not. All have taken the same steps, so all count
         on from there; nobody reads the slots of the transfer that did not happen.
         """
-        self._transfers = self._channel.count
+        self._transfers = self._step_counter.count
 
     def views(self, slot: int, num_bytes: int, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
         """Each rank's slot as a flat tensor of `numel` elements of `dtype`.

@@ -32,7 +32,7 @@ from lockstep.network_interfaces import interfaces, source_towards
 from lockstep.secret import secret_of_ranks
 from lockstep.shm import descriptors
 from lockstep.shm.bootstrap import Bootstrap
-from lockstep.shm.team import Team
+from lockstep.shm.team import SharedMemoryTeam
 from lockstep.shm.terms import common_terms, disagreement
 
 __all__ = ["announce", "connect", "connect_over"]
@@ -97,7 +97,7 @@ def _connect(exchange: StoreExchange, new: NewGroup, check_peers: Callable[[], N
     layout = Layout.of(members)
     bootstrap = _bootstrap_on_host(new, layout, check_peers)
     if len(layout.hosts) == 1:
-        engine = make_engine(Team.connect(bootstrap), new)
+        engine = make_engine(SharedMemoryTeam.connect(bootstrap), new)
         exchange.erase()
         return engine
     links = _open_links(exchange, new.rank, new.ranks, members[new.rank].address, check_peers)
@@ -148,7 +148,7 @@ def _bootstrap_on_host(new: NewGroup, layout: Layout, check_peers: Callable[[], 
 def _make(new: NewGroup, layout: Layout, links: Links, shared: LinkStore, bootstrap: Bootstrap) -> Engine:
     """The engine of ranks with links. Collective."""
     rank, address = new.rank, layout.members[new.rank].address
-    segment = Team.meet(bootstrap)
+    segment = SharedMemoryTeam.meet(bootstrap)
     # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
     admitted = _addresses_of_all(shared, links, layout.members, rank)
     gloo = GlooTransport(shared, rank, len(new.ranks), address, admitted, shared.remaining_s())

@@ -14,7 +14,7 @@ from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.mailbox import Mailbox
-from lockstep.shm.messages import ANY_SOURCE, Arrival, Label, Receive, Send
+from lockstep.shm.messages import ANY_SOURCE, Incoming, Label, Receive, Send
 
 __all__ = ["HostsMailbox"]
 
@@ -65,7 +65,7 @@ class HostsMailbox(BaseMailbox):
         self._near.progress()
         self._far.progress()
 
-    def deliver(self, receive: Receive, arrival: Arrival) -> None:
+    def deliver(self, receive: Receive, arrival: Incoming) -> None:
         self._for(arrival.peer).deliver(receive, arrival)
 
     def expect(self, receive: Receive) -> None:

@@ -30,7 +30,7 @@ from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import FailureKind, PeerFailure, Waiter, next_look
-from lockstep.shm.team import SMALL_SLOT_BYTES, Region, Team
+from lockstep.shm.team import SMALL_SLOT_BYTES, Region, SharedMemoryTeam
 
 __all__ = ["HostsTeam"]
 
@@ -124,7 +124,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
-        self.local = Team(segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self))
+        self.local = SharedMemoryTeam(
+            segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self)
+        )
         self.waiter: Waiter = self.local.waiter
 
     # ---- messages --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 
 from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, RequestT
 from lockstep.shm.base_mailbox import BaseMailbox
-from lockstep.shm.messages import Arrival, Label, Matcher, Receive, Send
+from lockstep.shm.messages import Incoming, Label, Matcher, Receive, Send
 
 __all__ = ["MessageMailbox"]
 
@@ -97,7 +97,7 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
     def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
         send = Send(tag, label, flat, peer=peer)
         if peer == self._team.rank:
-            self._match(Arrival(peer, tag, label, flat.numel(), own=send))
+            self._match(Incoming(peer, tag, label, flat.numel(), own=send))
             return send
         to = self._peers[peer]
         to.num_messages += 1
@@ -140,9 +140,9 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         if kind == _Kind.EAGER:
             # Over a bytearray, because torch wants memory that it may write to.
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8)[start:]
-            self._match(Arrival(peer, tag, _decode_label(text), num_bytes, number, data))
+            self._match(Incoming(peer, tag, _decode_label(text), num_bytes, number, data))
         elif kind == _Kind.ANNOUNCE:
-            self._match(Arrival(peer, tag, _decode_label(text), num_bytes, number, announced=True))
+            self._match(Incoming(peer, tag, _decode_label(text), num_bytes, number, announced=True))
         elif kind == _Kind.GRANT:
             # Also of a send that was abandoned meanwhile: the receiver has put up memory for it, in turn.
             send = its.announced.pop(number)
@@ -155,7 +155,7 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
             assert kind == _Kind.CONFIRM, kind
             its.granted.pop(number).confirmed = True
 
-    def deliver(self, receive: Receive, arrival: Arrival) -> None:
+    def deliver(self, receive: Receive, arrival: Incoming) -> None:
         """Copy a message that is here; grant or refuse one that is not."""
         receive.peer = arrival.peer
         conflict = None if arrival.label.fits(receive.label) else arrival.label

@@ -36,7 +36,7 @@ from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.local_workers import LocalWorkers, Outcome
 from lockstep.launch.logs import LogFolder
-from lockstep.launch.root_cause import Failure
+from lockstep.launch.root_cause import RankFailure
 from lockstep.launch.screen import say
 
 __all__ = ["HostAgent", "Interrupted", "OutputLost"]
@@ -111,7 +111,7 @@ class HostAgent(SimpleElasticAgent):
             monitor_interval=_TORCH_SLEEP_S,
         )
         super().__init__(spec)
-        self.failures: list[Failure] = []
+        self.failures: list[RankFailure] = []
         self.absent: list[Host] = []
         self.ranks: set[int] = set()
         self._config = config
@@ -193,7 +193,7 @@ class HostAgent(SimpleElasticAgent):
             self._stop_workers(worker_group)
             raise JobClosed(membership, is_cut_short)
         if notice is not None:
-            return self._regroup(notice.text)
+            return self._regroup(notice)
         if has_failed:
             return self._judge(worker_group)
         missing = rendezvous.missing()

@@ -119,7 +119,7 @@ class JobStore:
         return cls(store, own, address, True, _agree_on_birth(store, own, address, 0.0, time.sleep))
 
     @classmethod
-    def attempt(
+    def try_connect(
         cls, config: HostsConfig, address: str, timeout_s: float, check: Callable[[float], None]
     ) -> JobStore | None:
         """A connection to a store if a launcher holds it now; None otherwise.

@@ -21,12 +21,12 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
-__all__ = ["Host", "Membership", "Terms"]
+__all__ = ["Host", "JobTerms", "Membership"]
 
 
 @dataclass(frozen=True)
 class Host:
-    """One launcher.
+    """One host of the job: its launcher and its ranks.
 
     Attributes:
         key: a text that no other launcher has.
@@ -52,7 +52,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Terms:
+class JobTerms:
     """The options that all launchers of a job must have alike."""
 
     min_nodes: int
@@ -60,7 +60,7 @@ class Terms:
     max_restarts: int
 
 
-_Record = TypeVar("_Record", "Terms", "Host", "Membership")
+_Record = TypeVar("_Record", "JobTerms", "Host", "Membership")
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "bool": (bool,),
@@ -103,7 +103,7 @@ class Membership:
         exit_code: exit code of the job, once it is closed.
     """
 
-    terms: Terms
+    terms: JobTerms
     number: int = 0
     is_running: bool = False
     members: tuple[Host, ...] = ()
@@ -129,7 +129,7 @@ class Membership:
         """
         try:
             found = json.loads(text)
-            found["terms"] = _typed(Terms(**found["terms"]))
+            found["terms"] = _typed(JobTerms(**found["terms"]))
             for name in ("members", "waiting"):
                 found[name] = tuple(_typed(Host(**host)) for host in found[name])
             found["order"] = tuple(str(key) for key in found["order"])

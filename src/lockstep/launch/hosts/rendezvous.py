@@ -26,7 +26,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
@@ -35,17 +35,17 @@ from lockstep.errors import LaunchError
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.hosts.heartbeat import Heartbeat, Observer
 from lockstep.launch.hosts.job_store import JobStore, StoreLost
-from lockstep.launch.hosts.membership import Host, Membership, Terms
+from lockstep.launch.hosts.membership import Host, JobTerms, Membership
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.screen import say
 from lockstep.secret import Refused
 
-__all__ = ["HostRendezvous", "JobClosed", "Notice"]
+__all__ = ["HostRendezvous", "JobClosed"]
 
 _MEMBERSHIP = "membership"
 _POLL_S = 0.1
 _LOOK_EVERY_S = 0.25
-_TOLD_AFTER_S = 2.0
+_ANNOUNCE_AFTER_S = 2.0
 _LOOK_HOME_EVERY_S = 2.0
 _LOOK_HOME_TIMEOUT_S = 0.3
 _PROBE_TIMEOUT_S = 3.0
@@ -67,17 +67,6 @@ class JobClosed(Exception):
         super().__init__(membership.closed)
         self.membership = membership
         self.is_cut_short = is_cut_short
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Why the hosts leave a round although no rank has failed. See [Note: notices].
-
-    Attributes:
-        text: a clause for the log.
-    """
-
-    text: str
 
 
 class HostRendezvous(RendezvousHandler):
@@ -111,7 +100,7 @@ class HostRendezvous(RendezvousHandler):
         self._config = config
         self._job_store = job_store
         self._check = check
-        self._terms = Terms(config.min_nodes, config.max_nodes, max_restarts)
+        self._terms = JobTerms(config.min_nodes, config.max_nodes, max_restarts)
         name = socket.gethostname()
         key = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
         self._is_away = False
@@ -123,7 +112,7 @@ class HostRendezvous(RendezvousHandler):
         self._looked_home_s = 0.0
         self._sealed, self._count = "", 0  # the state that stands in the store, as far as this launcher knows
         self._num_foreign = 0
-        self._told: dict[str, str] = {}
+        self._published: dict[str, str] = {}
         self._put_back_s = 0.0
         self.membership = Membership(self._terms)
         self.membership = self._change(lambda membership: membership)
@@ -207,17 +196,17 @@ class HostRendezvous(RendezvousHandler):
         if now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
             self._give_up_lost()
-            self._beware(now_s)
+            self._restore_values(now_s)
         return self.membership
 
-    def _beware(self, now_s: float) -> None:
+    def _restore_values(self, now_s: float) -> None:
         """Write this host's values again if a stranger has written over them, and warn. See [Note: put back]."""
         self._warn()
         if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
             return
         self._put_back_s = now_s
         self._job_store.put_back_birth()
-        for key, sealed in self._told.items():
+        for key, sealed in self._published.items():
             if self._job_store.raw(key) != sealed and self._job_store.get(key) is None:
                 self._job_store.put_back(key, sealed)
 
@@ -232,17 +221,16 @@ class HostRendezvous(RendezvousHandler):
     def put(self, key: str, value: str) -> None:
         """Publish a value for the hosts of this round."""
         prefix = f"round{self.number}/"
-        self._told = {told: sealed for told, sealed in self._told.items() if told.startswith(prefix)}
-        self._told[prefix + key] = self._job_store.set(prefix + key, value)
+        self._published = {name: sealed for name, sealed in self._published.items() if name.startswith(prefix)}
+        self._published[prefix + key] = self._job_store.set(prefix + key, value)
 
     def get(self, key: str) -> str | None:
         """The value that a host of this round published under a key; None if there is none."""
         return self._job_store.get(f"round{self.number}/{key}")
 
-    def notice(self) -> Notice | None:
-        """The notice that ends this round without a failure; None if there is none."""
-        text = self.get("notice")
-        return None if text is None else Notice(text)
+    def notice(self) -> str | None:
+        """The notice that ends this round without a failure, a clause for the log; None if there is none."""
+        return self.get("notice")
 
     def give_notice(self, text: str) -> None:
         """Publish that the round ends without a failure, before any ranks end. See [Note: notices]."""
@@ -307,7 +295,7 @@ class HostRendezvous(RendezvousHandler):
         say(f"lockstep: {lost}; the hosts that are left meet elsewhere\n")
         home = None
         if not self.membership.is_abandoned:
-            home = JobStore.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+            home = JobStore.try_connect(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
         self._is_away = home is None
         self._settle_at(home if home is not None else self._first_spare(self._spare))
 
@@ -318,11 +306,11 @@ class HostRendezvous(RendezvousHandler):
         now_s = time.monotonic()
         if self._job_store.is_holder and now_s - self._looked_home_s >= _LOOK_HOME_EVERY_S:
             self._looked_home_s = now_s
-            if JobStore.attempt(self._config, self.host.address, _LOOK_HOME_TIMEOUT_S, self._check) is not None:
+            if JobStore.try_connect(self._config, self.host.address, _LOOK_HOME_TIMEOUT_S, self._check) is not None:
                 self._job_store.set(_MOVED, "1")
         if self._job_store.get(_MOVED) is None:
             return False
-        home = JobStore.attempt(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+        home = JobStore.try_connect(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
         if home is None:
             return False
         if self._job_store is self._spare:  # Its store has served.
@@ -343,7 +331,7 @@ class HostRendezvous(RendezvousHandler):
                 break
             if host.key in left and host.spare_port is not None:
                 config = replace(self._config, address=host.address, port=host.spare_port)
-                found = JobStore.attempt(config, self.host.address, _PROBE_TIMEOUT_S, self._check)
+                found = JobStore.try_connect(config, self.host.address, _PROBE_TIMEOUT_S, self._check)
                 if found is not None:
                     return found
         return own
@@ -354,7 +342,7 @@ class HostRendezvous(RendezvousHandler):
         self._heartbeat = Heartbeat(job_store.reconnect(), self.host.key, self._config.heartbeat_s)
         self._observer = Observer(job_store, self._config.lost_after_s)
         self._looked_home_s = time.monotonic()
-        self._sealed, self._count, self._told = "", 0, {}
+        self._sealed, self._count, self._published = "", 0, {}
         number = max(self.number + 1, self.membership.number + self.membership.is_running)
         self.membership = Membership(
             self._terms, number=number, failures=self.membership.failures, order=self.membership.order
@@ -423,12 +411,12 @@ class HostRendezvous(RendezvousHandler):
     def _take_part(self) -> None:
         """Wait until a round begins that this host belongs to."""
         start_s = changed_s = time.monotonic()
-        told_s, seen = start_s + _TOLD_AFTER_S, frozenset[str]()
+        announce_at_s, seen = start_s + _ANNOUNCE_AFTER_S, frozenset[str]()
         self._check_terms()
         self._change(self._joined)
         while True:
             self._give_up_lost()
-            self._beware(time.monotonic())
+            self._restore_values(time.monotonic())
             now_s, membership = time.monotonic(), self.membership
             if membership.closed is not None:
                 raise JobClosed(membership)
@@ -445,8 +433,8 @@ class HostRendezvous(RendezvousHandler):
             elif not membership.is_running and self._may_begin(membership, now_s - changed_s):
                 self._begin(membership.members)
                 continue
-            if now_s > told_s:
-                told_s = float("inf")
+            if now_s > announce_at_s:
+                announce_at_s = float("inf")
                 say(f"lockstep: {self._describe_wait(membership)}\n")
             self._check_deadline(membership, now_s - start_s)
             self._check(_POLL_S)
@@ -539,7 +527,7 @@ def _farewell_key(host: Host) -> str:
     return f"farewell/{host.key}"
 
 
-def _nnodes(terms: Terms) -> str:
+def _nnodes(terms: JobTerms) -> str:
     return str(terms.min_nodes) if terms.min_nodes == terms.max_nodes else f"{terms.min_nodes}:{terms.max_nodes}"
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lockstep.launch.positions import RankStatus
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
-from lockstep.launch.root_cause import Failure, find_first_failure
+from lockstep.launch.root_cause import RankFailure, find_first_failure
 from lockstep.rank_status import Position
 
 __all__ = ["HostReport", "find_first_failure_of_all"]
@@ -91,7 +91,7 @@ def _make(kind: type[T], values: Mapping[str, Any]) -> T:
     )
 
 
-def find_first_failure_of_all(reports: Iterable[HostReport]) -> list[Failure]:
+def find_first_failure_of_all(reports: Iterable[HostReport]) -> list[RankFailure]:
     """The failures of all hosts, the first one first, as far as the hosts' clocks agree."""
     exits: dict[int, RankExit] = {}
     said: dict[int, ErrorReport] = {}
