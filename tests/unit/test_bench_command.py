@@ -131,6 +131,10 @@ def test_report_makes_the_same_again_from_the_json_alone(
     (folder / "fake.json").write_text(text)
     assert cli.main(["bench", "report", str(folder / "fake.json")]) == 0
     assert "[0.5]" in (folder / "fake.md").read_text()
+    (folder / "fake.json").rename(folder / "other.json")
+    assert cli.main(["bench", "report", str(folder / "other.json")]) == 0
+    page = (folder / "other.md").read_text()
+    assert "[other.json](other.json)" in page and "(other.png)" in page and "fake.json" not in page
 
 
 def test_without_matplotlib_one_line_says_so(

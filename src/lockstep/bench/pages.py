@@ -77,12 +77,19 @@ def as_markdown(blocks: Sequence[Block]) -> str:
     return "\n\n".join(parts)
 
 
-def markdown_page(result: Result, blocks: Sequence[Block], *, has_plot: bool) -> str:
-    """The page beside a result: its tables, its picture and where it was measured."""
-    title = f"# {result.case}\n\nGenerated from [{result.case}.json]({result.case}.json); do not edit."
+def markdown_page(result: Result, blocks: Sequence[Block], name: str, *, has_plot: bool) -> str:
+    """The page beside a result: its tables, its picture and where it was measured.
+
+    Args:
+        result: what was measured.
+        blocks: its tables.
+        name: of the result's file, without `.json`; that of its case unless somebody renamed it.
+        has_plot: whether there is a picture beside it.
+    """
+    title = f"# {name}\n\nGenerated from [{name}.json]({name}.json); do not edit."
     parts = [title, *(f"**{note}**" for note in notes_of(result)), as_markdown(blocks)]
     if has_plot:
-        parts.append(f"![{result.case}]({result.case}.png)")
+        parts.append(f"![{name}]({name}.png)")
     return "\n\n".join([*parts, f"<sub>{result.environment.summary()}.</sub>"]) + "\n"
 
 

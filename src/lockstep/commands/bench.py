@@ -128,7 +128,8 @@ def _publish(path: Path, benchmark: ModuleType) -> None:
 
         save(benchmark.draw(result), result, path.with_suffix(".png"))
         written.append(path.with_suffix(".png").name)
-    path.with_suffix(".md").write_text(markdown_page(result, blocks, has_plot=has_plot), encoding="utf-8")
+    page = markdown_page(result, blocks, path.stem, has_plot=has_plot)
+    path.with_suffix(".md").write_text(page, encoding="utf-8")
     print("\n\n".join([*notes_of(result), as_text(blocks)]))
     print(f"\n{path.parent}: {', '.join(written)}")
     if not has_plot:
