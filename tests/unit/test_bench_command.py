@@ -134,7 +134,8 @@ def test_report_makes_the_same_again_from_the_json_alone(
     (folder / "fake.json").rename(folder / "other.json")
     assert cli.main(["bench", "report", str(folder / "other.json")]) == 0
     page = (folder / "other.md").read_text()
-    assert "[other.json](other.json)" in page and "(other.png)" in page
+    assert "[other.json](other.json)" in page
+    assert "(other.png)" in page
     assert "fake.json" not in page
 
 
