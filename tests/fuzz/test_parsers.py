@@ -26,7 +26,7 @@ from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Str
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
 from lockstep.launch.hosts.job_store import _read_knock
-from lockstep.launch.hosts.membership import Host, Membership, Terms
+from lockstep.launch.hosts.membership import Host, JobTerms, Membership
 from lockstep.launch.hosts.rendezvous import _read_master
 from lockstep.launch.hosts.reports import HostReport
 from lockstep.launch.process import RankExit
@@ -112,7 +112,7 @@ def host(key: str) -> Host:
 
 
 def membership() -> Membership:
-    return Membership(Terms(1, 2, 3), 4, True, (host("a"), host("b")), (host("c"),), 5, 1, 0, ("a", "b"))
+    return Membership(JobTerms(1, 2, 3), 4, True, (host("a"), host("b")), (host("c"),), 5, 1, 0, ("a", "b"))
 
 
 def report() -> ErrorReport:

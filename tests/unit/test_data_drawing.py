@@ -331,6 +331,12 @@ def test_class_and_names_are_looked_at_for_each_batch(monkeypatch: pytest.Monkey
     assert only_looks_up(dataset, [0])
 
 
+def test_a_tensor_with_a_method_of_its_own_is_not_plain() -> None:
+    dataset = Pairs()
+    dataset.images.__getitem__ = lambda index: torch.rand(1)
+    assert not only_looks_up(dataset, [0])
+
+
 def test_names_of_an_enclosing_function_are_not_known() -> None:
     def float(value):
         return torch.rand(1)

@@ -19,6 +19,7 @@ import linecache
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -68,16 +69,20 @@ class _Demands:
     def hold(self, dataset: Any, getitem: FunctionType) -> bool:
         """Whether they hold of this dataset and its method now."""
         values = getattr(dataset, "__dict__", {})
-        names = self.plain | self.containers | self.any | self.none
         return (
-            values.keys() >= names
+            values.keys() >= self.names
             # What is an attribute of the class, too, may be a property: code.
-            and not any(name in vars(base) for base in type(dataset).__mro__ for name in names)
+            and all(vars(base).keys().isdisjoint(self.names) for base in type(dataset).__mro__)
             and all(_global(getitem, name) is meant for name, meant in self.globals.items())
             and all(values[name] is None for name in self.none)
             and all(_is_plain(values[name]) or _is_container(values[name]) for name in self.containers)
             and all(_is_plain(values[name]) for name in self.plain)
         )
+
+    @cached_property
+    def names(self) -> set[str]:
+        """All these attributes, once the code is read."""
+        return self.plain | self.containers | self.any | self.none
 
 
 def _is_one_of(kind: type, kinds: Sequence[type]) -> bool:
@@ -86,7 +91,10 @@ def _is_one_of(kind: type, kinds: Sequence[type]) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return _is_one_of(type(value), _PLAIN) and not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+    kind = type(value)
+    if kind is torch.Tensor:
+        return not vars(value)  # which may be a method that somebody has put there
+    return _is_one_of(kind, _PLAIN) and not (isinstance(value, np.ndarray) and value.dtype.hasobject)
 
 
 def _is_container(value: Any) -> bool:
@@ -99,7 +107,7 @@ def _global(function: Any, name: str) -> Any:
 
 def are_indices(values: Sequence[Any]) -> bool:
     """Whether these are whole numbers, and no objects with code of their own."""
-    return all(_is_one_of(type(value), _INDICES) for value in values)
+    return all(_is_one_of(kind, _INDICES) for kind in set(map(type, values)))
 
 
 def is_plain_sample(sample: Any) -> bool:
