@@ -264,7 +264,7 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Every collective of every shim comes by here before it waits for anybody."""
 
     def enter(self: Any, key: Any, describe: Callable[[], str], line: Any, *rest: Any) -> Any:
-        calls = _sequences.setdefault((self.group_name, self._global_ranks), [])
+        calls = _sequences.setdefault((self.group_name, self.global_ranks), [])
         if len(calls) < _MAX_CALLS:
             text = _described.get(key)
             if text is None:
