@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.hosts.gloo_transport import GlooTransport, Watchdog
+from lockstep.comm.hosts.gloo_transport import GlooTransport
+from lockstep.comm.hosts.watchdog import Watchdog
 from lockstep.shm.sync import FailureKind, PeerFailure
 from lockstep.testing import limit_s
 from lockstep.torch_private import gloo_waits

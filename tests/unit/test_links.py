@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 
+from lockstep.comm.hosts import connections
 from lockstep.comm.hosts.links import Links
+from lockstep.errors import NotInitialized
 from lockstep.testing import limit_s
+
+
+@contextlib.contextmanager
+def linked() -> Iterator[tuple[Links, Links]]:
+    """The links of two ranks in their first group."""
+    ours, theirs = socket.socketpair()
+    made = Links({1: _Quiet(ours)}), Links({0: _Quiet(theirs)})  # type: ignore[dict-item]
+    try:
+        yield made
+    finally:
+        for links in made:
+            close_all(links)
 
 
 @pytest.fixture
 def pair():
-    """The links of two ranks in their first group."""
-    ours, theirs = socket.socketpair()
-    made = Links({1: _Quiet(ours)}), Links({0: _Quiet(theirs)})  # type: ignore[dict-item]
-    yield made
-    for links in made:
-        close_all(links)
+    with linked() as made:
+        yield made
 
 
 def close_all(links: Links) -> None:
@@ -36,6 +53,9 @@ class _Quiet:
 
     def __getattr__(self, name: str):
         return getattr(self._end, name)
+
+    def getpeername(self) -> tuple[str, int]:
+        return "here", 0
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
         if level == socket.SOL_SOCKET:
@@ -185,7 +205,7 @@ def test_who_reads_for_another_group_wakes_it(pair) -> None:
     assert got == [(0, b"wake up")]
     # What another group has read before anybody slept is not slept on.
     group[0].send(1, b"again")
-    while not group[1]._inbox:
+    while not group[1].messages:
         read(one)
     started_s = time.monotonic()
     group[1].wait(limit_s(10))
@@ -207,7 +227,6 @@ def test_groups_of_several_threads_keep_their_order(pair) -> None:
             heard += read(links)
         got[name, rank] = heard
         deadline_s = time.monotonic() + limit_s(30)
-        # Reading also sends what did not go at once, so all read until all have heard.
         while sum(map(len, got.values())) < 2 * len(names) * count and time.monotonic() < deadline_s:
             links.wait(0.01)
             heard += read(links)
@@ -220,3 +239,176 @@ def test_groups_of_several_threads_keep_their_order(pair) -> None:
     assert len(got) == len(threads)
     for (name, rank), heard in got.items():
         assert heard == [(1 - rank, message) for message in expected[name]]
+
+
+def test_what_was_sent_comes_though_its_sender_never_reads(pair) -> None:
+    """More than the sockets hold, to a rank that begins to read when the sender does nothing any more."""
+    zero, one = pair
+    sent = [bytes([number % 256]) * 8000 for number in range(2000)]
+    for message in sent:
+        zero.send(1, message)
+    assert zero._connections._full
+    assert await_messages(one, len(sent)) == [(0, message) for message in sent]
+
+
+def test_the_end_waits_for_a_peer_that_has_not_read_yet(pair) -> None:
+    zero, one = pair
+    sent = [bytes([number % 256]) * 8000 for number in range(500)]
+    for message in sent:
+        zero.send(1, message)
+    closing = threading.Thread(target=zero.close, args=(limit_s(60),))
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    assert await_messages(one, len(sent)) == [(0, message) for message in sent]
+    closing.join(limit_s(20))
+    assert not closing.is_alive()
+    await_lost(one)
+
+
+def test_the_end_gives_up_a_peer_that_does_not_read(pair) -> None:
+    zero, _ = pair
+    for _ in range(500):
+        zero.send(1, bytes(8000))
+    zero.close(0.01)
+    assert not zero._connections._inboxes
+
+
+def test_no_group_is_made_of_one_that_was_closed(pair) -> None:
+    zero, _ = pair
+    zero.close()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(NotInitialized, match="shut down"):
+        zero.share("late", [0, 1])
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_rank_without_descriptors_tells_the_others(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    zero, one = pair
+    group = one.share("group", [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd", refuse)
+        with pytest.raises(OSError, match="Too many"):
+            zero.share("group", [0, 1])
+    await_lost(group)
+    assert one.lost == set()
+    # The next one of that name is the same on both.
+    again = one.share("group", [0, 1]), zero.share("group", [0, 1])
+    again[1].send(1, b"hello")
+    assert await_messages(again[0], 1) == [(0, b"hello")]
+
+
+def test_threads_that_sleep_end_their_sleep_at_the_end(pair) -> None:
+    """Each sleeps on descriptors that may not be another file's before it has woken."""
+    zero, _ = pair
+    group = zero.share("group", [0, 1])
+    threads = [threading.Thread(target=group.wait, args=(limit_s(60),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(group._sleepers) < 3:
+        pass
+    group.close()
+    for thread in threads:
+        thread.join(limit_s(20))
+        assert not thread.is_alive()
+    assert group._poll.closed
+
+
+class Alarm(Exception):
+    """What the handler of a signal raises."""
+
+
+def interrupted(at: int, call: Callable[[], object]) -> bool:
+    """Make a call, and raise before its instruction of that number in connections.py; whether there was one."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal count
+        if frame.f_code.co_filename != connections.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            count += 1
+            if count == at:
+                raise Alarm
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Alarm:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_handler_that_raises_while_this_rank_reads_loses_and_repeats_nothing() -> None:
+    at, goes_on = 0, True
+    while goes_on:
+        at += 1
+        with linked() as (zero, one):
+            group = zero.share("group", [0, 1]), one.share("group", [0, 1])
+            for number in range(2):
+                zero.send(1, b"first %d" % number)
+                group[0].send(1, b"second %d" % number)
+            group[0].close()
+            goes_on = interrupted(at, lambda: one._connections.receive(one))
+            assert read(one) == [(0, b"first 0"), (0, b"first 1")], at
+            assert read(group[1]) == [(0, b"second 0"), (0, b"second 1")], at
+            assert group[1].lost == {0}, at
+    assert at > 100
+
+
+def test_a_handler_that_raises_while_this_rank_sends_harms_no_other_message() -> None:
+    at, goes_on = 0, True
+    while goes_on:
+        at += 1
+        with linked() as (zero, one):
+            zero.send(1, b"before")
+            goes_on = interrupted(at, lambda: zero.send(1, b"now"))
+            zero.send(1, b"then")
+            heard = [message for _, message in read(one)]
+            assert heard in ([b"before", b"now", b"then"], [b"before", b"then"]), at
+    assert at > 30
+
+
+_SILENT = """
+import socket, subprocess, sys, time
+from lockstep.comm.hosts import connections
+from lockstep.comm.hosts.links import Links
+connections._SILENT_MS, connections._LOOK_FOR_SILENT_EVERY_S = 1000, 0.0
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+listener = socket.create_server(("127.0.0.1", 0))
+ours = socket.create_connection(listener.getsockname())
+theirs, _ = listener.accept()
+zero, one = Links({1: ours}), Links({0: theirs})
+for _ in range(20000):
+    zero.send(1, bytes(4000))  # one reads nothing, which is no silence
+time.sleep(1.5)
+zero.lose_silent()
+list(zero.poll())
+print("busy peer is lost:", zero.lost)
+while zero._connections._full:
+    list(one.poll())
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+zero.send(1, b"is anybody there?")
+since_s = time.monotonic()
+while not zero.lost and time.monotonic() < since_s + float(sys.argv[1]):
+    zero.lose_silent()
+    list(zero.poll())
+    time.sleep(0.01)
+print("silent peer is lost:", zero.lost)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, and unshare of util-linux")
+def test_a_host_that_answers_nothing_is_gone() -> None:
+    """Keepalive does not probe while bytes are on their way."""
+    command = ["unshare", "--net", sys.executable, "-c", _SILENT, str(limit_s(30))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(90), check=False)
+    assert done.stdout == "busy peer is lost: set()\nsilent peer is lost: {1}\n", done.stderr

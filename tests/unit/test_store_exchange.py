@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.comm.group_setup import BootstrapStore
+from lockstep.comm.hosts import store_exchange
 from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.errors import RendezvousError
 
@@ -46,7 +47,7 @@ class BriefStore:
 
 
 def make_exchange(questions: int) -> StoreExchange:
-    return StoreExchange(BriefStore(questions), 1, (0, 1), 5.0, lambda: None)
+    return StoreExchange(BriefStore(questions), 1, (0, 1), 1.0, lambda: None)
 
 
 @pytest.mark.parametrize("questions", range(7))
@@ -71,9 +72,22 @@ def test_what_is_read_is_what_was_written() -> None:
     exchange = make_exchange(100)
     exchange.write("info", ["a", 1])
     assert exchange.read("info", [1]) == [["a", 1]]
-    exchange.give_up(RendezvousError("no room\nat all"))
+
+
+def test_who_waits_hears_why_another_gave_up_and_a_later_attempt_does_not() -> None:
+    """A failure stayed in the store, ended every later attempt over it, and each put its own words before it."""
+    zero = make_exchange(1000)
+    one = StoreExchange(zero._store, 0, (0, 1), 0.1, lambda: None)
+    zero.give_up(RendezvousError("no room\nat all"))
+    store_exchange._known_failures.clear()  # those of another process
     with pytest.raises(RendezvousError, match=r"^rank 1 could not join: no room$"):
-        exchange.read("nothing", [0])
+        one.check_peers()
+    one.give_up(RendezvousError("rank 1 could not join: no room"))
+    for attempt in (one, StoreExchange(zero._store, 0, (0, 1), 0.1, lambda: None)):
+        with pytest.raises(RendezvousError, match="rank 1 did not come"):
+            attempt.read("nothing", [1])
+    with pytest.raises(RendezvousError, match="rank 0 did not come"):
+        zero.read("nothing", [0])
 
 
 def test_many_ranks_are_asked_for_at_once() -> None:

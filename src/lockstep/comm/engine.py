@@ -542,3 +542,5 @@ class Engine:
         if self._p2p is not None:
             self._p2p.disown()
         self.team.watch.close()
+        if self.team.links is not None:
+            self.team.links.disown()

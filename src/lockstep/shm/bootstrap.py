@@ -39,7 +39,7 @@ from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.terms import Terms, disagreement
 from lockstep.topology import name_each
 
-__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come"]
+__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come", "told_error"]
 
 _SEGMENT = "segment"
 _SEVERAL_HOSTS = "several hosts"
@@ -242,7 +242,7 @@ class Bootstrap:
                 if found["boot_id"] == boot_id() and found["published_at_s"] < started_at_s():
                     self._nap([0])
                     continue
-                raise _error_of(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
+                raise told_error(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
             if found["boot_id"] != boot_id():
                 self._tell_several_hosts()
             different = self._different(found)
@@ -364,7 +364,8 @@ class Bootstrap:
         time.sleep(min(_LONGEST_NAP_S, waited_s / 10))
 
 
-def _error_of(kind: str, message: str) -> SetupError:
+def told_error(kind: str, message: str) -> SetupError:
+    """The error of which another rank has told the class and the text."""
     kinds = {one.__name__: one for one in (SharedMemoryError, RendezvousError, SetupError)}
     return kinds.get(kind, RendezvousError)(message)
 
@@ -375,7 +376,7 @@ def _read_failure(text: str) -> SetupError:
         kind, message = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         kind, message = "", f"a rank could not use the segment: {text[:200]!r}"
-    return _error_of(str(kind), str(message))
+    return told_error(str(kind), str(message))
 
 
 def _failure_key(published: str) -> str:

@@ -1,7 +1,8 @@
 """The connections between this process and the other ranks, one for each pair, which several groups share.
 
 When a process dies, the kernel closes its side of a connection, and the peer reads that at once. If a whole host
-vanishes, keepalive probes find it out within half a minute.
+vanishes, keepalive probes find it out within half a minute; but while bytes to it are on their way, the kernel sends
+those again for a quarter of an hour, and does not probe. So `lose_silent` looks whether anything answers.
 
 [Note: shared connections] The default group connects its ranks; the groups that are made of them later use the same
 connections, so a further group costs no connections here and no handshakes. Each message is preceded by the number of
@@ -9,22 +10,33 @@ its group. Whichever group reads, reads for all: what is for another group goes 
 sleep. What is for a group that this rank has not made yet waits for it. A rank that leaves a group tells its peers,
 since the connection stays open; for them it is then gone from that group, as when a connection is closed. The last
 group closes the connections.
+
+[Note: unsent bytes] A peer that computes reads nothing, and what the kernel does not take meanwhile is kept here. A
+thread sends it as soon as there is room, since the sender may compute as well, and never come here again; it lives as
+long as there is something to send.
+
+[Note: signals] The handler of a signal may raise wherever Python calls a function, in the middle of `receive`, too; a
+message that is lost or read twice then would go unnoticed. So each step from the socket to an inbox is either one call
+into C, which no handler interrupts, or one assignment; and the next `receive` goes on where the last one was left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import select
 import socket
 import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
-__all__ = ["Connections", "Inbox"]
+from lockstep.errors import NotInitialized
+
+__all__ = ["Connections", "Inbox", "Message"]
 
 _HEAD = struct.Struct("!IQ")  # bytes of the message, and its group
 _LEFT = 0xFFFFFFFF  # instead of the bytes: the rank has left that group
@@ -33,30 +45,112 @@ _READ_BYTES = 64 << 10
 _LONGEST_MESSAGE_BYTES = 64 << 10
 # A peer whose host has vanished: 10 s of silence, then 3 probes 5 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_FLUSH_S = 2.0
+_SILENT_MS = 25_000
+_ASKED_AT_LEAST = 3
+_LOOK_FOR_SILENT_EVERY_S = 1.0
+# The head of Linux' `struct tcp_info`, and what is looked at: how often the oldest bytes were sent again, and probes
+# without an answer; the segments not acknowledged, and the milliseconds since anything was.
+_TCP_INFO = struct.Struct("=8B13I")
+_SENT_AGAIN, _PROBES, _UNACKNOWLEDGED, _SINCE_ANSWER_MS = 2, 3, 12, 20
+_LOOK_AFTER_UNSENT_EVERY_S = 0.2
+
+# From which rank, in the group that connected them; what it says, or None after the last message of a rank that is
+# gone; and the number of the group.
+Message = tuple[int, memoryview | None, int]
+
+_take_first = operator.methodcaller("popleft")
 
 
 class Inbox(Protocol):
-    """What the connections need of a group that uses them."""
+    """What the connections need of a group that uses them.
 
-    def deliver(self, peer: int, message: memoryview | None) -> None:
-        """Take a message, or None after the last one: that rank is gone."""
+    Attributes:
+        messages: what has come for the group.
+    """
+
+    messages: deque[Message]
+
+    def expect(self, connection: socket.socket) -> None:
+        """Wait for this connection, too."""
 
     def forget(self, connection: socket.socket) -> None:
         """Wait for this connection no more: it is closed at its other end."""
 
     def interrupt(self) -> None:
-        """End a sleep: something was delivered."""
+        """End a sleep: something has come."""
 
 
 class _Connection:
-    """One connection, with the part of a message that has come, and the bytes that could not be sent yet."""
+    """One connection.
+
+    Attributes:
+        peer: the rank at the other end.
+        socket: the connection.
+        source: the address of the other end.
+        came: the bytes that are not messages yet, and messages that are in no inbox yet. See [Note: signals].
+        unsent: what could not be sent yet.
+    """
 
     def __init__(self, peer: int, connected: socket.socket) -> None:
         self.peer = peer
         self.socket = connected
-        self.received = bytearray()
-        self.unsent: deque[memoryview] = deque()
+        self.source = str(connected.getpeername()[0])
+        self.came: tuple[bytearray, deque[Message]] = bytearray(), deque()
+        self.unsent = bytearray()
+
+    def read(self) -> bool:
+        """Read what has come; whether the connection is open."""
+        received, _ = self.came
+        before = len(received)
+        try:
+            deque(map(received.extend, map(self.socket.recv, (_READ_BYTES,))), maxlen=0)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        return len(received) > before
+
+    def parse(self) -> None:
+        """Tell the messages that have come whole from the bytes.
+
+        Raises:
+            _NotOursError: no rank sends that.
+        """
+        received, messages = self.came
+        start, found = 0, messages.copy()
+        while len(received) - start >= _HEAD.size:
+            length, group = _HEAD.unpack_from(received, start)
+            if length != _LEFT and length > _LONGEST_MESSAGE_BYTES:
+                self.came = bytearray(), found
+                raise _NotOursError
+            begin = start + _HEAD.size
+            end = begin if length == _LEFT else begin + length
+            if len(received) < end:
+                break
+            found.append((self.peer, None if length == _LEFT else memoryview(bytes(received[begin:end])), group))
+            start = end
+        if start:
+            self.came = received[start:], found
+
+    def send(self) -> None:
+        """Send what is unsent, as far as the connection takes it.
+
+        Raises:
+            OSError: it takes nothing now, or never again.
+        """
+        while self.unsent:
+            # Each send deletes what was sent.
+            deque(map(self.unsent.__delitem__, map(slice, map(self.socket.send, (self.unsent,)))), maxlen=0)
+
+    def is_silent(self) -> bool:
+        """Whether its host was asked for an answer several times, and gave none for long."""
+        try:
+            info = _TCP_INFO.unpack(self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        except (OSError, struct.error):
+            return False
+        # A host that has no room for more is asked now and then whether it has; while it answers, that counts from 0.
+        asked = max(info[_SENT_AGAIN] if info[_UNACKNOWLEDGED] else 0, info[_PROBES])
+        return bool(asked >= _ASKED_AT_LEAST and info[_SINCE_ANSWER_MS] >= _SILENT_MS)
 
 
 class Connections:
@@ -71,10 +165,13 @@ class Connections:
         self._connections: dict[int, _Connection] = {}
         self._by_descriptor: dict[int, _Connection] = {}
         self._poll = select.epoll()
+        self._begun: set[_Connection] = set()  # those of which something may have been read and is in no inbox yet
         self._full: set[_Connection] = set()  # those with bytes that could not be sent yet
+        self._sender: threading.Thread | None = None  # sends these
         self._lost: set[int] = set()
+        self._look_for_silent_at_s = 0.0
         self._inboxes: dict[int, tuple[Inbox, frozenset[int]]] = {}  # by group, with its peers
-        self._early: dict[int, list[tuple[int, memoryview | None]]] = {}  # for groups that are not there yet
+        self._early: dict[int, deque[Message]] = {}  # for groups that are not there yet
         self._closed: set[int] = set()  # groups
         self._made: Counter[str] = Counter()
         for peer, one in sockets.items():
@@ -94,154 +191,191 @@ class Connections:
             text = f"{name}/{self._made[name]}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
-    def open(self, group: int, inbox: Inbox, peers: Collection[int]) -> list[socket.socket]:
+    def open(self, group: int, inbox: Inbox, peers: Collection[int]) -> None:
         """Deliver to a group from here on, beginning with what has come early.
 
-        Returns:
-            The connections to these peers that are open, to be waited for.
+        Raises:
+            NotInitialized: the last group has closed the connections.
         """
         with self._lock:
+            if self._poll.closed:
+                raise NotInitialized("the default group of this process was shut down, so no group can be made of it")
             self._inboxes[group] = inbox, frozenset(peers)
-            for peer, message in self._early.pop(group, ()):
-                inbox.deliver(peer, message)
-            for peer in self._lost.intersection(peers):
-                inbox.deliver(peer, None)
-            return [self._connections[peer].socket for peer in peers if peer not in self._lost]
+            inbox.messages.extend(message for message in self._early.pop(group, ()) if message[0] in peers)
+            inbox.messages.extend((peer, None, group) for peer in self._lost.intersection(peers))
+            for peer in set(peers) - self._lost:
+                inbox.expect(self._connections[peer].socket)
 
     def source(self, peer: int) -> str:
         """From which address that rank is connected, as this host sees it. Local."""
-        return str(self._connections[peer].socket.getpeername()[0])
+        return self._connections[peer].source
 
     # ---- sending ---------------------------------------------------------------------------------------
 
     def send(self, group: int, peer: int, message: bytes) -> None:
-        """Send a message, or as much of it as the connection takes; `receive` sends the rest."""
+        """Send a message, or as much of it as the connection takes, and the rest later. See [Note: unsent bytes]."""
         with self._lock:
             self._send(self._connections[peer], _HEAD.pack(len(message), group) + message)
 
     def _send(self, connection: _Connection, data: bytes) -> None:
-        connection.unsent.append(memoryview(data))
-        self._flush(connection)
+        connection.unsent.extend(data)
+        if connection not in self._full:
+            self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:
-        while connection.unsent:
-            try:
-                sent = connection.socket.send(connection.unsent[0])
-            except (BlockingIOError, InterruptedError):
-                self._full.add(connection)
-                return
-            except OSError:
-                connection.unsent.clear()  # Messages that came before may still be there to read.
-                break
-            if sent < len(connection.unsent[0]):
-                connection.unsent[0] = connection.unsent[0][sent:]
-            else:
-                connection.unsent.popleft()
+        try:
+            connection.send()
+        except (BlockingIOError, InterruptedError):
+            self._full.add(connection)
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_the_rest, name="lockstep-send", daemon=True)
+                self._sender.start()
+            return
+        except OSError:
+            connection.unsent.clear()  # Messages that came before may still be there to read.
         self._full.discard(connection)
+
+    def _send_the_rest(self) -> None:
+        poll = select.poll()
+        known: dict[int, _Connection] = {}
+        while True:
+            for descriptor, _ in poll.poll(_LOOK_AFTER_UNSENT_EVERY_S * 1000 if known else 0):
+                with self._lock:
+                    if known[descriptor] in self._full:
+                        self._flush(known[descriptor])
+            with self._lock:
+                if not self._full or self._poll.closed:
+                    self._sender = None
+                    return
+                full = {connection.socket.fileno(): connection for connection in self._full}
+            for descriptor in known.keys() - full.keys():
+                poll.unregister(descriptor)
+            for descriptor in full.keys() - known.keys():
+                poll.register(descriptor, select.POLLOUT)
+            known = full
 
     # ---- receiving -------------------------------------------------------------------------------------
 
     def receive(self, reader: Inbox) -> None:
-        """Deliver what has come, to all groups; those other than the reader are woken. Waits for nothing."""
+        """Put what has come into the inboxes of all groups; those other than the reader are woken. Waits for nothing.
+
+        See [Note: signals].
+        """
         woken: set[Inbox] = set()
         with self._lock:
-            for connection in tuple(self._full):
-                self._flush(connection)
             try:
                 ready = self._poll.poll(0)
             except (OSError, ValueError):  # closed
                 return
-            for descriptor, _ in ready:
-                connection = self._by_descriptor[descriptor]
-                is_open = self._read(connection)
-                try:
-                    for group, message in self._take(connection):
-                        self._deliver(group, connection.peer, message, woken)
-                except _NotOursError:
-                    is_open = False
-                if not is_open:
-                    self._lose(connection, woken)
-            woken.discard(reader)
-            for inbox in woken:
-                inbox.interrupt()
+            if not ready and not self._begun:
+                return
+            self._begun.update(self._by_descriptor[descriptor] for descriptor, _ in ready)
+            try:
+                for connection in tuple(self._begun):
+                    self._receive_from(connection, woken)
+                    self._begun.discard(connection)
+            finally:
+                woken.discard(reader)
+                for inbox in woken:
+                    inbox.interrupt()
 
-    def _read(self, connection: _Connection) -> bool:
-        """Read what has come; whether the connection is open."""
+    def _receive_from(self, connection: _Connection, woken: set[Inbox]) -> None:
+        is_open = connection.read()
         try:
-            data = connection.socket.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError:
-            return False
-        connection.received += data
-        return bool(data)
-
-    def _take(self, connection: _Connection) -> Iterator[tuple[int, memoryview | None]]:
-        """The messages that have come whole, each with its group; None for the end of a group."""
-        start, received = 0, connection.received
-        while len(received) - start >= _HEAD.size:
-            length, group = _HEAD.unpack_from(received, start)
-            if length == _LEFT:
-                start += _HEAD.size
-                yield group, None
-                continue
-            if length > _LONGEST_MESSAGE_BYTES:
-                raise _NotOursError
-            end = start + _HEAD.size + length
-            if len(received) < end:
-                break
-            yield group, memoryview(bytes(received[start + _HEAD.size : end]))
-            start = end
-        if start:
-            del received[:start]
-
-    def _deliver(self, group: int, peer: int, message: memoryview | None, woken: set[Inbox]) -> None:
-        inbox, peers = self._inboxes.get(group, (None, frozenset[int]()))
-        if inbox is not None and peer in peers:
-            inbox.deliver(peer, message)
-            woken.add(inbox)
-        elif inbox is None and group not in self._closed:
-            self._early.setdefault(group, []).append((peer, message))
+            connection.parse()
+        except _NotOursError:
+            is_open = False
+        _, messages = connection.came
+        while messages:
+            peer, _, group = messages[0]
+            inbox, peers = self._inboxes.get(group, (None, frozenset[int]()))
+            if inbox is not None and peer in peers:
+                woken.add(inbox)
+                inbox.messages.extend(map(_take_first, (messages,)))
+            elif inbox is None and group not in self._closed:
+                self._early.setdefault(group, deque()).extend(map(_take_first, (messages,)))
+            else:
+                messages.popleft()
+        if not is_open:
+            self._lose(connection, woken)
 
     def _lose(self, connection: _Connection, woken: set[Inbox]) -> None:
-        self._lost.add(connection.peer)
-        with contextlib.suppress(OSError, ValueError):
-            self._poll.unregister(connection.socket)
-        for inbox, peers in self._inboxes.values():
+        for group, (inbox, peers) in self._inboxes.items():
             if connection.peer in peers:
-                inbox.deliver(connection.peer, None)
+                inbox.messages.append((connection.peer, None, group))
                 inbox.forget(connection.socket)
                 woken.add(inbox)
+        with contextlib.suppress(OSError, ValueError):
+            self._poll.unregister(connection.socket)
+            connection.socket.shutdown(socket.SHUT_RDWR)  # If it is still open, its peer learns that nobody reads it.
+        self._lost.add(connection.peer)
+        connection.unsent.clear()
+        self._full.discard(connection)
+
+    def lose_silent(self) -> None:
+        """Take ranks for gone whose hosts do not answer any more. Local; looks once a second at most."""
+        now_s = time.monotonic()
+        if now_s < self._look_for_silent_at_s:
+            return
+        self._look_for_silent_at_s = now_s + _LOOK_FOR_SILENT_EVERY_S
+        woken: set[Inbox] = set()
+        with self._lock:
+            for peer, connection in self._connections.items():
+                if peer not in self._lost and connection.is_silent():
+                    self._lose(connection, woken)
+        for inbox in woken:
+            inbox.interrupt()
 
     # ---- end -------------------------------------------------------------------------------------------
 
-    def close(self, group: int) -> None:
-        """Leave a group: send the rest, within two seconds. The last group closes the connections."""
+    def decline(self, group: int, peers: Collection[int]) -> None:
+        """Tell the others that this rank will not be in a group, which it has not opened. Local."""
+        with self._lock:
+            self._closed.add(group)
+            self._early.pop(group, None)
+            if not self._poll.closed:
+                self._tell_left(group, peers)
+
+    def _tell_left(self, group: int, peers: Collection[int]) -> None:
+        for peer in set(peers) - self._lost:
+            self._send(self._connections[peer], _HEAD.pack(_LEFT, group))
+
+    def close(self, group: int, patience_s: float) -> None:
+        """Leave a group. The last one closes the connections, once the peers have taken what they were sent.
+
+        Args:
+            group: the number of the group.
+            patience_s: until peers are given up that take nothing.
+        """
         with self._lock:
             _, peers = self._inboxes.pop(group)
             self._closed.add(group)
+            self._tell_left(group, peers)
             is_last = not self._inboxes
-            left = [self._connections[peer] for peer in peers if peer not in self._lost]
-            for connection in left:
-                self._send(connection, _HEAD.pack(_LEFT, group))
-        deadline = time.monotonic() + _FLUSH_S
-        while self._full.intersection(left) and time.monotonic() < deadline:
-            with self._lock:
-                for connection in tuple(self._full):
-                    self._flush(connection)
+        deadline = time.monotonic() + patience_s
+        while is_last and self._full and time.monotonic() < deadline:
+            self.lose_silent()
             time.sleep(0.001)
         if is_last:
             self._end()
 
     def _end(self) -> None:
         with self._lock:
+            if self._inboxes:  # Another thread has made a group meanwhile.
+                return
+            self._poll.close()
             for connection in self._connections.values():
                 # Unread data would make the kernel reset the connection, and the peer might lose our last message.
                 with contextlib.suppress(OSError):
                     while connection.socket.recv(_READ_BYTES):
                         pass
                 connection.socket.close()
-            self._poll.close()
+
+    def disown(self) -> None:
+        """In a forked child: let go of the connections, so that the end of the parent ends them. Local."""
+        self._poll.close()
+        for connection in self._connections.values():
+            connection.socket.close()
 
 
 class _NotOursError(Exception):  # never leaves the module

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lockstep import env
@@ -58,10 +59,24 @@ def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
     """
     exchange = StoreExchange(new.store, new.rank, new.ranks, new.timeout_s, check_peers)
     try:
-        return _connect(exchange, new, check_peers)
+        # Two connections to each other rank, and what they are polled by. Gloo ends a process without descriptors.
+        descriptors.require(_DESCRIPTORS + 2 * len(new.ranks), f"rank {new.ranks[new.rank]}")
+        members = find_members(exchange, new.rank, len(new.ranks))
+        layout = Layout.of(members)
+        is_one_host = len(layout.hosts) == 1
+        links = None if is_one_host else _open_links(exchange, new.rank, new.ranks, members[new.rank].address)
     except LockstepError as error:
         exchange.give_up(error)
         raise
+    bootstrap = _bootstrap_on_host(new, layout, check_peers)
+    if links is None:
+        engine: Engine = make_engine(SharedMemoryTeam.connect(bootstrap), new)
+    else:
+        shared = LinkStore(links, new.rank, new.ranks, exchange.remaining_s(), check_peers)
+        with _told_to_all(shared, links):
+            engine = _make(new, layout, links, shared, bootstrap)
+    exchange.erase()
+    return engine
 
 
 def connect_over(links: Links, layout: Layout, new: NewGroup, check_peers: Callable[[], None]) -> Engine:
@@ -79,51 +94,33 @@ def connect_over(links: Links, layout: Layout, new: NewGroup, check_peers: Calla
         SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
         SharedMemoryError: the memory of a host cannot be had.
     """
-    own = links.share(new.name, new.ranks)
     try:
-        shared = LinkStore(own, new.rank, new.ranks, new.timeout_s, check_peers)
+        own = links.share(new.name, new.ranks)
+    except OSError as error:
+        raise SetupError(f"rank {new.ranks[new.rank]} cannot join a new group: {error}") from None
+    shared = LinkStore(own, new.rank, new.ranks, new.timeout_s, check_peers)
+    with _told_to_all(shared, own):
         _agree_on_terms(shared, new)
         return _make(new, layout, own, shared, _bootstrap_on_host(new, layout, check_peers))
-    except BaseException:
-        own.close()
-        raise
 
 
-def _connect(exchange: StoreExchange, new: NewGroup, check_peers: Callable[[], None]) -> Engine:
-    """Connect ranks that know nothing of each other. Collective."""
-    # Two connections to each other rank, and what they are polled by. Gloo ends a process that has no descriptor left.
-    descriptors.require(_DESCRIPTORS + 2 * len(new.ranks), f"rank {new.ranks[new.rank]}")
-    members = find_members(exchange, new.rank, len(new.ranks))
-    layout = Layout.of(members)
-    bootstrap = _bootstrap_on_host(new, layout, check_peers)
-    if len(layout.hosts) == 1:
-        engine = make_engine(SharedMemoryTeam.connect(bootstrap), new)
-        exchange.erase()
-        return engine
-    links = _open_links(exchange, new.rank, new.ranks, members[new.rank].address, check_peers)
+@contextlib.contextmanager
+def _told_to_all(shared: LinkStore, links: Links) -> Iterator[None]:
+    """While the group is being made: where this rank fails, the others learn why."""
     try:
-        shared = LinkStore(links, new.rank, new.ranks, exchange.remaining_s(), check_peers)
-        engine = _make(new, layout, links, shared, bootstrap)
-    except BaseException:
+        yield
+    except BaseException as error:
+        shared.give_up(error)
         links.close()
         raise
-    exchange.erase()
-    return engine
 
 
 def _agree_on_terms(shared: LinkStore, new: NewGroup) -> None:
     """Raise SetupError if this rank cannot join, another could not, or the ranks go by different terms. Collective."""
     name, terms = f"rank {new.ranks[new.rank]}", _terms()
-    try:
-        descriptors.require(_DESCRIPTORS + len(new.ranks), name)
-    except SetupError as error:
-        shared.set(f"terms {new.rank}", json.dumps({"error": f"{name} could not join: {error}"}).encode())
-        raise
-    for peer, value in shared.share("terms", json.dumps({"terms": terms}).encode()).items():
-        found = json.loads(value)
-        if "error" in found:
-            raise RendezvousError(str(found["error"]))
-        different = disagreement(name, terms, f"rank {new.ranks[peer]}", found["terms"])
+    descriptors.require(_DESCRIPTORS + len(new.ranks), name)
+    for peer, value in shared.share("terms", json.dumps(terms).encode()).items():
+        different = disagreement(name, terms, f"rank {new.ranks[peer]}", json.loads(value))
         if different is not None:
             raise different
 
@@ -151,16 +148,22 @@ def _make(new: NewGroup, layout: Layout, links: Links, shared: LinkStore, bootst
     segment = SharedMemoryTeam.meet(bootstrap)
     # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
     admitted = _addresses_of_all(shared, links, layout.members, rank)
-    gloo = GlooTransport(shared, rank, len(new.ranks), address, admitted, shared.remaining_s())
-    shared.close()
-    team = HostsTeam(rank, layout, links, segment, gloo, current_wire())
+    gloo = GlooTransport(
+        shared, rank, len(new.ranks), address, admitted, shared.remaining_s(), check_peers=shared.check_peers
+    )
+    try:
+        # Nobody begins before all are there, so a rank that fails until here is no rank that was lost.
+        shared.share("made", b"")
+        shared.close()
+    except BaseException:
+        gloo.close(in_good_order=False)
+        raise
+    team = HostsTeam(rank, layout, links, segment, gloo, current_wire(), new.timeout_s)
     recorder, make_mailbox = FlightRecorder(team, new.name, new.ranks), functools.partial(HostsMailbox, team)
     return MessageEngine(team, recorder, new.timeout_s, HostsAlgorithms(team), make_mailbox, RuntimeError)
 
 
-def _open_links(
-    exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str, check_peers: Callable[[], None]
-) -> Links:
+def _open_links(exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str) -> Links:
     """Connect to all other ranks. Collective."""
     terms = _terms()
     listener = PeerListener(address)
@@ -183,7 +186,7 @@ def _open_links(
             exchange.part(range(len(ranks)))
             raise error
     del endpoints[rank]
-    return listener.connect(rank, endpoints, exchange.remaining_s(), check_peers)
+    return listener.connect(rank, endpoints, exchange.remaining_s(), exchange.check_peers)
 
 
 def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member], rank: int) -> frozenset[str] | None:

@@ -6,13 +6,16 @@ other is open to everybody who reaches its port.
 
 from __future__ import annotations
 
+import json
 import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 from lockstep.comm.hosts.links import Links
-from lockstep.shm.bootstrap import lost_meanwhile
+from lockstep.errors import LockstepError
+from lockstep.shm.bootstrap import lost_meanwhile, not_come, told_error
 from lockstep.torch_private.stores import Store
 
 __all__ = ["LinkStore"]
@@ -21,10 +24,11 @@ _KIND = b"linkstor"  # unlike those of the group's own messages
 _HEAD = struct.Struct(f"!{len(_KIND)}sHI")  # with the bytes of the key, and of the whole value
 _PIECE_BYTES = 32 << 10  # a value may be longer than a message
 _POLL_S = 0.005
+_FAILURE = "failure"
 
 
 class LinkStore(Store):
-    """Each rank sets values, which all can read. A torch store, as far as Gloo asks it anything.
+    """Each rank sets values, which all can read. A torch store, as far as Gloo asks it anything. Thread-safe.
 
     Args:
         links: the connections to the other ranks; messages that are none of these are handed back by `close`.
@@ -42,11 +46,16 @@ class LinkStore(Store):
         self._rank = rank
         self._ranks = tuple(ranks)
         self._peers = frozenset(peer for peer in range(len(ranks)) if peer != rank)
+        self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._look_out = check_peers
         self._values: dict[str, bytes] = {}
         self._pieces: dict[tuple[int, str], bytearray] = {}
+        self._num_told = dict.fromkeys(self._peers, 0)  # values, by rank
         self._others: list[tuple[int, memoryview]] = []
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._was_told = False  # why the group is not made
 
     def share(self, topic: str, value: bytes) -> dict[int, bytes]:
         """Tell all ranks a value, and wait for theirs. Collective.
@@ -55,6 +64,8 @@ class LinkStore(Store):
             The values of the other ranks, by rank.
 
         Raises:
+            RendezvousError: a rank did not come in time; names it.
+            SetupError: a rank gave up; says why.
             RankLost: a rank is gone, or did not tell its value in time.
         """
         self.set(f"{topic} {self._rank}", value)
@@ -62,20 +73,56 @@ class LinkStore(Store):
         self._await(lambda: [peer for peer, key in keys.items() if key not in self._values])
         return {peer: self._values[key] for peer, key in keys.items()}
 
-    def _await(self, missing: Callable[[], Sequence[int]]) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others why this rank will not be in the group, unless one of them said so, and close. Local."""
+        name = f"rank {self._ranks[self._rank]}"
+        text = f"{name} could not join: {(str(error) or type(error).__name__).splitlines()[0]}"
+        if not self._was_told:
+            self.set(f"{_FAILURE} {self._rank}", json.dumps([type(error).__name__, text]).encode())
+        self._is_closed = True
+
+    def check_peers(self) -> None:
+        """Raise if a rank is gone, or gave up. Local.
+
+        Raises:
+            SetupError: a rank gave up; says why.
+            RankLost: a rank is gone.
+        """
+        self._receive()
+        self._check(self._peers)
+
+    def _await(self, missing: Callable[[], Collection[int]]) -> None:
         """Receive until there are no ranks any more of which something is missing."""
         self._receive()
         while awaited := missing():
-            gone = sorted(self._links.lost.intersection(awaited))
-            if gone or time.monotonic() > self._deadline_s:
-                what = "came and was gone again" if gone else "came and did not go on"
-                raise lost_meanwhile([self._ranks[peer] for peer in gone or sorted(awaited)], what)
-            self._look_out()
+            self._check(awaited)
+            if time.monotonic() > self._deadline_s:
+                silent = sorted(peer for peer in awaited if not self._num_told[peer])
+                if silent:
+                    raise not_come(silent, self._rank, self._ranks, self._timeout_s)
+                raise lost_meanwhile([self._ranks[peer] for peer in sorted(awaited)], "came and did not go on")
             self._links.wait(_POLL_S)
             self._receive()
 
+    def _check(self, awaited: Collection[int]) -> None:
+        for peer in sorted(self._peers):
+            told = self._values.get(f"{_FAILURE} {peer}")
+            if told is not None:
+                self._was_told = True
+                raise told_error(*json.loads(told))
+        gone = sorted(self._links.lost.intersection(awaited))
+        if gone:
+            raise lost_meanwhile([self._ranks[peer] for peer in gone], "came and was gone again")
+        if self._is_closed:
+            raise LockstepError("the group is not being made any more")  # to a thread of Gloo's
+        self._look_out()
+
     def _receive(self) -> None:
-        for peer, message in self._links.poll():
+        with self._lock:
+            self._take_messages()
+
+    def _take_messages(self) -> None:
+        for peer, message in () if self._is_closed else self._links.poll():
             if message[: len(_KIND)] != _KIND or len(message) < _HEAD.size:
                 self._others.append((peer, message))
                 continue
@@ -85,6 +132,7 @@ class LinkStore(Store):
             pieces += message[_HEAD.size + name_bytes :]
             if len(pieces) >= total:
                 self._values[key] = bytes(self._pieces.pop((peer, key)))
+                self._num_told[peer] += 1
 
     def remaining_s(self) -> float:
         """Seconds until the limit."""
@@ -92,7 +140,10 @@ class LinkStore(Store):
 
     def close(self) -> None:
         """Hand back the messages of ranks that are further than this one, for the group."""
-        self._links.put_back(self._others)
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._links.put_back(self._others)
 
     # ---- what Gloo asks a store ------------------------------------------------------------------------
 
@@ -125,4 +176,9 @@ class LinkStore(Store):
         Raises:
             RankLost: a rank is gone, or a value did not come in time.
         """
-        self._await(lambda: () if self._values.keys() >= set(keys) else sorted(self._peers))
+        self._await(lambda: () if self._values.keys() >= set(keys) else self._furthest_behind())
+
+    def _furthest_behind(self) -> list[int]:
+        """The ranks that have told the fewest values: Gloo's keys do not say of whom they are."""
+        fewest = min(self._num_told.values(), default=0)
+        return [peer for peer, told in self._num_told.items() if told == fewest]

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from lockstep.comm.hosts.connections import Connections
+from lockstep.comm.hosts.connections import Connections, Message
 
 __all__ = ["Links"]
 
@@ -27,6 +27,7 @@ class Links:
 
     Attributes:
         lost: ranks that are gone from the group, and all of whose messages `poll` has yielded.
+        messages: what has come, for `poll`; the connections put it there.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
@@ -39,10 +40,19 @@ class Links:
             name: of the group, the same on all its ranks. Of several groups with one name all ranks make the same
                 number, in the same order.
             ranks: for each rank of that group its rank in this one.
+
+        Raises:
+            NotInitialized: the last group over these connections was closed.
+            OSError: this process has no descriptor left; the others see that it has left that group.
         """
         links = Links.__new__(Links)
         new_ranks = {self._peers[rank]: new for new, rank in enumerate(ranks) if rank in self._peers}
-        links._join(self._connections, self._connections.number_of(name), new_ranks)
+        group = self._connections.number_of(name)
+        try:
+            links._join(self._connections, group, new_ranks)
+        except OSError:
+            self._connections.decline(group, new_ranks)
+            raise
         return links
 
     def _join(self, connections: Connections, group: int, ranks: Mapping[int, int]) -> None:
@@ -51,17 +61,20 @@ class Links:
         self._group = group
         self._ranks = dict(ranks)  # in this group, of those at the other ends of the connections
         self._peers = {rank: peer for peer, rank in ranks.items()}  # and back
-        self._inbox: deque[tuple[int, memoryview | None]] = deque()
-        self._interrupts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.epoll()
-        self._poll.register(self._interrupts, select.EPOLLIN)
+        self.messages: deque[Message] = deque()
         self._sleepers: set[int] = set()  # threads in `wait`
         self._is_closed = False
-        for one in connections.open(self._group, self, self._ranks):
-            self._poll.register(one, select.EPOLLIN)
+        self._closing = threading.RLock()  # the handler of a signal may come here, too
+        with contextlib.ExitStack() as stack:
+            self._interrupts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            stack.callback(os.close, self._interrupts)
+            self._poll = stack.enter_context(select.epoll())
+            self._poll.register(self._interrupts, select.EPOLLIN)
+            connections.open(self._group, self, self._ranks)
+            self._descriptors = stack.pop_all()
 
     def send(self, peer: int, message: bytes) -> None:
-        """Send a message, or as much of it as the connection takes; `poll` sends the rest."""
+        """Send a message, or as much of it as the connection takes now, and the rest later. Local."""
         if not self._is_closed:
             self._connections.send(self._group, self._peers[peer], message)
 
@@ -69,28 +82,34 @@ class Links:
         """The messages that have come, as (rank, bytes)."""
         if not self._is_closed:
             self._connections.receive(self)
-        while self._inbox:
-            rank, message = self._inbox.popleft()
+        while self.messages:
+            peer, message, _ = self.messages.popleft()
             if message is None:
-                self.lost.add(rank)
+                self.lost.add(self._ranks[peer])
             else:
-                yield rank, message
+                yield self._ranks[peer], message
 
     def put_back(self, messages: Iterable[tuple[int, memoryview]]) -> None:
         """Have the next `poll` yield these messages first, and the next `wait` not sleep. Local."""
-        self._inbox.extendleft(reversed(list(messages)))
-        if self._inbox:
+        self.messages.extendleft(
+            (self._peers[rank], message, self._group) for rank, message in reversed(list(messages))
+        )
+        if self.messages:
             self.interrupt()
 
     def sources(self) -> dict[int, str]:
         """From which address each rank is connected, as this host sees it. Local."""
         return {rank: self._connections.source(peer) for rank, peer in self._peers.items()}
 
+    def lose_silent(self) -> None:
+        """Take ranks for gone whose hosts do not answer any more; the next `poll` knows. Local."""
+        self._connections.lose_silent()
+
     # ---- for the connections: an `Inbox` ---------------------------------------------------------------
 
-    def deliver(self, peer: int, message: memoryview | None) -> None:
-        """Keep a message for `poll`; None: that rank is gone. Local; by any thread."""
-        self._inbox.append((self._ranks[peer], message))
+    def expect(self, connection: socket.socket) -> None:
+        """Sleep until that connection has something to read, at most. Local; by any thread."""
+        self._poll.register(connection, select.EPOLLIN)
 
     def forget(self, connection: socket.socket) -> None:
         """Sleep no more until that connection has something to read. Local; by any thread."""
@@ -101,13 +120,27 @@ class Links:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is something to read, another thread interrupts, or the time is up."""
-        self._sleepers.add(threading.get_ident())
+        with self._closing:
+            if self._is_closed:
+                return
+            self._sleepers.add(threading.get_ident())
         try:
-            with contextlib.suppress(OSError, ValueError):
-                if any(descriptor == self._interrupts for descriptor, _ in self._poll.poll(timeout_s)):
-                    os.eventfd_read(self._interrupts)
+            if any(descriptor == self._interrupts for descriptor, _ in self._poll.poll(timeout_s)):
+                self._take_interrupt()
         finally:
-            self._sleepers.discard(threading.get_ident())
+            with self._closing:
+                self._sleepers.discard(threading.get_ident())
+                self._release()
+
+    def _release(self) -> None:
+        """At the end, close what threads sleep on once none does."""
+        if self._is_closed and not self._sleepers:
+            self._descriptors.close()
+
+    def _take_interrupt(self) -> None:
+        if not self._is_closed:  # Else all threads are to wake.
+            with contextlib.suppress(BlockingIOError):  # Another thread was faster.
+                os.eventfd_read(self._interrupts)
 
     @property
     def has_sleepers(self) -> bool:
@@ -116,15 +149,26 @@ class Links:
 
     def interrupt(self) -> None:
         """End the sleep of another thread, or the next one. Local."""
-        if not self._is_closed:
-            with contextlib.suppress(OSError, ValueError):
+        with self._closing:
+            if not self._is_closed:
                 os.eventfd_write(self._interrupts, 1)
 
-    def close(self) -> None:
-        """Leave the group: send the rest, within two seconds."""
-        if self._is_closed:
-            return
+    def close(self, patience_s: float = 2.0) -> None:
+        """Leave the group.
+
+        Args:
+            patience_s: until peers are given up that do not take what they were sent.
+        """
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            os.eventfd_write(self._interrupts, 1)  # The last thread that sleeps closes what it sleeps on.
+        self._connections.close(self._group, patience_s)
+        with self._closing:
+            self._release()
+
+    def disown(self) -> None:
+        """In a forked child: let go of the connections, so that the end of the parent ends them. Local."""
         self._is_closed = True
-        self._connections.close(self._group)
-        self._poll.close()
-        os.close(self._interrupts)
+        self._connections.disown()

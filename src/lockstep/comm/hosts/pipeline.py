@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.hosts.gloo_transport import GlooTransfer
+from lockstep.comm.hosts.gloo_transfers import GlooTransfer
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.wire import WIRES, Wire
 from lockstep.shm.algorithms import share_bounds

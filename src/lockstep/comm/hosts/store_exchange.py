@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,10 @@ _LONGEST_NAP_S = 0.02
 _FAILURE = "failure"
 _PARTING_S = 5.0
 _LOOK_AGAIN_S = 0.5
+_ASK_FOR_FAILURES_EVERY_S = 0.1
+
+# Failures that were raised in this process. They stay in the store, and say nothing about a later attempt.
+_known_failures: set[str] = set()
 
 
 class ExchangeStore(Store, Protocol):
@@ -55,6 +60,8 @@ class StoreExchange:
         self._look_out = check_peers
         self._written: dict[str, str] = {}
         self._look_again_s = 0.0
+        self._ask_for_failures_s = 0.0
+        self._was_told = False  # why there will be no group
 
     def write(self, topic: str, value: Any) -> None:
         """Publish a value of JSON for all ranks, under a topic."""
@@ -76,15 +83,33 @@ class StoreExchange:
             if found is not None:
                 return [self._parse(topic, rank, said) for rank, said in zip(ranks, found, strict=True)]
             self._look_out()
-            failure = self._said(_FAILURE)
-            if failure is not None:
-                raise RendezvousError(failure)
+            self._raise_failure()
             if time.monotonic() > self._deadline:
                 missing = [rank for rank, key in zip(ranks, keys, strict=True) if self._said(key) is None]
                 raise not_come(missing, self._rank, self._global_ranks, self._timeout_s)
             self._write_again()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def check_peers(self) -> None:
+        """Raise if a rank cannot come, or gave up; to be called while waiting for something else.
+
+        Raises:
+            RendezvousError: a rank gave up; says why.
+            RankLost: a rank cannot come.
+        """
+        self._look_out()
+        now_s = time.monotonic()
+        if now_s > self._ask_for_failures_s:
+            self._ask_for_failures_s = now_s + _ASK_FOR_FAILURES_EVERY_S
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure = self._said(_FAILURE)
+        if failure is not None and failure not in _known_failures:
+            _known_failures.add(failure)
+            self._was_told = True
+            raise RendezvousError(failure.partition(" ")[2])
 
     def _parse(self, topic: str, rank: int, said: str) -> Any:
         try:
@@ -111,10 +136,14 @@ class StoreExchange:
             self.read("parting", ranks)
 
     def give_up(self, error: Exception) -> None:
-        """Publish that this rank will not join, so that the others need not wait for it."""
+        """Publish that this rank will not join, so that the others need not wait for it; unless one of them said so."""
+        if self._was_told:
+            return
         name = f"rank {self._global_ranks[self._rank]}"
+        failure = f"{secrets.token_hex(8)} {name} could not join: {str(error).splitlines()[0]}"
+        _known_failures.add(failure)
         with contextlib.suppress(RuntimeError):
-            self._store.set(_FAILURE, f"{name} could not join: {str(error).splitlines()[0]}")
+            self._store.set(_FAILURE, failure)
 
     def _said(self, key: str) -> str | None:
         """The value under that key; None if there is none."""

@@ -20,12 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.hosts.gloo_transport import GlooTransfer, GlooTransport, Watchdog
+from lockstep.comm.hosts.gloo_transfers import GlooTransfer
+from lockstep.comm.hosts.gloo_transport import GlooTransport
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
+from lockstep.comm.hosts.watchdog import Watchdog
 from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, Parts
 from lockstep.comm.wire import Wire
-from lockstep.errors import SharedMemoryError
+from lockstep.errors import SetupError, SharedMemoryError
 from lockstep.shm.control_blocks import ControlBlocks
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.segment import Segment
@@ -45,6 +47,7 @@ _EAGER_KIND, _WAKE = (
 assert _EAGER_BYTES + len(_EAGER_KIND) <= MESSAGE_BYTES
 
 _POOL_BYTES = 64 << 20
+_CLOSE_PATIENCE_S = 2.0
 
 
 class _LocalWaiter(Waiter):
@@ -69,6 +72,22 @@ class _LocalWaiter(Waiter):
         return math.inf
 
 
+class _LocalTeam(SharedMemoryTeam):
+    """The ranks of this host, in collectives of ranks that do not all learn when there is no memory here."""
+
+    def prepare(self, num_bytes: int, timeout_s: float) -> int:
+        """Make sure that slots for an operation on `num_bytes` exist. Collective on first use of large ones.
+
+        Raises:
+            SetupError: there is no memory for them, on every rank of this host. The engine tells the others.
+            PeerFailure: a rank did not come to their first use.
+        """
+        try:
+            return super().prepare(num_bytes, timeout_s)
+        except SharedMemoryError as error:
+            raise SetupError(str(error)) from error
+
+
 class _FarWatch(Watch):
     """Also sees the end of processes on other hosts, by their closed connections."""
 
@@ -78,6 +97,7 @@ class _FarWatch(Watch):
 
     def dead(self) -> set[int]:
         """Ranks whose process has ended, or whose host does not answer any more."""
+        self._links.lose_silent()
         return super().dead() | self._links.lost
 
 
@@ -91,6 +111,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         segment: the control segment of this host's ranks, who have met.
         gloo: moves large data between hosts.
         wire: the wire format of float sums between hosts.
+        timeout_s: how long `close` waits for peers that have not read yet what they were sent.
 
     Attributes:
         layout: which ranks share a host.
@@ -107,7 +128,14 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     has_symmetric_memory = True
 
     def __init__(
-        self, rank: int, layout: Layout, links: Links, segment: Segment, gloo: GlooTransport, wire: Wire
+        self,
+        rank: int,
+        layout: Layout,
+        links: Links,
+        segment: Segment,
+        gloo: GlooTransport,
+        wire: Wire,
+        timeout_s: float,
     ) -> None:
         identities = [member.identity for member in layout.members]
         here = layout.local_ranks(rank)
@@ -118,15 +146,14 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._here = here
         self.links: Links = links
         self._gloo = gloo
+        self._timeout_s = timeout_s
         self._watchdog = Watchdog(self._poll_and_look, gloo.abort)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
         self._abandoned: list[object] = []  # memory that Gloo may still touch
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
-        self.local = SharedMemoryTeam(
-            segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self)
-        )
+        self.local = _LocalTeam(segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self))
         self.waiter: Waiter = self.local.waiter
 
     # ---- messages --------------------------------------------------------------------------------------
@@ -241,10 +268,28 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         """Make the slots of this host ready for a large tensor. Collective, after `arrive`, the first time.
 
         Then the ranks agree on the size of the chunks in which large tensors move.
+
+        Raises:
+            SharedMemoryError: on every rank, if a host could not make them.
+            PeerFailure: a rank did not come.
         """
-        slot_bytes = self.local.prepare(_LARGE_BYTES, timeout_s)
+        slot_bytes, problem = 0, None
+        try:
+            slot_bytes = self.local.prepare(_LARGE_BYTES, timeout_s)
+        except SetupError as error:
+            problem = SharedMemoryError(str(error))
         if not self.chunk_bytes:
-            self.chunk_bytes = int(self._gather_numbers(slot_bytes, timeout_s).min())
+            found = self._gather_numbers(slot_bytes, timeout_s)
+            self._raise_of_all(problem, found == 0, "the slots for large tensors")
+            self.chunk_bytes = int(found.min())
+
+    def _raise_of_all(self, problem: SharedMemoryError | None, failed: torch.Tensor, what: str) -> None:
+        """Raise on every rank if a host has failed to make shared memory; bool of shape (world_size,) tells which."""
+        if problem is not None:
+            raise problem
+        if bool(failed.any()):
+            names = {self.layout.members[rank].identity.host for rank in failed.nonzero().view(-1).tolist()}
+            raise SharedMemoryError(f"{what} cannot be had on {', '.join(sorted(names))}")
 
     def _gather_numbers(self, own: int, timeout_s: float) -> torch.Tensor:
         """A number of each rank, in order. Collective, after `arrive`."""
@@ -271,13 +316,8 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         except SharedMemoryError as error:
             problem = error
         failed = self._gather_numbers(int(problem is not None), timeout_s)
-        if problem is not None:
-            raise problem
-        if region is None or bool(failed.any()):
-            names = ", ".join(self.layout.members[rank].identity.host for rank in failed.nonzero().view(-1).tolist())
-            raise SharedMemoryError(
-                f"{part_bytes / 2**20:.1f} MiB of shared memory for each rank cannot be had on {names}"
-            )
+        self._raise_of_all(problem, failed != 0, f"{part_bytes / 2**20:.1f} MiB of shared memory for each rank")
+        assert region is not None
         return region
 
     def wait_for(self, transfers: Sequence[GlooTransfer], timeout_s: float) -> None:
@@ -330,8 +370,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return [self._gloo.watch(self._gloo.receive(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
     def are_done(self, requests: list[GlooTransfer]) -> bool:
-        """Whether these transfers have finished. Local; waits for nothing."""
-        return all(transfer.is_done for transfer in requests)
+        """Whether these transfers have finished well. Local; waits for nothing.
+
+        Those that failed never do: that their peer is gone ends the wait for them, with its name.
+        """
+        return all(transfer.is_done and not transfer.has_failed for transfer in requests)
 
     def abandon(self, memory: object) -> None:
         """Keep memory alive that Gloo may still touch, for transfers that are given up. Local."""
@@ -349,7 +392,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.local.close()
         self.watch.close()
         with self.lock:
-            self.links.close()
+            self.links.close(self._timeout_s if in_good_order else _CLOSE_PATIENCE_S)
         self._pool.clear()
 
     @property
