@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import lockstep
 from hosts_programs import TIMEOUT_S, raised_by, world
+from lockstep.comm.hosts.gloo_connections import GlooConnections
 
 _Raised = tuple[str, str, float, tuple[int, ...]]
 
@@ -49,6 +52,22 @@ def connections(num_groups: int) -> dict[str, Any]:
         after = _num_connections(), len(os.listdir("/proc/self/fd"))
         dist.barrier()  # nobody leaves before all have counted
         return {"during": during - before[0], "after": after, "before": before}
+
+
+def cannot_share(rank: int) -> tuple[float, int]:
+    """The sum of a large tensor in a group that cannot use the default group's Gloo; and its connections."""
+    with world() as opened:
+        dist.all_reduce(torch.ones(100_000))
+        dist.barrier()
+        before = _num_connections()
+        refuses = mock.patch.object(GlooConnections, "can_be_shared", False)
+        with refuses if opened.rank == rank else contextlib.nullcontext():
+            group = dist.new_group()
+        value = torch.ones(100_000)
+        dist.all_reduce(value, group=group)
+        found = value.sum().item(), _num_connections() - before
+        dist.barrier()
+        return found
 
 
 def at_the_same_time(num_groups: int, num_calls: int) -> list[float]:

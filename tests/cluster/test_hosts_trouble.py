@@ -42,8 +42,13 @@ def test_a_worker_does_not_hide_the_end_of_its_rank(hosts: Cluster) -> None:
             assert (kind, culprits) == ("RankLost", (1,)), said
 
 
-def test_only_the_rank_that_is_missing_is_missed(hosts: Cluster) -> None:
-    kind, said, _, culprits = hosts.run(programs.one_is_late, (1, 1, 1), 2)[0]
+def test_only_the_rank_that_is_missing_is_missed_and_only_in_its_group(hosts: Cluster) -> None:
+    """The groups share Gloo's connections, and what one of them gives up may come later."""
+    ranks = hosts.run(programs.one_is_late, (1, 1, 1), 2)
+    for found in ranks:
+        assert isinstance(found, dict), found
+        assert found["sums"] == [(3.0 * number, 3.0 * number) for number in range(4)]
+    kind, said, _, culprits = ranks[0]["raised"]
     assert (kind, culprits) == ("CollectiveTimeout", (2,)), said
 
 

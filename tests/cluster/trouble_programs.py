@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hosts_programs import TIMEOUT_S, raised_by, world
-from lockstep.comm.hosts import gloo_transport, group
+from lockstep.comm.hosts import gloo_connections, group
 from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.errors import SharedMemoryError
@@ -123,10 +123,11 @@ def parent_of_a_worker_dies(culprit: int) -> Outcome:
         return outcome
 
 
-def one_is_late(culprit: int) -> Outcome:
-    """A rank comes to a gather, and does not send; whom the root misses."""
+def one_is_late(culprit: int) -> dict[str, Any]:
+    """A rank comes to a gather of a group, and sends late; whom the root misses, and sums of another group since."""
     with world() as opened:
-        dist.all_reduce(torch.ones(_LARGE))  # so that all is connected
+        group = dist.new_group()
+        group._get_backend(torch.device("cpu")).engine.timeout_s = 1.0  # type: ignore[attr-defined]
         exchange = HostsTeam.exchange
 
         def late(*args: Any) -> None:
@@ -135,17 +136,20 @@ def one_is_late(culprit: int) -> Outcome:
 
         def gather() -> None:
             outputs = [torch.empty(_LARGE) for _ in range(opened.world_size)] if opened.rank == 0 else None
-            work = dist.gather(torch.ones(_LARGE), outputs, 0)
-            assert work is None
+            dist.gather(torch.ones(_LARGE), outputs, 0, group=group)
 
-        opened_group = dist.group.WORLD
-        assert opened_group is not None
-        opened_group._get_backend(torch.device("cpu")).engine.timeout_s = 1.0  # type: ignore[attr-defined]
         with mock.patch.object(HostsTeam, "exchange", late if opened.rank == culprit else exchange):
             outcome = raised_by(gather)
         if opened.rank == 0:
             default_store().set("missed", "so")
-        return outcome
+        sums = []
+        for number in range(4):
+            value = torch.full((_LARGE,), float(number))
+            dist.all_reduce(value)
+            sums.append((value.min().item(), value.max().item()))
+            if number == 1:
+                dist.destroy_process_group(group)
+        return {"raised": outcome, "sums": sums}
 
 
 def no_memory_for_slots(host: int, ranks_per_host: int) -> dict[str, Any]:
@@ -177,16 +181,15 @@ def fails_to_make_a_group(culprit: int, where: str) -> dict[str, Any]:
         raise SharedMemoryError("the memory is on fire")
 
     places: dict[str, Callable[[Callable[..., Any]], Any]] = {
-        "gloo": lambda action: mock.patch.object(gloo_transport, "gloo_group", action),
+        "gloo": lambda action: mock.patch.object(gloo_connections, "gloo_group", action),
         "memory": lambda action: mock.patch.object(group.SharedMemoryTeam, "meet", action),
         # Once it has told the others where it listens, and asks for them.
         "gloo dies": lambda _: mock.patch.multiple(LinkStore, get=_die, wait=_die),
     }
-    with world(timeout=limit_s(TIMEOUT_S)) as opened:
-        if opened.rank == culprit:
-            with places[where](fail):
-                outcome = raised_by(dist.new_group)
-        else:
+    with world(timeout=limit_s(TIMEOUT_S)) as opened, contextlib.ExitStack() as stack:
+        if where.startswith("gloo") and opened.rank == 1:  # Else the group uses the connections that there are.
+            stack.enter_context(mock.patch.object(gloo_connections.GlooConnections, "can_be_shared", False))
+        with places[where](fail) if opened.rank == culprit else contextlib.nullcontext():
             outcome = raised_by(dist.new_group)
         if where.endswith("dies"):
             return {"raised": outcome}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.hosts.gloo_connections import GlooConnections
 from lockstep.comm.hosts.gloo_transport import GlooTransport
 from lockstep.comm.hosts.watchdog import Watchdog
 from lockstep.shm.sync import FailureKind, PeerFailure
@@ -21,8 +22,10 @@ from lockstep.torch_private import gloo_waits
 NUM_BYTES = 128 << 20  # far more than a socket holds
 _PEER = f"""
 import os, signal, sys, torch, torch.distributed as dist
+from lockstep.comm.hosts.gloo_connections import GlooConnections
 from lockstep.comm.hosts.gloo_transport import GlooTransport
-transport = GlooTransport(dist.FileStore(sys.argv[1], 2), 1, 2, "127.0.0.1", None, 60.0)
+connections = GlooConnections(dist.FileStore(sys.argv[1], 2), 1, 2, "127.0.0.1", None, 60.0)
+transport = GlooTransport(connections, range(2), 0)
 memory = torch.zeros({NUM_BYTES}, dtype=torch.uint8)
 sys.stdin.readline()
 send = transport.send(0, memory, 1)
@@ -38,7 +41,8 @@ class Pair:
         command = [sys.executable, "-c", _PEER, str(folder / "store")]
         self.peer = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         store = dist.FileStore(str(folder / "store"), 2)
-        self.transport = GlooTransport(store, 0, 2, "127.0.0.1", None, limit_s(60))
+        connections = GlooConnections(store, 0, 2, "127.0.0.1", None, limit_s(60))
+        self.transport = GlooTransport(connections, range(2), 0)
         self.watchdog = Watchdog(self.look, self.transport.abort)
 
     def look(self, ranks: Sequence[int], waited_s: float, limit_s: float) -> None:

@@ -416,7 +416,7 @@ def _connect(new: NewGroup, default_group: object) -> Engine:
         from lockstep.comm.hosts.group import announce, connect, connect_over
 
         if layout is not None and default_team is not None and default_team.links is not None:
-            return connect_over(default_team.links, layout, new, check_peers)
+            return connect_over(default_team.links, default_team.gloo, layout, new, check_peers)
         engine = connect(new, check_peers)
         if new.rank == 0:
             bootstrap.forget_several_hosts()

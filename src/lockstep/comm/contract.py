@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,6 +22,9 @@ from lockstep.shm.kernels import Kernel
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import Overseer, PeerState
 from lockstep.shm.team import Region
+
+if TYPE_CHECKING:
+    from lockstep.comm.hosts.gloo_connections import GlooConnections
 
 __all__ = ["Algorithms", "ControlBlocks", "PublishedWaits", "Team", "Waiter"]
 
@@ -140,6 +143,10 @@ class Team(Protocol):
     @property
     def links(self) -> Links | None:
         """The links between the ranks, where `layout` is not None. Further groups of them share their connections."""
+
+    @property
+    def gloo(self) -> GlooConnections | None:
+        """Gloo's connections between the ranks, where `layout` is not None. Further groups of them may share these."""
 
     @property
     def blocks(self) -> ControlBlocks:

@@ -115,12 +115,14 @@ class SharedMemoryTeam:
         has_symmetric_memory: whether `allocate` works: always.
         layout: which ranks share a host, where they are on several: never.
         links: the links between ranks of several hosts: None.
+        gloo: Gloo's connections between them: None.
     """
 
     shares_memory = True
     has_symmetric_memory = True
     layout = None
     links = None
+    gloo = None
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["end_wait"]
+__all__ = ["can_end_waits", "end_wait"]
 
 _CLASSES = ("RecvWork", "SendWork")
 _VALUE_OFFSET = object.__basicsize__  # of the pointer to the C++ object, in an object of pybind11
@@ -42,6 +42,11 @@ def end_wait(work: Any) -> bool:
         return False
     abort(value)
     return True
+
+
+def can_end_waits() -> bool:
+    """Whether this torch has what ends a wait."""
+    return len(_aborts()) == len(_CLASSES)
 
 
 @functools.cache

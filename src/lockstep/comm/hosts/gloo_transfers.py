@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -13,14 +14,21 @@ import torch
 
 from lockstep.torch_private.gloo_waits import end_wait
 
-__all__ = ["GlooTransfer", "TransferWatcher"]
+__all__ = ["GlooTransfer", "TransferWatcher", "unfinished"]
 
 _FOREVER = timedelta(days=30)
-_AT_ONCE = timedelta(milliseconds=1)
+_ENDS_WAITS_EVERY_S = 0.02
 
 
 class GlooTransfer:
     """A send or receive of Gloo under way.
+
+    Args:
+        work: what torch's group returned.
+        peer: the rank at the other end.
+        memory: the bytes.
+        under_way: the transfers that have not finished, to which this one belongs until it has. Who gives up transfers
+            keeps them, since Gloo cannot: it would stop to read from the peer.
 
     Attributes:
         peer: the rank at the other end.
@@ -28,11 +36,13 @@ class GlooTransfer:
         has_failed: whether it has finished without its bytes, because the connection is gone.
     """
 
-    __slots__ = ("_memory", "_work", "has_failed", "is_done", "peer")
+    __slots__ = ("_memory", "_under_way", "_work", "has_failed", "is_done", "peer")
 
-    def __init__(self, work: Any, peer: int, memory: torch.Tensor) -> None:
+    def __init__(self, work: Any, peer: int, memory: torch.Tensor, under_way: set[GlooTransfer]) -> None:
         self._work = work
         self._memory = memory  # Gloo reads or writes it until the end
+        self._under_way = under_way
+        under_way.add(self)
         self.peer = peer
         self.is_done = self.has_failed = False
 
@@ -48,6 +58,8 @@ class GlooTransfer:
                 self.has_failed = self._work.wait(_FOREVER) is False
             finally:
                 self.is_done = True
+            if not self.has_failed:
+                self._under_way.discard(self)
         if self.has_failed:
             raise RuntimeError("its wait was ended")
 
@@ -55,15 +67,25 @@ class GlooTransfer:
         """End the wait of another thread, which raises. Local; for connections that are gone."""
         end_wait(self._work)
 
-    def is_there(self) -> bool:
-        """Whether it has finished; if not, the connection to its peer is closed. For a group that is given up anyway.
 
-        No other thread may wait for it meanwhile.
-        """
-        try:
-            return self.is_done or self._work.wait(_AT_ONCE) is not False
-        except RuntimeError:
-            return False
+def unfinished(transfers: Iterable[GlooTransfer], patience_s: float) -> list[GlooTransfer]:
+    """Those that have not finished after a moment; for a group that is given up. Nobody else waits for them. Local."""
+
+    def wait(transfer: GlooTransfer) -> None:
+        with contextlib.suppress(RuntimeError):
+            transfer.wait()
+
+    waits = [(one, threading.Thread(target=wait, args=(one,), daemon=True)) for one in transfers]
+    for _, thread in waits:
+        thread.start()
+    until_s = time.monotonic() + patience_s
+    found = []
+    for transfer, thread in waits:
+        thread.join(max(until_s - time.monotonic(), 0.0))
+        if thread.is_alive() or transfer.has_failed:
+            found.append(transfer)
+            transfer.end_wait()
+    return found
 
 
 class TransferWatcher:
@@ -72,6 +94,7 @@ class TransferWatcher:
     def __init__(self) -> None:
         self._watched: queue.SimpleQueue[tuple[GlooTransfer, Callable[[], None]] | None] = queue.SimpleQueue()
         self._waits_for: GlooTransfer | None = None
+        self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="lockstep-gloo-wait", daemon=True)
         self._thread.start()
 
@@ -80,7 +103,7 @@ class TransferWatcher:
         self._watched.put((transfer, on_done))
 
     def _run(self) -> None:
-        while (item := self._watched.get()) is not None:
+        while (item := self._watched.get()) is not None and not self._is_given_up:
             transfer, on_done = item
             self._waits_for = transfer
             with contextlib.suppress(RuntimeError):  # The connection is gone; the waits of others explain that.
@@ -96,7 +119,10 @@ class TransferWatcher:
         self._thread.join(patience_s)
         return not self._thread.is_alive()
 
-    def end_wait(self) -> None:
-        """End the wait under way, for a connection that is gone. Local."""
-        if self._waits_for is not None:
-            self._waits_for.end_wait()
+    def give_up(self, patience_s: float) -> None:
+        """End the wait under way, and the thread. Local."""
+        self._is_given_up = True
+        until_s = time.monotonic() + patience_s
+        while not self.has_ended(_ENDS_WAITS_EVERY_S) and time.monotonic() < until_s:
+            if self._waits_for is not None and not self._waits_for.is_done:
+                self._waits_for.end_wait()

@@ -16,7 +16,8 @@ from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.group_setup import NewGroup
 from lockstep.comm.hosts.algorithms import HostsAlgorithms
 from lockstep.comm.hosts.discovery import find_members
-from lockstep.comm.hosts.gloo_transport import GlooTransport
+from lockstep.comm.hosts.gloo_connections import GlooConnections
+from lockstep.comm.hosts.gloo_transport import GlooTransport, is_number
 from lockstep.comm.hosts.layout import Layout, Member
 from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.links import Links
@@ -74,16 +75,20 @@ def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
     else:
         shared = LinkStore(links, new.rank, new.ranks, exchange.remaining_s(), check_peers)
         with _told_to_all(shared, links):
-            engine = _make(new, layout, links, shared, bootstrap)
+            make_gloo = functools.partial(_connect_gloo, new, layout, links, shared)
+            engine = _make(new, layout, links, shared, bootstrap, make_gloo)
     exchange.erase()
     return engine
 
 
-def connect_over(links: Links, layout: Layout, new: NewGroup, check_peers: Callable[[], None]) -> Engine:
+def connect_over(
+    links: Links, gloo: GlooConnections | None, layout: Layout, new: NewGroup, check_peers: Callable[[], None]
+) -> Engine:
     """Connect ranks of several hosts that the default group connects already. Collective.
 
     Args:
         links: those of the default group; the new group's go over the same connections.
+        gloo: those of the default group, which the new group uses if no rank objects.
         layout: of the new group.
         new: the group.
         check_peers: called while waiting; raises if a rank cannot come.
@@ -100,8 +105,12 @@ def connect_over(links: Links, layout: Layout, new: NewGroup, check_peers: Calla
         raise SetupError(f"rank {new.ranks[new.rank]} cannot join a new group: {error}") from None
     shared = LinkStore(own, new.rank, new.ranks, new.timeout_s, check_peers)
     with _told_to_all(shared, own):
-        _agree_on_terms(shared, new)
-        return _make(new, layout, own, shared, _bootstrap_on_host(new, layout, check_peers))
+        number = _agree_on_terms(shared, new, gloo)
+        if gloo is None or number is None:
+            make_gloo = functools.partial(_connect_gloo, new, layout, own, shared)
+        else:
+            make_gloo = functools.partial(GlooTransport, gloo, new.ranks, number)
+        return _make(new, layout, own, shared, _bootstrap_on_host(new, layout, check_peers), make_gloo)
 
 
 @contextlib.contextmanager
@@ -115,14 +124,29 @@ def _told_to_all(shared: LinkStore, links: Links) -> Iterator[None]:
         raise
 
 
-def _agree_on_terms(shared: LinkStore, new: NewGroup) -> None:
-    """Raise SetupError if this rank cannot join, another could not, or the ranks go by different terms. Collective."""
+def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections | None) -> int | None:
+    """The number of the group among those that share Gloo's connections, which its first rank gives. Collective.
+
+    Returns:
+        None if the group is to have connections of its own, since a rank cannot share those that there are.
+
+    Raises:
+        SetupError: this rank cannot join, another could not, or the ranks go by different terms.
+    """
     name, terms = f"rank {new.ranks[new.rank]}", _terms()
     descriptors.require(_DESCRIPTORS + len(new.ranks), name)
-    for peer, value in shared.share("terms", json.dumps(terms).encode()).items():
-        different = disagreement(name, terms, f"rank {new.ranks[peer]}", json.loads(value))
+    number = None
+    if gloo is not None and gloo.can_be_shared:
+        number = gloo.number() if new.rank == 0 else 0
+    own = {"terms": terms, "number": number if number is None or is_number(number) else None}
+    told: dict[int, dict[str, Any]] = {new.rank: own}
+    for peer, value in shared.share("terms", json.dumps(own).encode()).items():
+        told[peer] = json.loads(value)
+        different = disagreement(name, terms, f"rank {new.ranks[peer]}", told[peer]["terms"])
         if different is not None:
             raise different
+    found: int | None = told[0]["number"]
+    return None if any(one["number"] is None for one in told.values()) else found
 
 
 def _terms() -> dict[str, Any]:
@@ -142,15 +166,18 @@ def _bootstrap_on_host(new: NewGroup, layout: Layout, check_peers: Callable[[], 
     )
 
 
-def _make(new: NewGroup, layout: Layout, links: Links, shared: LinkStore, bootstrap: Bootstrap) -> Engine:
+def _make(
+    new: NewGroup,
+    layout: Layout,
+    links: Links,
+    shared: LinkStore,
+    bootstrap: Bootstrap,
+    make_gloo: Callable[[], GlooTransport],
+) -> Engine:
     """The engine of ranks with links. Collective."""
-    rank, address = new.rank, layout.members[new.rank].address
     segment = SharedMemoryTeam.meet(bootstrap)
     # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
-    admitted = _addresses_of_all(shared, links, layout.members, rank)
-    gloo = GlooTransport(
-        shared, rank, len(new.ranks), address, admitted, shared.remaining_s(), check_peers=shared.check_peers
-    )
+    gloo = make_gloo()
     try:
         # Nobody begins before all are there, so a rank that fails until here is no rank that was lost.
         shared.share("made", b"")
@@ -158,9 +185,19 @@ def _make(new: NewGroup, layout: Layout, links: Links, shared: LinkStore, bootst
     except BaseException:
         gloo.close(in_good_order=False)
         raise
-    team = HostsTeam(rank, layout, links, segment, gloo, current_wire(), new.timeout_s)
+    team = HostsTeam(new.rank, layout, links, segment, gloo, current_wire(), new.timeout_s)
     recorder, make_mailbox = FlightRecorder(team, new.name, new.ranks), functools.partial(HostsMailbox, team)
     return MessageEngine(team, recorder, new.timeout_s, HostsAlgorithms(team), make_mailbox, RuntimeError)
+
+
+def _connect_gloo(new: NewGroup, layout: Layout, links: Links, shared: LinkStore) -> GlooTransport:
+    """Gloo over connections of this group's own. Collective."""
+    num_ranks, address = len(new.ranks), layout.members[new.rank].address
+    admitted = _addresses_of_all(shared, links, layout.members, new.rank)
+    connections = GlooConnections(
+        shared, new.rank, num_ranks, address, admitted, shared.remaining_s(), check_peers=shared.check_peers
+    )
+    return GlooTransport(connections, range(num_ranks), 0)
 
 
 def _open_links(exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str) -> Links:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 from lockstep.comm.hosts.links import Links
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RankLost
 from lockstep.shm.bootstrap import lost_meanwhile, not_come, told_error
 from lockstep.torch_private.stores import Store
 
@@ -76,9 +76,12 @@ class LinkStore(Store):
     def give_up(self, error: BaseException) -> None:
         """Tell the others why this rank will not be in the group, unless one of them said so, and close. Local."""
         name = f"rank {self._ranks[self._rank]}"
-        text = f"{name} could not join: {(str(error) or type(error).__name__).splitlines()[0]}"
+        text = str(error) or type(error).__name__
+        culprits = error.culprits if isinstance(error, RankLost) else ()
+        if not culprits:
+            text = f"{name} could not join: {text.splitlines()[0]}"
         if not self._was_told:
-            self.set(f"{_FAILURE} {self._rank}", json.dumps([type(error).__name__, text]).encode())
+            self.set(f"{_FAILURE} {self._rank}", json.dumps([type(error).__name__, text, culprits]).encode())
         self._is_closed = True
 
     def check_peers(self) -> None:
@@ -109,7 +112,8 @@ class LinkStore(Store):
             told = self._values.get(f"{_FAILURE} {peer}")
             if told is not None:
                 self._was_told = True
-                raise told_error(*json.loads(told))
+                kind, text, culprits = json.loads(told)
+                raise RankLost(text, tuple(culprits)) if culprits else told_error(kind, text)
         gone = sorted(self._links.lost.intersection(awaited))
         if gone:
             raise lost_meanwhile([self._ranks[peer] for peer in gone], "came and was gone again")

@@ -145,11 +145,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.wire = wire
         self._here = here
         self.links: Links = links
+        self.gloo = gloo.connections
         self._gloo = gloo
         self._timeout_s = timeout_s
         self._watchdog = Watchdog(self._poll_and_look, gloo.abort)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
-        self._abandoned: list[object] = []  # memory that Gloo may still touch
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
@@ -245,12 +245,8 @@ class HostsTeam(MessageTeam[GlooTransfer]):
                 transfers.append(self._gloo.send(peer, memory, _TENSOR_TAG))
             elif memory.numel():
                 self.send_message(peer, _EAGER_KIND + memory.numpy().tobytes())
-        try:
-            self._receive_eager(eager, timeout_s)
-            self._watchdog.wait(transfers, timeout_s)
-        except BaseException:
-            self.abandon(transfers)
-            raise
+        self._receive_eager(eager, timeout_s)
+        self._watchdog.wait(transfers, timeout_s)
 
     def _receive_eager(self, eager: Sequence[tuple[int, torch.Tensor]], timeout_s: float) -> None:
         for peer, memory in eager:
@@ -326,11 +322,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         Raises:
             PeerFailure: a peer failed or left, or was not done in time.
         """
-        try:
-            self._watchdog.wait(transfers, timeout_s)
-        except BaseException:
-            self.abandon(transfers)
-            raise
+        self._watchdog.wait(transfers, timeout_s)
 
     def send_chunk(self, peer: int, memory: torch.Tensor, phase: int) -> GlooTransfer:
         """Begin to send a part of a reduction: uint8, contiguous. Local."""
@@ -377,15 +369,14 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return all(transfer.is_done and not transfer.has_failed for transfer in requests)
 
     def abandon(self, memory: object) -> None:
-        """Keep memory alive that Gloo may still touch, for transfers that are given up. Local."""
-        self._abandoned.append(memory)
+        """Do nothing: Gloo's transport keeps the memory of what is under way."""
 
     # ---- end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
         self.waiter.close()
-        in_good_order = not self.has_failed and not self._abandoned
+        in_good_order = not self.has_failed and self._gloo.is_idle
         self._send_final_notice()
         self._watchdog.close()
         self._gloo.close(in_good_order)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep.comm.hosts.gloo_transfers import GlooTransfer
+from lockstep.comm.hosts.gloo_transfers import GlooTransfer, unfinished
 from lockstep.shm.sync import FailureKind, PeerFailure
 
 __all__ = ["Watchdog"]
@@ -17,6 +17,7 @@ _RESTS_AFTER_S = 1.0
 _REASON_FOLLOWS_WITHIN_S = 1.0
 _CLOSE_PATIENCE_S = 2.0
 _ENDS_WAITS_AFTER_S = 0.05
+_ASKS_FOR_S = 0.05
 
 
 class Watchdog:
@@ -102,15 +103,14 @@ class Watchdog:
     def _of_those_missing(self, failure: PeerFailure) -> PeerFailure:
         """A failure of ranks that are late, without those whose transfers have finished: nobody has waited for these.
 
-        The group is broken, so connections may close. The transfer for which this rank waits is never asked.
+        This rank waits for the first that has not finished.
         """
         if any(kind is not FailureKind.LATE for kind in failure.kinds.values()):
             return failure
-        late: set[int] = set()
-        for transfer in self._pending:
-            if transfer.peer not in late and not transfer.is_done and (not late or not transfer.is_there()):
-                late.add(transfer.peer)
-        return PeerFailure({peer: kind for peer, kind in failure.kinds.items() if peer in late}, failure.waited_s)
+        waiting = [transfer for transfer in self._pending if not transfer.is_done]
+        late = {transfer.peer for transfer in [*waiting[:1], *unfinished(waiting[1:], _ASKS_FOR_S)]}
+        kinds = {peer: kind for peer, kind in failure.kinds.items() if peer in late}
+        return PeerFailure(kinds, failure.waited_s) if kinds else failure
 
     def _end_waits(self) -> None:
         """Return when this rank waits no more; the connections are closed."""

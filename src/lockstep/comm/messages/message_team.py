@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -41,6 +41,9 @@ from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.team import Region
+
+if TYPE_CHECKING:
+    from lockstep.comm.hosts.gloo_connections import GlooConnections
 
 __all__ = ["MESSAGE_BYTES", "MessageTeam", "Parts", "RequestT"]
 
@@ -83,6 +86,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
         layout: which ranks share a host, where a subclass knows.
         links: the links between the ranks, where a subclass has them.
+        gloo: Gloo's connections between the ranks, where a subclass has them.
         overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
         published_waits: where the ranks publish their waits: nowhere.
         is_told: whether an alarm wakes the waits of this group, so that they need not look often: never.
@@ -95,6 +99,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     has_symmetric_memory = False
     layout: Layout | None = None
     links: Links | None = None
+    gloo: GlooConnections | None = None
     overseers = None
     published_waits = None
     is_told = False

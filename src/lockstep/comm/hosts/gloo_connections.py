@@ -1,0 +1,220 @@
+"""Gloo's connections between this process and the other ranks, one for each pair, which several groups share.
+
+[Note: shared Gloo] The default group connects its ranks by Gloo; groups that are made of them later send and receive
+over the same connections, under tags of their own. So a further group takes no time to connect, no descriptors and no
+threads. What one group gives up must then not close the connections: it ends its waits ([Note: waits that no error
+ends] in `torch_private/gloo_waits.py`), and what is under way stays where Gloo may touch it, until the connections go.
+With a torch in which waits cannot be ended, each group has connections of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lockstep.comm.hosts.gloo_door import GlooDoor
+from lockstep.comm.torch_version import joins_gloo_with_gil
+from lockstep.errors import LockstepError, RendezvousError
+from lockstep.torch_private.gloo_waits import can_end_waits
+from lockstep.torch_private.groups import gloo_group
+from lockstep.torch_private.stores import Store
+
+__all__ = ["GlooConnections"]
+
+_AT_ONCE = timedelta(milliseconds=1)
+_BREAK_OFF_TAG = (1 << 31) - 1  # the largest, which no group has
+_LOOK_EVERY_S = 0.01
+_REASON_FOLLOWS_WITHIN_S = 0.5
+
+
+class _Refused:
+    """A send or receive that could not begin, because the connection is gone; its wait raises that."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, _: timedelta) -> bool:
+        raise self._error
+
+
+class _ClosedGroup:
+    """Stands where the group was: nothing can begin any more."""
+
+    def send(self, *_: object) -> None:
+        raise RuntimeError("the group is closed")
+
+    recv = send
+
+
+def _nothing_lost() -> None:
+    """Check nothing."""
+
+
+def _explain(check_peers: Callable[[], None]) -> None:
+    """Raise if a rank is gone; the news may be a moment behind Gloo's."""
+    until_s = time.monotonic() + _REASON_FOLLOWS_WITHIN_S
+    while time.monotonic() < until_s:
+        check_peers()
+        time.sleep(_LOOK_EVERY_S)
+
+
+class _Connecting:
+    """The making of a group, in a thread of its own: Gloo asks for a dead rank five times as long as it is told to.
+
+    Args:
+        make: makes the group.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._made: Any = None
+        self._error: BaseException | None = None
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, name="lockstep-gloo-connect", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._made = self._make()
+        except BaseException as error:
+            self._error = error
+        self._is_over.set()
+
+    def wait(self, timeout_s: float, check_peers: Callable[[], None]) -> Any:
+        """The group.
+
+        Raises:
+            TimeoutError: it is not there in time; the thread goes on.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not self._is_over.wait(_LOOK_EVERY_S):
+            check_peers()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._made
+
+
+class GlooConnections:
+    """Gloo's connections of one process. Thread-safe. Collective to make. See [Note: shared Gloo].
+
+    Args:
+        store: through which Gloo connects; nobody else uses its keys.
+        rank: this rank in the group that connects.
+        world_size: number of ranks of that group.
+        address: address of this host; Gloo listens and connects there only.
+        admitted: the addresses from which ranks connect; None for any. See [Note: Gloo's door].
+        timeout_s: seconds until missing connections are an error.
+        check_peers: called while ranks connect; raises if one of them is gone.
+
+    Attributes:
+        world_size: number of ranks that are connected.
+        num_users: groups that send and receive here.
+
+    Raises:
+        RendezvousError: a host cannot be reached.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        address: str,
+        admitted: Collection[str] | None,
+        timeout_s: float,
+        check_peers: Callable[[], None] = _nothing_lost,
+    ) -> None:
+        what = f"rank {rank} of {world_size} could not connect to all others by Gloo at {address}"
+        try:
+            door = GlooDoor(address, admitted)
+            limit = timedelta(seconds=timeout_s)
+            connecting = _Connecting(lambda: gloo_group(store, rank, world_size, door.device, limit))
+            try:
+                self._group: Any = connecting.wait(timeout_s, check_peers)
+            finally:
+                door.close()
+        except LockstepError:
+            raise
+        except TimeoutError:
+            raise RendezvousError(f"{what} within {timeout_s:.1f} s. Is there a firewall between the hosts?") from None
+        except RuntimeError as error:
+            _explain(check_peers)
+            raise RendezvousError(f"{what}: {str(error).splitlines()[0]}") from None
+        self.world_size = world_size
+        self.num_users = 0
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._are_whole = True
+        self._num_made = 0  # groups that this rank has given a number
+        self._rank = rank
+        self._kept: list[object] = []
+        self._lock = threading.Lock()
+
+    def number(self) -> int:
+        """A number from 1 on for a further group whose first rank this is; no other group has it. Local."""
+        with self._lock:
+            self._num_made += 1
+            return self._num_made * self.world_size + self._rank
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether further groups may use them."""
+        return self._are_whole and bool(self.num_users) and can_end_waits()
+
+    def send(self, peer: int, memory: torch.Tensor, tag: int) -> Any:
+        """Begin to send bytes: uint8, contiguous. They must not change until it has finished. Local.
+
+        Returns:
+            What `GlooTransfer` waits for.
+        """
+        return self._begin(self._group.send, peer, memory, tag)
+
+    def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Any:
+        """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local.
+
+        Returns:
+            What `GlooTransfer` waits for.
+        """
+        return self._begin(self._group.recv, peer, memory, tag)
+
+    def _begin(self, verb: Callable[..., Any], peer: int, memory: torch.Tensor, tag: int) -> Any:
+        # The death of a peer shows here or in a wait; the wait explains it.
+        try:
+            return verb([memory], peer, tag)
+        except RuntimeError as error:
+            return _Refused(error)
+
+    def keep(self, under_way: object) -> None:
+        """Keep transfers that are given up, and with them the memory that Gloo may still touch. Local."""
+        self._kept.append(under_way)
+
+    def break_off(self) -> None:
+        """Close the connections, for all groups, so that every wait ends. Local."""
+        self._are_whole = False
+        # See [Note: waits]; Gloo's own abort() lets waits go on.
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAK_OFF_TAG).wait(_AT_ONCE)
+
+    def open(self) -> None:
+        """Count one more user. Local."""
+        with self._lock:
+            self.num_users += 1
+
+    def close(self) -> None:
+        """Count one user less. The last one releases the connections. Local."""
+        with self._lock:
+            self.num_users -= 1
+            if self.num_users:
+                return
+        if self._kept:
+            self.break_off()
+        # The last reference to the group closes its connections; with an old torch that has to wait for the end.
+        elif not joins_gloo_with_gil(torch.__version__):
+            self._group = _ClosedGroup()
