@@ -320,7 +320,14 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "weighted": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0), weight=weight),
         "sum": lambda logits, y: logits.square().sum(),
         "masked": masked,
+        "selected by a mask": lambda logits, y: logits[y != IGNORED].square().mean(),
+        "selected by masked_select": lambda logits, y: logits.masked_select((y != IGNORED)[..., None]).mean(),
+        "selected by places": lambda logits, y: cross_entropy(
+            logits.flatten(0, 1)[(y.flatten() != IGNORED).nonzero()[:, 0]], y[y != IGNORED]
+        ),
         "mean": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0)),
+        "one place of each sample": lambda logits, y: logits[torch.arange(len(y)), 0, y[:, 0].clamp(min=0)].mean(),
+        "a mask that leaves nothing out": lambda logits, y: logits[torch.ones_like(y, dtype=torch.bool)].mean(),
         "mean by hand": lambda logits, y: logits.square().sum() / len(y),
         "mean over all by hand": lambda logits, y: logits.square().sum() / logits.numel(),
         "mean and a term on parameters": lambda logits, y: logits.mean() + weight.requires_grad_().sum(),
@@ -343,6 +350,9 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "weighted": "weighted by class (weight=)",
         "sum": "a sum",
         "masked": "a sum divided by",
+        "selected by a mask": "that a mask has selected",
+        "selected by masked_select": "that a mask has selected",
+        "selected by places": "selected places",
     }.items():
         ((line, text),) = found.pop(name).items()
         assert line.startswith("test_losses.py:")

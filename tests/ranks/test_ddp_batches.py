@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, random_split
 
 import lockstep
 from ddp_checks import error_of
@@ -71,9 +73,62 @@ def test_a_batch_without_its_tag_is_not_compared() -> None:
 
 
 def test_stamps() -> None:
-    first, second = "samples 0 to 3 of epoch 1", "samples 4 to 7 of epoch 1"
+    first, second = ("samples 0 to 3 of epoch 1", 5), ("samples 4 to 7 of epoch 1", 5)
     assert stamp_of([first, second]) == stamp_of([second, first])
     assert len({stamp_of([first, second]), stamp_of([first]), stamp_of([second]), 0}) == 4
-    assert stamp_of([first, ""]) == stamp_of([]) == 0
-    assert max(stamp_of([f"samples {2**40} to {2**41} of epoch {2**20}"]), stamp_of([first])) < 2**63
+    assert stamp_of([first, ("", 0)]) == stamp_of([]) == 0
+    assert max(stamp_of([(f"samples {2**40} to {2**41} of epoch {2**20}", 2**48 - 1)]), stamp_of([first])) < 2**63
     check_stamps([stamp_of([first]), 0, stamp_of([first])])
+    with pytest.raises(CollectiveMismatch, match="of epoch 1, but of different data"):
+        check_stamps([stamp_of([first]), stamp_of([(first[0], 6)])])
+
+
+def split_by_itself(what: str) -> str:
+    """A split, files, values or a seed that are another on each rank."""
+    torch.manual_seed(dist.get_rank())
+    dataset: Any = TensorDataset(torch.arange(32.0)[:, None].repeat(1, 3))
+    seed = 0
+    if what == "split":
+        dataset, _ = random_split(dataset, [24, 8])
+    elif what == "files":
+        dataset = Files([f"/data/{name}.png" for name in torch.randperm(24).tolist()])
+    elif what == "values":
+        dataset = TensorDataset(torch.randn(24, 3))
+    elif what == "seed":
+        seed = dist.get_rank()
+    elif what == "nothing":
+        dataset = Files([f"/host{dist.get_rank()}/{name}.png" for name in range(24)])
+        dataset.cache = [dist.get_rank()] * 24
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    try:
+        for (inputs,) in lockstep.DataLoader(dataset, 8, shuffle=True, seed=seed):
+            backward(model, inputs)
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+class Files:
+    """A dataset of files, whose names it keeps."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+        self.cache: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.full((3,), float(index)),)
+
+
+@pytest.mark.parametrize("what", ["split", "files", "values", "seed"])
+def test_ranks_with_other_data_are_told(what: str) -> None:
+    """Each trained on samples of another rank's validation set, or on some samples twice and never on others."""
+    for message in run_ranks(split_by_itself, 2, what):
+        assert "samples 0 … of epoch 0, but of different data" in message
+        assert "random_split a generator" in message
+
+
+def test_what_is_a_ranks_own_business_is_not_compared() -> None:
+    assert run_ranks(split_by_itself, 2, "nothing") == ["", ""]

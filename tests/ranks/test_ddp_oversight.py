@@ -73,6 +73,79 @@ def test_calling_the_inner_module_in_a_closure_is_an_error() -> None:
     assert all("Call model(x)" in error for error in run_ranks(call_inner_in_a_closure, 2))
 
 
+def step_by_autograd_grad(equal: bool) -> str:
+    """Gradients that `torch.autograd.grad` has returned are put into `.grad`, with and without an average by hand."""
+    model = DistributedDataParallel(mlp().double())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    try:
+        for _ in range(5):
+            gradients = torch.autograd.grad(model(data(2, 4)).mean(), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if equal:
+                    dist.all_reduce(gradient)
+                parameter.grad = gradient
+            optimizer.step()
+    except ModelError as error:
+        return str(error)
+    assert_same_on_all_ranks(*parameters)
+    return ""
+
+
+def test_steps_by_what_autograd_grad_returns_are_an_error_unless_somebody_averages_it() -> None:
+    """No sentinel fires; each rank trained a model of its own without a word."""
+    assert all(
+        "torch.autograd.grad returns is this rank's alone" in error
+        for error in run_ranks(step_by_autograd_grad, 2, False)
+    )
+    assert run_ranks(step_by_autograd_grad, 2, True) == ["", ""]
+
+
+def step_behind_no_sync(averages: bool) -> list[str]:
+    """The last window of an epoch is cut short, and the script steps by what there is."""
+    model = DistributedDataParallel(mlp().double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings_of_lockstep() as told:
+        for _ in range(2):
+            with model.no_sync():
+                model(data(2, 4)).mean().backward()
+            if averages:
+                model(data(2, 4)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return told
+
+
+def test_steps_by_what_no_sync_has_accumulated_are_warned_of() -> None:
+    zero, one = run_ranks(step_behind_no_sync, 2, False)
+    assert len(zero) == 1
+    assert zero[0].startswith("SGD.step() at ")
+    assert "were accumulated under no_sync() and no pass has averaged them" in zero[0]
+    assert one == []
+    assert run_ranks(step_behind_no_sync, 2, True) == [[], []]
+    assert run_ranks(step_behind_no_sync, 1, False) == [[]]
+
+
+def penalise(num_samples: int) -> str:
+    model = DistributedDataParallel(mlp().double())
+    for (inputs,) in DataLoader(TensorDataset(torch.arange(num_samples * 4.0).double().view(-1, 4)), 4):
+        inputs.requires_grad_()
+        output = model(inputs)
+        try:
+            torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        except ModelError as error:
+            return str(error)
+        output.mean().backward()
+    return ""
+
+
+def test_a_gradient_penalty_on_a_batch_that_the_ranks_do_not_divide_is_an_error() -> None:
+    assert run_ranks(penalise, 2, 8) == ["", ""]
+    for error in run_ranks(penalise, 2, 7):
+        assert error.startswith("a gradient with a graph of its own (create_graph=True")
+        assert "drop_last=True" in error
+
+
 def accumulate(model: DistributedDataParallel) -> None:
     with model.no_sync():
         model(data(2, 4)).sum().backward()

@@ -8,7 +8,8 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 import lockstep.data.source
+from lockstep import log
 from lockstep.data import DataLoader
 from lockstep.data.drawing import only_looks_up
 from lockstep.data.source import is_deterministic
@@ -542,3 +544,69 @@ def test_a_dataset_that_draws_while_it_fetches_a_batch_is_warned_of(kind, caplog
     assert len(caplog.records) == (kind is not FetchesBatches)
     for record in caplog.records:
         assert f"({kind.__qualname__}) draws random numbers in __getitems__" in record.getMessage()
+
+
+class HoldsGenerator(Held):
+    def __init__(self, generator: Any, draw: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.transforms = [Holder(generator)]
+        self.draw = draw
+
+    def __getitem__(self, index):
+        return self.images[index] + self.draw(self.transforms[0].generator)
+
+
+class Holder:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+
+def nothing_drawn(_: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: random.Random(0), random.Random.random),
+        (lambda: np.random.default_rng(0), np.random.Generator.random),
+        (lambda: np.random.RandomState(0), np.random.RandomState.rand),
+        (torch.Generator, lambda generator: float(torch.rand((), generator=generator))),
+        (lambda: random.Random(0), nothing_drawn),
+    ],
+)
+def test_a_dataset_that_draws_from_a_generator_of_its_own_is_warned_of(
+    make, draw, num_workers: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such draws depend on what a rank has fetched before."""
+    log._warned.clear()
+    for _ in range(2):
+        list(DataLoader(HoldsGenerator(make(), draw), 2, num_workers=num_workers))
+    text = "draws from a generator of its own, transforms[0].generator"
+    if num_workers:
+        assert (text in capfd.readouterr().err) == (draw is not nothing_drawn)
+    else:
+        assert [text in record.getMessage() for record in caplog.records] == [True] * (draw is not nothing_drawn)
+
+
+class Looks(Held):
+    def __getitem__(self, index):
+        return self.images[index]
+
+
+def collate_and_draw(samples):
+    return torch.stack(samples) * torch.rand(())
+
+
+def collate_only(samples):
+    return torch.stack(samples)
+
+
+@pytest.mark.parametrize("collate", [collate_and_draw, collate_only])
+def test_a_collate_function_that_draws_is_warned_of(collate, caplog: pytest.LogCaptureFixture) -> None:
+    log._warned.clear()
+    for _ in range(2):
+        list(DataLoader(Looks(), 2, collate_fn=collate))
+    told = ["collate_fn (collate_and_draw) draws random numbers" in each.getMessage() for each in caplog.records]
+    assert told == [True] * (collate is collate_and_draw)

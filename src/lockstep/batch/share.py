@@ -19,6 +19,7 @@ class BatchShare:
         evaluation: it comes from a loader with `evaluation=True`, of which ranks may get different numbers of batches.
         rows: samples that this rank was given: its own, or those of the filler.
         source: kept alive with the batch; see `plans.Source`.
+        fingerprint: a number for the samples and their order, the same on all ranks; 0 where nobody says.
     """
 
     local_samples: int
@@ -28,6 +29,7 @@ class BatchShare:
     evaluation: bool = field(default=False, compare=False)
     rows: int = field(default=0, compare=False)
     source: object = field(default=None, compare=False, repr=False)
+    fingerprint: int = field(default=0, compare=False, repr=False)
 
     @property
     def weight(self) -> float:

@@ -21,12 +21,13 @@ from lockstep.data.checks import (
     check_workers,
 )
 from lockstep.data.device import DeviceIterator, check_device
+from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
 from lockstep.data.handover import CollateAndPack
 from lockstep.data.iteration import EpochIterator, Progress, RankBatchSampler
 from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, shuffled_order
 from lockstep.data.place import check_place, find_place
 from lockstep.data.seeding import derive_seed
-from lockstep.data.source import Source, TensorSource, WorkerInit, identity, make_source
+from lockstep.data.source import Source, TensorSource, WatchedCollate, WorkerInit, identity, make_source
 from lockstep.drift import watch_optimizers
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
@@ -192,6 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._epoch_after = 0  # the epoch that follows a resumed one, if others had begun within it
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[Progress] = []
+        self._data_fingerprint: int | None = None
         self._plan()
 
     def __len__(self) -> int:
@@ -211,7 +213,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
         plan = self._plan(start)
-        schedule = Schedule(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source)
+        schedule = Schedule(
+            *(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
+            fingerprint=self._fingerprint(order) if world_size > 1 else 0,
+        )
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
         batch.register(self._batch_source, rank, schedule.divisions())
@@ -310,6 +315,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         view.worker_init_fn = WorkerInit(self.worker_init_fn)
         if isinstance(source, TensorSource):
             view.collate_fn = identity
+        elif source.seed_collate:
+            view.collate_fn = WatchedCollate(view.collate_fn)
         if self.num_workers > 0:
             view.collate_fn = CollateAndPack(view.collate_fn)
         return iterator_of(view)
@@ -335,6 +342,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not self.shuffle:
             return range(length)
         return (shuffled_order if self.permutation == "stored" else computed_order)(length, self.seed, epoch)
+
+    def _fingerprint(self, order: Order) -> int:
+        if self._data_fingerprint is None:  # once, before anything is fetched: a dataset may change as it is used
+            self._data_fingerprint = fingerprint_of_data(self.dataset)
+        return self._data_fingerprint ^ fingerprint_of_order(order, self.seed)
 
     def _plan(self, start: int = 0) -> Plan:
         """The batches of an epoch; read anew each time, as the dataset may have grown."""

@@ -154,6 +154,7 @@ class Schedule:
         world_size: number of ranks.
         evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
         source: of the loader; its shares keep it alive.
+        fingerprint: a number for the samples and their order; see `fingerprints.py`.
     """
 
     order: Order
@@ -164,6 +165,7 @@ class Schedule:
     world_size: int
     evaluation: bool = False
     source: object = None
+    fingerprint: int = 0
 
     def __len__(self) -> int:
         """Number of batches that this rank yields."""
@@ -191,7 +193,9 @@ class Schedule:
         # Named by its place in the epoch: a resumed epoch counts its batches anew.
         name = f"samples {first} to {last - 1} of epoch {self.epoch}"
         rows = end - begin or filler_rows(self.plan.batch_size, self.rank, self.world_size)
-        return BatchShare(end - begin, last - first, self.world_size, name, self.evaluation, rows, self.source)
+        return BatchShare(
+            end - begin, last - first, self.world_size, name, self.evaluation, rows, self.source, self.fingerprint
+        )
 
     def divisions(self) -> set[Division]:
         """How the batches are split; those of an evaluation are not for training, and not told."""

@@ -13,7 +13,8 @@ randomness are served:
 
 [Note: batches of a dataset's own] A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded
 once for it. If it then draws, its samples depend on which of them a rank fetches together, and so on the number of
-ranks. Nothing says beforehand whether it draws, so the states of the generators are compared, and it is warned of.
+ranks. Nothing says beforehand whether it draws, so the states of the generators are compared, and it is warned of. The
+same goes for a collate function that draws, and for a dataset with a generator of its own (`own_generators.py`).
 """
 
 from __future__ import annotations
@@ -31,16 +32,30 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 
 from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
+from lockstep.data.own_generators import OwnGenerators
 from lockstep.data.seeding import GlobalRngs, derive_seed, make_generator, seed_global_rngs
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.loader import set_guarded
 
-__all__ = ["Source", "TensorSource", "WorkerInit", "identity", "is_deterministic", "make_source", "takes_generator"]
+__all__ = [
+    "Source",
+    "TensorSource",
+    "WatchedCollate",
+    "WorkerInit",
+    "identity",
+    "is_deterministic",
+    "make_source",
+    "takes_generator",
+]
 
 _logger = get_logger(__name__)
 
 # Indexing these runs no code of the user's, so nothing can be drawn.
 _DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range)
+
+
+# Batches in each process, after which it counts as known whether datasets and collate functions draw.
+_LOOKS = 3
 
 
 def _parts(dataset: Any) -> Sequence[Any]:
@@ -157,9 +172,15 @@ class Source:
         self._takes_generator = takes_generator(dataset)
         self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
         self._has_drawn = False
+        self._looks_left = _LOOKS if seed_samples else 0
 
     def __getitems__(self, fetch: Fetch) -> list[Any]:
-        samples = self._samples(fetch)
+        if self._looks_left:
+            self._looks_left -= 1
+            with OwnGenerators(self.dataset):
+                samples = self._samples(fetch)
+        else:
+            samples = self._samples(fetch)
         if self.seed_collate:
             seed_global_rngs(derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.indices[0]))
         return samples
@@ -201,6 +222,38 @@ class Source:
         if self.seed_samples:
             # Not the stream of the sample's own generator: a dataset may draw from both.
             seed_global_rngs(derive_seed(b"global", seed, epoch, index))
+
+
+class WatchedCollate:
+    """A collate function of the user's that is warned of if it draws. See [Note: batches of a dataset's own].
+
+    Args:
+        collate_fn: the user's.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn = collate_fn
+        self._looks_left = _LOOKS
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if not self._looks_left:
+            return self.collate_fn(samples)
+        self._looks_left -= 1
+        before = GlobalRngs()
+        batch = self.collate_fn(samples)
+        if not before.are_as_now():
+            self._looks_left = 0
+            warn_once(
+                _logger,
+                f"collate_fn ({_name_of(self.collate_fn)}) draws random numbers for the samples that a rank has of a "
+                "batch, so what it makes of them depends on the number of ranks. Draw in the dataset's __getitem__, "
+                "where each sample has random numbers of its own",
+            )
+        return batch
+
+
+def _name_of(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 class TensorSource:

@@ -64,6 +64,7 @@ class BackwardPass:
         phase: see [Note: phases of a backward pass]. No property, because hooks of parameters read it; set here alone.
         is_accumulating: gradients of the last forward pass are not to be averaged.
         has_strayed: gradients came outside of all forward passes, and no backward pass has averaged them since.
+        has_accumulated: gradients came that were not to be averaged, and no backward pass has averaged them since.
         seen_task: the last of autograd's tasks that came to an output; -1 for none.
         reaches: whether that task goes on to parameters of the model.
         begun_task: the last task that averages.
@@ -74,12 +75,12 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
-        self.is_accumulating = self.has_strayed = self.reaches = False
+        self.is_accumulating = self.has_strayed = self.has_accumulated = self.reaches = False
         self.seen_task = self.begun_task = _NO_TASK
         self.roots: dict[int, Node] = {}
         self.awaited: list[int] = []
         self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
-        self._batches: set[str] = set()  # that they are of
+        self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
 
     @property
     def is_under_way(self) -> bool:
@@ -114,7 +115,7 @@ class BackwardPass:
     def finish(self) -> None:
         """The means are there."""
         self._go("finish", Phase.IDLE, self.phase is Phase.AVERAGING)
-        self.has_strayed = False
+        self.has_strayed = self.has_accumulated = False
 
     def abandon(self) -> None:
         """What the pass left is void."""
@@ -153,10 +154,17 @@ class BackwardPass:
         awaited, self.awaited = self.awaited, []
         return awaited
 
-    def claim(self, text: str, is_certain: bool, batch: str) -> None:
-        """What a forward pass that gradients come from was understood to hold; of which batch, "" if not known."""
+    def claim(self, text: str, is_certain: bool, batch: str, fingerprint: int = 0) -> None:
+        """What a forward pass that gradients come from was understood to hold.
+
+        Args:
+            text: see `Claims`.
+            is_certain: see `Claims`.
+            batch: its name; "" if not known.
+            fingerprint: of the data that it is of; 0 if not known.
+        """
         self._claims[text] = is_certain
-        self._batches.add(batch)
+        self._batches.add((batch, fingerprint))
 
     def take_claims(self) -> Claims:
         """What was claimed since the last averaging, and counts no more."""

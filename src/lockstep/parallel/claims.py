@@ -53,19 +53,20 @@ class Claims:
 NO_CLAIMS = Claims()
 
 
-def stamp_of(batches: Collection[str]) -> int:
-    """Names of batches as one number: first sample and epoch of one of them, and a hash of all.
+def stamp_of(batches: Collection[tuple[str, int]]) -> int:
+    """Batches as one number: first sample and epoch of one of them, and a hash of all.
 
     Args:
-        batches: such as "samples 4 to 7 of epoch 0"; "" for one that is not known.
+        batches: name and fingerprint of each: such as "samples 4 to 7 of epoch 0", "" for one that is not known; and a
+            number for the data that it is of.
 
     Returns:
         More than 0; 0 where a batch is not known, or there is none.
 
-    >>> describe_stamp(stamp_of(["samples 4 to 7 of epoch 2"]))
+    >>> describe_stamp(stamp_of([("samples 4 to 7 of epoch 2", 0)]))
     'samples 4 … of epoch 2'
     """
-    names = [_NAME.fullmatch(name) for name in sorted(batches)]
+    names = [_NAME.fullmatch(name) for name, _ in sorted(batches)]
     if not names or names[0] is None or None in names:
         return 0
     first, epoch = int(names[0][1]) & _FIRST_MASK, int(names[0][2]) & _EPOCH_MASK
@@ -86,7 +87,16 @@ def check_stamps(stamps: Sequence[int]) -> None:
     """
     if len({stamp for stamp in stamps if stamp}) < 2:
         return
-    lines = [f"  rank {rank}: {describe_stamp(stamp)}" for rank, stamp in enumerate(stamps) if stamp]
+    known = {rank: describe_stamp(stamp) for rank, stamp in enumerate(stamps) if stamp}
+    if len(set(known.values())) == 1:
+        raise CollectiveMismatch(
+            f"the ranks averaged gradients of {known.popitem()[1]}, but of different data: their loaders hold other "
+            "samples, or the same in another order. After lockstep.init each rank draws random numbers of its own: "
+            "give random_split a generator=torch.Generator().manual_seed(0), shuffle with random.Random(0), sort what "
+            "os.listdir or glob has found, and give each loader the same seed. Data that is a rank's own goes into a "
+            "loader with rank=0 and world_size=1"
+        )
+    lines = [f"  rank {rank}: {text}" for rank, text in known.items()]
     raise CollectiveMismatch(
         "the ranks averaged gradients of different batches (ranks of the engine's group):\n"
         + "\n".join(lines)
@@ -96,12 +106,12 @@ def check_stamps(stamps: Sequence[int]) -> None:
     )
 
 
-def join_claims(claims: dict[str, bool], batches: Collection[str] = ()) -> Claims:
+def join_claims(claims: dict[str, bool], batches: Collection[tuple[str, int]] = ()) -> Claims:
     """Those of one step: text -> whether it is certain. The order of forward passes does not count.
 
     Args:
         claims: of the forward passes.
-        batches: their names; see `stamp_of`.
+        batches: see `stamp_of`.
     """
     if not claims:
         return NO_CLAIMS

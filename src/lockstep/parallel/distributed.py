@@ -30,7 +30,7 @@ from lockstep.errors import InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
-from lockstep.parallel.backward_pass import BackwardPass
+from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
@@ -410,7 +410,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             is_seen = runs_backward_to(self._parameters_to_reduce)
             backward.see(task, reaches=is_seen or forward.begins_with_checkpoint)
             if not is_seen and forward.syncing:
-                self._look_out()
+                self._look_out(forward)
         if not backward.reaches:
             return False
         backward.reach(output)
@@ -421,15 +421,24 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
                 backward.take_claims()  # what came before was thrown away
             share = forward.feed.share
-            name = share.name if share is not None and share.world_size == self._world_size else ""
-            backward.claim(forward.feed.claim, forward.feed.is_certain, name)
+            name, fingerprint = "", 0
+            if share is not None and share.world_size == self._world_size:
+                name, fingerprint = share.name, share.fingerprint
+            backward.claim(forward.feed.claim, forward.feed.is_certain, name, fingerprint)
         if forward.syncing:
             self._backward_begins()
         return True
 
-    def _look_out(self) -> None:
+    def _look_out(self, forward: ForwardPass) -> None:
         """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
         if torch.is_grad_enabled():
+            forward.settle()
+            if not forward.is_plain:
+                raise ModelError(
+                    "a gradient with a graph of its own (create_graph=True, as for a gradient penalty), of a batch "
+                    "that the ranks do not divide: what a loss makes of it would count once for each rank, not for "
+                    "each sample. Give the loader drop_last=True and a batch size that the ranks divide"
+                )
             self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
         else:
             self.changes.suspect()  # they may be others by now
@@ -500,8 +509,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def has_strayed(self) -> bool:
-        """Whether gradients came past this engine and have not been averaged since; see `strays.py`."""
-        return self._backward.has_strayed and not join_config_of(self).enable
+        """Whether gradients may have come past this engine, and have not been averaged since; see `strays.py`."""
+        # A forward pass without a backward pass: `torch.autograd.grad` computes gradients of which no hook tells.
+        may_have = self._backward.has_strayed or self._backward.phase is Phase.READY
+        return may_have and not join_config_of(self).enable
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether gradients of passes under `no_sync()` are there that no backward pass has averaged since."""
+        return self._backward.has_accumulated and not join_config_of(self).enable
+
+    def forget_accumulated(self) -> None:
+        """Those gradients were warned of. Local."""
+        self._backward.has_accumulated = False
 
     @property
     def awaits_gradients(self) -> bool:

@@ -2,8 +2,8 @@
 
 Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`), and the engine cannot know it
 from gradients. So after its first forward passes it looks at the loss, and warns. What is found: a mean over targets
-of which some were ignored or weighted by class, a sum, and a sum divided by something else than what was summed or
-the samples.
+of which some were ignored or weighted by class, or of outputs that a mask has selected, a sum, and a sum divided by
+something else than what was summed or the samples.
 
 [Note: before the backward pass] A backward pass frees what the nodes of the loss have saved before it comes to the
 model's outputs, so the loss has to be seen when `backward` is called. For those few steps Python's profiling hook of
@@ -139,7 +139,11 @@ def find_other_divisor(
             outputs.append(node)
             continue
         seen.add(node)
-        found = _of_reduction(node, divisor) or _of_sum(node, divisor, local_samples)
+        found = (
+            _of_reduction(node, divisor)
+            or _of_sum(node, divisor, local_samples)
+            or _of_selection(node, is_output, local_samples)
+        )
         if found is not None and any(is_output(behind) for behind in _nodes_behind(node, is_output)):
             return found
         if node.name() in _DIVISIONS:
@@ -199,6 +203,32 @@ def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> Oth
     else:
         is_judged = bool(local_samples and divisor % local_samples)
     return OtherDivisor(f"a sum divided by {divisor:g}", divisor) if is_judged else None
+
+
+def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: int | None) -> OtherDivisor | None:
+    """What a mean is, if it is over what a mask, or a list of places, has selected from the outputs."""
+    if node.name() != "MeanBackward0" and getattr(node, "_saved_reduction", None) != _MEAN:
+        return None
+    for behind in _nodes_behind(node, is_output):
+        if is_output(behind):
+            continue
+        name = behind.name()
+        if name == "MaskedSelectBackward0":
+            masks: list[Any] = [getattr(behind, "_saved_mask", None)]
+        elif name == "IndexBackward0":
+            masks = list(getattr(behind, "_saved_indices", ()) or ())
+        else:
+            continue
+        for mask in masks:
+            if isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8):
+                count = int(mask.count_nonzero())
+                if count != mask.numel():
+                    return OtherDivisor(f"a mean over {count} of {mask.numel()} that a mask has selected", count)
+        if name == "IndexBackward0" and len(masks) == 1 and isinstance(masks[0], Tensor) and local_samples:
+            count = masks[0].numel()
+            if masks[0].dtype not in (torch.bool, torch.uint8) and count % local_samples:
+                return OtherDivisor(f"a mean over {count} selected places", count)
+    return None
 
 
 def _scalar(value: object) -> float | None:

@@ -128,8 +128,11 @@ class Reducer:
                     reducer._try_bucket(bucket)
             elif phase is Phase.READY:
                 reducer._announce(parameter)
-            elif phase is Phase.IDLE and not backward.is_accumulating:
-                backward.has_strayed = True
+            elif phase is Phase.IDLE:
+                if backward.is_accumulating:
+                    backward.has_accumulated = True
+                else:
+                    backward.has_strayed = True
 
         self._handles[bucket] = _HookBehindAll(self._parameters[index], on_gradient)
 

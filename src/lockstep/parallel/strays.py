@@ -5,8 +5,11 @@ are each rank's own. The reducer's sentinels fire all the same, outside of any b
 and note that a gradient *strayed*. When an optimizer is about to step, the ranks compare what they have, once: equal
 gradients are fine (a regulariser's own backward pass over the parameters gives those), others are an error.
 
+So do gradients that `torch.autograd.grad` has returned, and a script puts into `.grad`: no sentinel fires, but the last
+forward pass has had no backward pass.
+
 A strayed gradient that a later pass of the engine averages with its own is no longer one. Gradients of passes under
-`no_sync()` are never strays.
+`no_sync()` are never strays; who steps by them alone is warned, since local SGD does so on purpose.
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from lockstep.drift import describe_step, digest, engines, engines_of
 from lockstep.errors import ModelError
+from lockstep.log import get_logger, warn_once
 from lockstep.parallel.checks import host_device
 
 __all__ = ["install"]
+
+_logger = get_logger(__name__)
 
 # Comparisons that may end well before an engine's strayed gradients are taken for equal in every step.
 _COMPARISONS = 3
@@ -41,9 +47,13 @@ def install() -> None:
 
 def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise if this optimizer steps strayed gradients that differ between ranks. Collective where some strayed."""
-    if not any(engine.awaits_gradients or engine.has_strayed for engine in engines()):
+    if not any(engine.awaits_gradients or engine.has_strayed or engine.has_accumulated for engine in engines()):
         return
-    if not any(engine.awaits_gradients or _must_be_compared(engine) for engine in engines_of(optimizer)):
+    own = engines_of(optimizer)
+    for engine in own:
+        if engine.has_accumulated:
+            _warn_of_accumulated(engine, optimizer)
+    if not any(engine.awaits_gradients or _must_be_compared(engine) for engine in own):
         return
     gc.collect()  # see [Note: engines that are gone] in `drift.py`
     own = engines_of(optimizer)
@@ -58,9 +68,29 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} differ between ranks, "
                 "because they came past DistributedDataParallel, which averages those of its own forward passes. Call "
                 "model(x), where model = lockstep.DistributedDataParallel(net), and neither net(x) nor "
-                "model.module(x); and where a loss contains gradients (create_graph=True), call backward() once, on "
-                "the whole loss"
+                "model.module(x); call backward() on the loss, since what torch.autograd.grad returns is this rank's "
+                "alone; and where a loss contains gradients (create_graph=True), call backward() once, on the whole "
+                "loss"
             )
+
+
+def _warn_of_accumulated(engine: Any, optimizer: Optimizer) -> None:
+    if not _has_gradients(engine, optimizer):
+        return
+    engine.forget_accumulated()
+    if dist.get_world_size(engine.process_group) == 1 or dist.get_rank(engine.process_group) != 0:
+        return
+    warn_once(
+        _logger,
+        f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} were accumulated under no_sync() and "
+        "no pass has averaged them, so each rank steps by its own, and their parameters differ from here on. Have the "
+        "last pass before each step outside of no_sync(), that of a window which the end of the data cuts short, too",
+    )
+
+
+def _has_gradients(engine: Any, optimizer: Optimizer) -> bool:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(each.grad is not None and id(each) in stepped for each in engine.module.parameters())
 
 
 def _must_be_compared(engine: Any) -> bool:

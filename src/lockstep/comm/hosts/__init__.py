@@ -8,7 +8,7 @@ General layout:
 * `links`: the connections as one group uses them, for short messages.
 * `peer_listener`: where they connect; `handshake`: how they prove to each other who they are.
 * `link_store`: what ranks tell each other over their new connections; `gloo_door`: keeps strangers from Gloo's port.
-* `gloo_connections`: those of Gloo, which all groups share; `gloo_transport`: as one group uses them, for what is large.
+* `gloo_connections`: those of Gloo, which all groups share; `gloo_transport`: as a group uses them.
 * `gloo_transfers`: what Gloo has under way, and who waits for it.
 * `watchdog`: a thread that looks after the peers while a rank waits for Gloo.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.

@@ -1,0 +1,108 @@
+"""A number for what a loader takes its batches from, by which the ranks notice that they do not hold the same.
+
+Each rank takes its part of every batch, so all need the same samples in the same order. A `random_split` or a
+`random.shuffle` of a list of files after `lockstep.init`, which gives each rank random numbers of its own, breaks that,
+and so does a folder that two hosts list in different orders. The number travels with the gradients
+(`parallel/claims.py`).
+
+What is looked at is a sample of indices, of tensors, and of texts: enough to tell two orders apart, little enough for
+datasets of any size. Other attributes of a dataset are its own business: a cache, say, which a rank fills for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from lockstep.data.order import Order
+
+__all__ = ["fingerprint_of_data", "fingerprint_of_order"]
+
+_SAMPLES = 64
+_BITS = 48
+
+
+def fingerprint_of_data(dataset: Any) -> int:
+    """A number below 2**48 for the data; of a class of the user's, the lists of texts that are as long as it is."""
+    return _hash(_described(dataset))
+
+
+def fingerprint_of_order(order: Order, seed: int) -> int:
+    """A number below 2**48 for the order of an epoch."""
+    return _hash([str((seed, len(order))), *_indices(order)])
+
+
+def _hash(parts: Sequence[str] | Iterator[str]) -> int:
+    state = hashlib.blake2b(digest_size=_BITS // 8)
+    for part in parts:
+        state.update(part.encode(errors="replace") + b"\0")
+    return int.from_bytes(state.digest(), "big")
+
+
+def _described(dataset: Any) -> Iterator[str]:
+    kind = type(dataset)
+    yield kind.__qualname__
+    if isinstance(dataset, Subset):
+        yield from _indices(dataset.indices)
+        yield from _described(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset | StackDataset):
+        parts = dataset.datasets
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            yield from _described(part)
+    elif kind is TensorDataset:
+        for tensor in dataset.tensors:
+            yield from _numbers(tensor)
+    elif isinstance(dataset, torch.Tensor | np.ndarray):
+        yield from _numbers(dataset)
+    else:
+        yield from _texts_of(dataset)
+
+
+def _places(length: int) -> list[int]:
+    """Some places in a sequence, the first and the last among them."""
+    return sorted({place * (length - 1) // (_SAMPLES - 1) for place in range(_SAMPLES)}) if length else []
+
+
+def _indices(indices: Any) -> Iterator[str]:
+    try:
+        length = len(indices)
+        yield str(length)
+        yield from (str(int(indices[place])) for place in _places(length))
+    except (TypeError, ValueError, KeyError, IndexError):  # what torch can index by, this cannot describe
+        yield type(indices).__qualname__
+
+
+def _numbers(array: Any) -> Iterator[str]:
+    yield f"{array.dtype} {tuple(array.shape)}"
+    is_on_host = not isinstance(array, torch.Tensor) or (array.device.type == "cpu" and array.layout is torch.strided)
+    if is_on_host and array.ndim and len(array):
+        flat = array.reshape(-1) if array.ndim > 1 and _is_dense(array) else array
+        if flat.ndim == 1:
+            yield from (str(flat[place].item()) for place in _places(len(flat)) if hasattr(flat[place], "item"))
+
+
+def _is_dense(array: Any) -> bool:
+    """Whether it can be flattened without a copy."""
+    return bool(array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous)
+
+
+def _texts_of(dataset: Any) -> Iterator[str]:
+    """Of its lists that have a text for each sample, some: base names of paths, since hosts mount data anywhere."""
+    attributes = {"": dataset} if isinstance(dataset, list | tuple) else getattr(dataset, "__dict__", {})
+    try:
+        length = len(dataset)
+    except Exception:  # code of the user's
+        return
+    for name, values in attributes.items():
+        if type(values) in (list, tuple) and len(values) == length:
+            for place in _places(length):
+                value = values[place]
+                text = value[0] if type(value) is tuple and value else value  # as in torchvision's `samples`
+                if type(text) is str:
+                    yield f"{name} {place} {os.path.basename(text)}"

@@ -1,0 +1,78 @@
+"""Warns of a dataset that draws from a generator of its own.
+
+The process-wide generators are seeded before each sample, a `random.Random(0)` or `torch.Generator()` that a dataset or
+a transform holds is not. What a sample draws from it depends on how many samples this rank has fetched before, and so
+on the number of ranks. So the states of what can be found in the first attributes of a dataset are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.log import get_logger, warn_once
+
+__all__ = ["OwnGenerators"]
+
+_DEPTH = 4
+_MOST_OBJECTS = 200
+
+_logger = get_logger(__name__)
+
+
+class OwnGenerators:
+    """Looks whether generators of a dataset's own are drawn from. A context manager.
+
+    Args:
+        dataset: any object.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._found: dict[str, Any] = {}
+        self._seen: set[int] = set()
+        self._find(dataset, "", _DEPTH)
+
+    def __enter__(self) -> OwnGenerators:
+        self._before = {name: _state(one) for name, one in self._found.items()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        drawn = [name for name, one in self._found.items() if _state(one) != self._before[name]]
+        if drawn and kind is None:
+            warn_once(
+                _logger,
+                f"the dataset ({type(self._dataset).__qualname__}) draws from a generator of its own, {drawn[0]}: what "
+                "a sample draws depends on those that this rank has fetched before, and so on the number of ranks. "
+                "Draw from the process-wide generator of torch, numpy or random, which are seeded for each sample, or "
+                "take a `generator` in __getitem__",
+            )
+
+    def _find(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
+            self._found[name] = value
+            return
+        if not depth or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
+            return
+        self._seen.add(id(value))
+        if type(value) in (list, tuple):
+            for place, item in enumerate(value[:_MOST_OBJECTS]):
+                self._find(item, f"{name}[{place}]", depth - 1)
+        elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
+            for attribute, item in list(getattr(value, "__dict__", {}).items()):
+                self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+    return repr(state)
