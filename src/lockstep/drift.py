@@ -17,13 +17,17 @@ already, or suspects nothing, must neither hang the others nor make their call a
 parameters are also hashed before each step that had a collective since the last. If all ranks had the same
 parameters at one of those points, somebody does average them, and the difference at the end is on purpose.
 
+[Note: beside an engine] A criterion with parameters of its own (a margin head, weights of several losses, a
+temperature) is easily left out of the model, and its optimizer steps are not quiet, because the model's engine
+communicates. So optimizers in programs with engines are suspected of what they step that no engine has: with a warning
+if they step an engine's parameters, too. Sharded parameters are those of others.
+
 [Note: engines that are gone] An engine that is part of a reference cycle lives until the garbage collector comes, which
 is another moment on each rank. What ranks decide by the engines of an optimizer they must decide alike. So who is about
 to communicate because of an engine, or to raise, collects garbage before; or goes by engines that were used just now.
 
-Not seen: parameters that nobody averages, in an optimizer that steps an engine's too or beside one that does, because
-there are collectives between its steps; a program that communicates within every step for another reason, such as a
-metric; and ranks that end without leaving their world.
+Not seen: a program without an engine that communicates within every step for another reason, such as a metric; and
+ranks that end without leaving their world.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import json
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -77,6 +81,12 @@ _PATIENCE_S = 5.0
 _STAY_S = 2.0
 _MAX_SUSPECTS = 4  # their parameters are kept alive
 _MAX_SYNCED = 16
+_ADVICE = "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop"
+_ADVICE_BESIDE = (
+    "Have the model that lockstep.DistributedDataParallel wraps hold them, and its forward() call what they belong to, "
+    "such as the criterion; or average their gradients before each step by dist.all_reduce"
+)
+_LOOKS = 3
 
 
 class AveragingModule(Protocol):
@@ -100,6 +110,8 @@ class _Record:
         parameters: those it steps, once it is suspected.
         label: its class and the user's line.
         synced: hashes of the parameters before steps that had a collective since the last one.
+        is_beside: it is suspected beside an engine; see [Note: beside an engine].
+        looks_left: steps after which it is looked for parameters that no engine has.
     """
 
     def __init__(self) -> None:
@@ -108,6 +120,13 @@ class _Record:
         self.parameters: list[torch.Tensor] = []
         self.label = ""
         self.synced: deque[str] = deque(maxlen=_MAX_SYNCED)
+        self.is_beside = False
+        self.looks_left = _LOOKS
+
+    @property
+    def advice(self) -> str:
+        """What to write instead."""
+        return _ADVICE_BESIDE if self.is_beside else _ADVICE
 
 
 _engines: WeakSet[Any] = WeakSet()
@@ -188,7 +207,9 @@ def _is_watching() -> bool:
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     record = _records.get(optimizer) if _is_watching() else None
     # Parameters are kept from the moment of suspicion on. See [Note: local SGD].
-    if record is not None and record.parameters and record.marker != _communication():
+    if record is None or record.is_beside:
+        return
+    if record.parameters and record.marker != _communication():
         record.synced.append(digest(record.parameters))
 
 
@@ -206,22 +227,48 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     record.version = version_of(first)
     marker = _communication()
     is_quiet, record.marker = marker == record.marker, marker
-    if is_quiet and not record.parameters and not engines_of(optimizer):
+    if record.parameters:
+        return
+    if is_quiet and not engines_of(optimizer):
         _suspect(optimizer, record)
+    elif record.looks_left:
+        record.looks_left -= 1
+        _look_beside_engines(optimizer, record)
 
 
 def _suspect(optimizer: Optimizer, record: _Record) -> None:
     """See [Note: quiet steps]."""
-    world_size = dist.get_world_size()
     record.parameters = list(_parameters_of(optimizer))
     record.label = describe_step(optimizer)
     _suspects.append(record)
+    _warn_of(record, optimizer)
+
+
+def _look_beside_engines(optimizer: Optimizer, record: _Record) -> None:
+    """See [Note: beside an engine]."""
+    averaged = {id(parameter) for engine in engines() for parameter in engine.module.parameters()}
+    stepped = [parameter for parameter in _parameters_with_gradient(optimizer) if not _is_sharded(parameter)]
+    alone = [parameter for parameter in stepped if id(parameter) not in averaged]
+    if not averaged or not alone:
+        return
+    record.parameters, record.label, record.is_beside = alone, describe_step(optimizer), True
+    _suspects.append(record)
+    if len(alone) < len(stepped):
+        _warn_of(record, optimizer)
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether each rank holds a part of it, as FSDP and tensor parallelism have it."""
+    return type(parameter) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _warn_of(record: _Record, optimizer: Optimizer) -> None:
     if dist.get_rank() == 0:
         warn_once(
             _logger,
-            f"{record.label}: nobody averages the {_describe_parameters(optimizer)} over the {world_size} ranks, while "
-            "lockstep.DataLoader gives each rank its own part of every batch. So each rank trains a model of its own. "
-            "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop",
+            f"{record.label}: nobody averages the {_describe_parameters(optimizer, record.parameters)} over the "
+            f"{dist.get_world_size()} ranks, while lockstep.DataLoader gives each rank its own part of every batch. So "
+            f"each rank trains a model of its own. {record.advice}",
         )
 
 
@@ -233,11 +280,14 @@ def _parameters_with_gradient(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None)
 
 
-def _describe_parameters(optimizer: Optimizer) -> str:
+def _describe_parameters(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> str:
     """`4 parameters that it steps (0.weight, 0.bias, …)`; shapes where an optimizer was not given names."""
     names: list[str] = []
+    wanted = set(map(id, chosen))
     for group in optimizer.param_groups:
-        names += group.get("param_names") or [str(list(parameter.shape)) for parameter in group["params"]]
+        shapes = [str(list(parameter.shape)) for parameter in group["params"]]
+        named = zip(group["params"], group.get("param_names") or shapes, strict=True)
+        names += [name for parameter, name in named if id(parameter) in wanted]
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"{len(names)} parameter(s) that it steps ({listed})"
 
@@ -287,8 +337,8 @@ def _compare_at_shutdown(world: World) -> None:
             raise ModelError(
                 f"the {world.world_size} ranks have trained different models: {record.label} stepped "
                 f"{len(record.parameters)} parameter(s) that nobody averaged, and they differ between ranks now. "
-                "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop. If "
-                "each rank is to train a model of its own, give each loader rank=0 and world_size=1"
+                f"{record.advice}. If each rank is to train a model of its own, give each loader rank=0 and "
+                "world_size=1"
             )
 
 

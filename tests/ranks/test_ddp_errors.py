@@ -286,3 +286,22 @@ def copy_deeply(backend: str) -> None:
 @backends
 def test_copies_work(backend: str) -> None:
     run_ranks(copy_deeply, 2, backend, backend=backend)
+
+
+def wrap_renormalised(kind: type[nn.Module]) -> str:
+    model = nn.Sequential(kind(8, 3, max_norm=1.0), nn.Linear(3, 1))  # type: ignore[call-arg]
+    return (
+        str(error_of(DistributedDataParallel, model))
+        if dist.get_world_size() > 1
+        else str(DistributedDataParallel(model))
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_renormalises_what_it_looks_up_is_refused(kind: type[nn.Module]) -> None:
+    """Each rank scaled other rows, and their weights differed from then on."""
+    for error in run_ranks(wrap_renormalised, 2, kind):
+        assert error.startswith(f"0 is a {kind.__name__}(max_norm=1), which scales the rows")
+        assert "weight.renorm_(2, 0, 1)" in error
+    (alone,) = run_ranks(wrap_renormalised, 1, kind)
+    assert "max_norm" in alone

@@ -120,7 +120,7 @@ def test_steps_by_what_no_sync_has_accumulated_are_warned_of() -> None:
     zero, one = run_ranks(step_behind_no_sync, 2, False)
     assert len(zero) == 1
     assert zero[0].startswith("SGD.step() at ")
-    assert "were accumulated under no_sync() and no pass has averaged them" in zero[0]
+    assert "were accumulated under no_sync() (or disable_allreduce()) and no pass has averaged them" in zero[0]
     assert one == []
     assert run_ranks(step_behind_no_sync, 2, True) == [[], []]
     assert run_ranks(step_behind_no_sync, 1, False) == [[]]

@@ -311,3 +311,47 @@ def other_models() -> str:
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_models_of_other_shapes_are_not_compared() -> None:
     assert run_ranks(other_models, 2, init=False) == ["", ""]
+
+
+# ---- beside an engine -----------------------------------------------------------------------------------------
+
+
+def train_with_criterion(optimizers: int, averages: bool) -> None:
+    """The criterion has a parameter, and nobody wraps it."""
+    model = lockstep.DistributedDataParallel(make_model())
+    scale = nn.Parameter(torch.ones(1))
+    if optimizers == 1:
+        own = [torch.optim.SGD([*model.parameters(), scale], lr=0.1)]
+    else:
+        own = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([scale], lr=0.1)]
+    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
+        for optimizer in own:
+            optimizer.zero_grad()
+        mse_loss(model(inputs) * scale, targets).backward()
+        if averages:
+            average([scale.grad])  # type: ignore[list-item]
+        for optimizer in own:
+            optimizer.step()
+
+
+def beside(optimizers: int, averages: bool) -> tuple[list[str], str]:
+    return outcome_of(lambda: train_with_criterion(optimizers, averages))
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_parameters_beside_an_engine_that_nobody_averages_are_an_error_at_the_end(optimizers: int) -> None:
+    """The engine's collectives between the steps hid them."""
+    (told, error), (told_on_one, error_on_one) = run_ranks(beside, 2, optimizers, False, init=False)
+    assert told_on_one == []
+    assert len(told) == (optimizers == 1)
+    for text in (error, error_on_one):
+        assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
+        assert "stepped 1 parameter(s) that nobody averaged" in text
+        assert "such as the criterion; or average their gradients" in text
+
+
+def test_parameters_beside_an_engine_that_somebody_averages_are_fine() -> None:
+    assert run_ranks(beside, 2, 2, True, init=False) == [([], "")] * 2
+    (told, error), _ = run_ranks(beside, 2, 1, True, init=False)
+    assert error == ""
+    assert len(told) == 1, "nobody knows yet"

@@ -18,6 +18,7 @@ __all__ = [
     "check_dense",
     "check_group",
     "check_parameters",
+    "check_renormalised",
     "find_buffers",
     "host_device",
 ]
@@ -72,6 +73,22 @@ def check_dense(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -
             raise ModelError(
                 f"parameter {names[id(submodule.weight)]} belongs to {type(submodule).__name__}(sparse=True), whose "
                 f"gradient is sparse; this engine averages dense ones. {SPARSE_ADVICE}"
+            )
+
+
+def check_renormalised(module: torch.nn.Module) -> None:
+    """Embeddings that change their weights in the forward pass: those of the rows that this rank has looked up.
+
+    Args:
+        module: the model.
+    """
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.max_norm is not None:
+            raise ModelError(
+                f"{name or 'the model'} is a {type(submodule).__name__}(max_norm={submodule.max_norm:g}), which scales "
+                "the rows that a forward pass looks up, and each rank looks up others: their weights would differ. "
+                "Give it max_norm=None, and behind optimizer.step() write: with torch.no_grad(): "
+                f"weight.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g})"
             )
 
 

@@ -37,6 +37,7 @@ from lockstep.parallel.checks import (
     check_dense,
     check_group,
     check_parameters,
+    check_renormalised,
     find_buffers,
     host_device,
 )
@@ -173,6 +174,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
         check_dense(module, named)
+        if self._world_size > 1:
+            check_renormalised(module)
         self._parameters_to_reduce = list(named.values())
         keep_memory_of_gradients(self._parameters_to_reduce)
         self._names = list(named)
@@ -511,17 +514,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def has_strayed(self) -> bool:
         """Whether gradients may have come past this engine, and have not been averaged since; see `strays.py`."""
         # A forward pass without a backward pass: `torch.autograd.grad` computes gradients of which no hook tells.
-        may_have = self._backward.has_strayed or self._backward.phase is Phase.READY
+        backward = self._backward
+        may_have = backward.has_strayed or (backward.phase is Phase.READY and not backward.has_accumulated)
         return may_have and not join_config_of(self).enable
 
     @property
     def has_accumulated(self) -> bool:
         """Whether gradients of passes under `no_sync()` are there that no backward pass has averaged since."""
         return self._backward.has_accumulated and not join_config_of(self).enable
-
-    def forget_accumulated(self) -> None:
-        """Those gradients were warned of. Local."""
-        self._backward.has_accumulated = False
 
     @property
     def awaits_gradients(self) -> bool:

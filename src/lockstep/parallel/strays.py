@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ _logger = get_logger(__name__)
 _COMPARISONS = 3
 
 _comparisons: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_warned: WeakSet[Any] = WeakSet()
 
 
 @functools.cache
@@ -75,16 +76,17 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _warn_of_accumulated(engine: Any, optimizer: Optimizer) -> None:
-    if not _has_gradients(engine, optimizer):
+    if engine in _warned or not _has_gradients(engine, optimizer):
         return
-    engine.forget_accumulated()
+    _warned.add(engine)
     if dist.get_world_size(engine.process_group) == 1 or dist.get_rank(engine.process_group) != 0:
         return
     warn_once(
         _logger,
-        f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} were accumulated under no_sync() and "
-        "no pass has averaged them, so each rank steps by its own, and their parameters differ from here on. Have the "
-        "last pass before each step outside of no_sync(), that of a window which the end of the data cuts short, too",
+        f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} were accumulated under no_sync() (or "
+        "disable_allreduce()) and no pass has averaged them, so each rank steps by its own, and their parameters "
+        "differ from here on. Have the last pass before each step outside of it, that of a window which the end of the "
+        "data cuts short, too",
     )
 
 

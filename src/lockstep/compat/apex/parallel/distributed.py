@@ -136,7 +136,9 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
 
     def _backward_begins(self) -> None:
         # Not decided in the forward pass, as by `no_sync`: scripts switch between the two passes.
-        if not self._is_paused:
+        if self._is_paused:
+            self._backward.has_accumulated = True
+        else:
             super()._backward_begins()
 
 

@@ -1,0 +1,203 @@
+"""Further rows of docs/same-answer.md: programs that would give another answer, and are refused or warned of."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import random_split
+
+import lockstep
+import loops
+from lockstep.testing import run_ranks
+from loops import Net, loss_of, pairs, sgd
+from test_same_answer import Site, assert_refused, assert_same, assert_same_only_if_heeded, distance, steps
+
+
+def by_selection(site: Site) -> None:
+    def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        mask = x[:, 0] > -0.5
+        if not site.changes:
+            return cross_entropy(model(x)[mask], labels[mask])
+        return lockstep.mean(cross_entropy(model(x)[mask], labels[mask], reduction="sum"), mask.sum())
+
+    steps(site, loss, batch_size=12)
+
+
+def test_means_over_a_selection() -> None:
+    assert_same_only_if_heeded(by_selection)
+
+
+# ---- data ---------------------------------------------------------------------------------------------
+
+
+def split(site: Site) -> None:
+    if not site.alone:
+        torch.manual_seed(dist.get_rank())  # as lockstep.init does
+    generator = torch.Generator().manual_seed(0) if site.alone or site.heeds else None
+    train, _ = random_split(pairs(23), [17, 6], generator=generator)
+    loops.train(site, site.loader(train, 6), model := site.wrap(Net()), sgd(model))
+
+
+def test_random_splits_and_lists_of_files() -> None:
+    assert_refused(functools.partial(unheeded, split), "but of different data")
+    assert_same(split)
+
+
+def unheeded(program: Any, site: Site) -> None:
+    site.heeds = site.alone
+    program(site)
+
+
+def drawn(site: Site, by_samples: bool) -> None:
+    """Noise on the inputs, of each sample or of what is collated."""
+
+    def with_noise(x: Tensor, y: Tensor, _: int) -> Any:
+        return x + torch.randn(3, dtype=torch.float64) if by_samples else x, y
+
+    def collate(samples: list[Any]) -> Any:
+        x, y = map(torch.stack, zip(*samples, strict=True))
+        return x if by_samples else x + torch.randn(3, dtype=torch.float64), y
+
+    loader = site.loader(loops.Rows(23, with_noise), 6, collate_fn=collate)
+    loops.train(site, loader, model := site.wrap(Net()), sgd(model))
+
+
+def test_draws_that_no_sample_owns() -> None:
+    assert min(run_ranks(distance, 3, functools.partial(drawn, by_samples=False))) > 1e-4
+    assert_same(functools.partial(drawn, by_samples=True))
+
+
+# ---- the loop -----------------------------------------------------------------------------------------
+
+
+def by_hand(site: Site) -> None:
+    model = site.wrap(Net())
+    parameters, optimizer = list(model.parameters()), sgd(model)
+    for x, y in site.loader(pairs(24), 6):
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss_of(model(x), y), parameters), strict=True):
+            if site.changes:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def test_gradients_taken_by_hand() -> None:
+    assert_refused(functools.partial(unheeded, by_hand), "what torch.autograd.grad returns is this rank's alone")
+    assert_same(by_hand)
+
+
+def cut_short(site: Site) -> None:
+    model = site.wrap(Net())
+    optimizer, loader, window = sgd(model), site.loader(pairs(23), 6), 3
+    for number, (x, y) in enumerate(loader):
+        is_last = (number + 1) % window == 0
+        if number + 1 == len(loader):
+            is_last = is_last or site.heeds
+        with contextlib.nullcontext() if is_last else site.no_sync(model):
+            loss_of(model(x), y).backward()
+        if is_last or number + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_windows_that_are_cut_short() -> None:
+    assert_same_only_if_heeded(cut_short)
+
+
+class WithCriterion(nn.Module):
+    """A model that computes its loss, with a weight of the criterion's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(self.net(x) * self.scale, y)
+
+
+def beside(site: Site) -> None:
+    inside = WithCriterion()
+    optimizer = torch.optim.SGD(inside.parameters(), lr=0.1)
+    if site.alone or site.heeds:
+        model: Any = site.wrap(inside)
+    else:
+        net = lockstep.DistributedDataParallel(inside.net)
+        site.models.append(inside)
+
+        def model(x: Tensor, y: Tensor) -> Tensor:
+            return loss_of(net(x) * inside.scale, y)
+
+    for x, y in site.loader(pairs(23), 6):
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+
+
+def test_parameters_beside_the_model() -> None:
+    assert_same_only_if_heeded(beside)
+
+
+def clamped(site: Site) -> None:
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    if not (site.alone or site.heeds):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    for x, y in site.loader(pairs(23), 6):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def test_hooks_that_are_not_linear() -> None:
+    assert_same_only_if_heeded(clamped)
+
+
+def penalised(site: Site, drop_last: bool) -> None:
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    for x, y in site.loader(pairs(23), 6, drop_last=drop_last):
+        optimizer.zero_grad()
+        x.requires_grad_()
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (loss_of(output, y) + gradient.square().sum(1).mean()).backward()
+        optimizer.step()
+
+
+def test_terms_that_do_not_come_by_the_outputs() -> None:
+    assert_refused(functools.partial(penalised, drop_last=False), "create_graph=True")
+    assert_same(functools.partial(penalised, drop_last=True))
+
+
+# ---- layers -------------------------------------------------------------------------------------------
+
+
+def renormalised(site: Site) -> None:
+    torch.manual_seed(2)
+    is_plain = site.alone or site.heeds
+    embedding = nn.Embedding(8, 3, max_norm=None if is_plain else 0.5)
+    model = site.wrap(nn.Sequential(embedding, nn.Linear(3, 1)).double())
+    optimizer = sgd(model)
+    dataset = loops.Rows(23, lambda x, y, index: (torch.tensor(index % 8), y))
+    for index, y in itertools.chain(site.loader(dataset, 6), site.loader(dataset, 6)):
+        optimizer.zero_grad()
+        loss_of(model(index), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            embedding.weight.renorm_(2, 0, 0.5)
+
+
+def test_embeddings_that_renormalise() -> None:
+    assert_refused(functools.partial(unheeded, renormalised), "Embedding(max_norm=0.5)")
+    assert_same(renormalised)
