@@ -87,6 +87,14 @@ class BackwardPass:
         """Whether a pass has begun that neither waits for another one nor is finished."""
         return self.phase in _UNDER_WAY
 
+    @property
+    def may_have_strayed(self) -> bool:
+        """Whether gradients may be there that came outside of all passes, and that no backward pass has averaged since.
+
+        A forward pass without a backward pass is a sign: no hook tells of gradients by `torch.autograd.grad`.
+        """
+        return self.has_strayed or (self.phase is Phase.READY and not self.has_accumulated)
+
     def ready(self) -> None:
         """A forward pass begins whose backward pass averages."""
         self._go("ready", Phase.READY, self.phase in (Phase.IDLE, Phase.READY))

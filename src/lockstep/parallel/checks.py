@@ -76,13 +76,14 @@ def check_dense(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -
             )
 
 
-def check_renormalised(module: torch.nn.Module) -> None:
+def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
     """Embeddings that change their weights in the forward pass: those of the rows that this rank has looked up.
 
     Args:
         module: the model.
+        world_size: number of ranks.
     """
-    for name, submodule in module.named_modules():
+    for name, submodule in module.named_modules() if world_size > 1 else ():
         if isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.max_norm is not None:
             raise ModelError(
                 f"{name or 'the model'} is a {type(submodule).__name__}(max_norm={submodule.max_norm:g}), which scales "

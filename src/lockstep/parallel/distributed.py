@@ -30,7 +30,7 @@ from lockstep.errors import InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
-from lockstep.parallel.backward_pass import BackwardPass, Phase
+from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
@@ -174,8 +174,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
         check_dense(module, named)
-        if self._world_size > 1:
-            check_renormalised(module)
+        check_renormalised(module, self._world_size)
         self._parameters_to_reduce = list(named.values())
         keep_memory_of_gradients(self._parameters_to_reduce)
         self._names = list(named)
@@ -435,13 +434,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _look_out(self, forward: ForwardPass) -> None:
         """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
         if torch.is_grad_enabled():
-            forward.settle()
-            if not forward.is_plain:
-                raise ModelError(
-                    "a gradient with a graph of its own (create_graph=True, as for a gradient penalty), of a batch "
-                    "that the ranks do not divide: what a loss makes of it would count once for each rank, not for "
-                    "each sample. Give the loader drop_last=True and a batch size that the ranks divide"
-                )
+            forward.check_penalty()
             self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
         else:
             self.changes.suspect()  # they may be others by now
@@ -513,10 +506,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def has_strayed(self) -> bool:
         """Whether gradients may have come past this engine, and have not been averaged since; see `strays.py`."""
-        # A forward pass without a backward pass: `torch.autograd.grad` computes gradients of which no hook tells.
-        backward = self._backward
-        may_have = backward.has_strayed or (backward.phase is Phase.READY and not backward.has_accumulated)
-        return may_have and not join_config_of(self).enable
+        return self._backward.may_have_strayed and not join_config_of(self).enable
 
     @property
     def has_accumulated(self) -> bool:

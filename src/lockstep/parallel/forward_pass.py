@@ -15,8 +15,9 @@ that accumulates into parameters of the model is weighted: `torch.autograd.grad`
 They find the forward passes that a loss comes from by marks on the outputs' nodes in the graph
 (`lockstep/batch/graph.py`).
 
-What these hooks cannot see is a gradient that reaches the parameters on another way: from a tensor that the model keeps
-as an attribute, or through the graph of a gradient (`create_graph=True`). It counts plainly, as outside a loader.
+What these hooks cannot see is a gradient that reaches the parameters on another way, such as from a tensor that the
+model keeps as an attribute. It counts plainly, as outside a loader. Through the graph of a gradient
+(`create_graph=True`) it would, too, and is refused where that is not the same.
 """
 
 from __future__ import annotations
@@ -96,6 +97,20 @@ class ForwardPass:
             InputError: how many samples the forward pass holds cannot be told.
         """
         self.feed = self.feed.settled()
+
+    def check_penalty(self) -> None:
+        """A gradient is computed with a graph of its own, and does not go on to parameters. Collective, as `settle`.
+
+        Raises:
+            ModelError: the ranks do not divide the batch, and what a loss makes of the gradient would count plainly.
+        """
+        self.settle()
+        if not self.is_plain:
+            raise ModelError(
+                "a gradient with a graph of its own (create_graph=True, as for a gradient penalty), of a batch that "
+                "the ranks do not divide: what a loss makes of it would count once for each rank, not for each "
+                "sample. Give the loader drop_last=True and a batch size that the ranks divide"
+            )
 
     def enter(self, inputs: Any) -> Any:
         """The inputs of the forward pass, with hooks where they need some."""
