@@ -26,6 +26,11 @@ if they step an engine's parameters, too. Sharded parameters are those of others
 is another moment on each rank. What ranks decide by the engines of an optimizer they must decide alike. So who is about
 to communicate because of an engine, or to raise, collects garbage before; or goes by engines that were used just now.
 
+[Note: uneven batches] Of a batch that the ranks do not divide, a rank may hold more samples than another, or a filler.
+Our engine weights them; torch's, FSDP, Horovod's optimizer and an all_reduce by hand count each rank alike. So a step
+behind such a batch is warned of, unless an engine of ours is there, or the script has used what weights a loss
+(`lockstep.mean`) or asked for fillers.
+
 Not seen: a program without an engine that communicates within every step for another reason, such as a metric; and
 ranks that end without leaving their world.
 """
@@ -50,6 +55,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lockstep import batch
 from lockstep.comm import clock
 from lockstep.comm.backend import EngineProcessGroup
 from lockstep.comm.callsite import make_locator, site_text
@@ -112,6 +118,7 @@ class _Record:
         synced: hashes of the parameters before steps that had a collective since the last one.
         is_beside: it is suspected beside an engine; see [Note: beside an engine].
         looks_left: steps after which it is looked for parameters that no engine has.
+        num_weighed: how often the script had asked how samples count, at its last step.
     """
 
     def __init__(self) -> None:
@@ -122,6 +129,7 @@ class _Record:
         self.synced: deque[str] = deque(maxlen=_MAX_SYNCED)
         self.is_beside = False
         self.looks_left = _LOOKS
+        self.num_weighed = 0
 
     @property
     def advice(self) -> str:
@@ -227,6 +235,9 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     record.version = version_of(first)
     marker = _communication()
     is_quiet, record.marker = marker == record.marker, marker
+    weighed, record.num_weighed = batch.num_weighed() != record.num_weighed, batch.num_weighed()
+    if not is_quiet and not weighed and not engines():
+        _look_at_batch(optimizer)
     if record.parameters:
         return
     if is_quiet and not engines_of(optimizer):
@@ -255,6 +266,21 @@ def _look_beside_engines(optimizer: Optimizer, record: _Record) -> None:
     _suspects.append(record)
     if len(alone) < len(stepped):
         _warn_of(record, optimizer)
+
+
+def _look_at_batch(optimizer: Optimizer) -> None:
+    """See [Note: uneven batches]."""
+    share, world_size = batch.current(), dist.get_world_size()
+    if share is None or share.evaluation or share.world_size != world_size or share.global_samples % world_size == 0:
+        return
+    if dist.get_rank() == 0:
+        warn_once(
+            _logger,
+            f"{describe_step(optimizer)}: the {world_size} ranks do not divide this batch of {share.global_samples} "
+            "samples, and what averages here counts each rank alike, so some samples count more than others. Give the "
+            "loader drop_last=True and a batch size that the ranks divide, train by "
+            "lockstep.DistributedDataParallel, or divide the loss by lockstep.mean(loss_sum, count)",
+        )
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:

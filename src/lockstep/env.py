@@ -174,6 +174,7 @@ NCCL_SOCKET_IFNAME = Variable(
     str,
     "Network interface for NCCL, and for Lockstep between hosts unless GLOO_SOCKET_IFNAME is set.",
 )
+PYTHONHASHSEED = Variable("PYTHONHASHSEED", str, "In which order a set of texts is walked; the same on all ranks.")
 PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 

@@ -25,7 +25,9 @@ def results(launches: Launches, nproc: int) -> list[dict[str, object]]:
 
 def test_ranks_get_what_torchrun_gives(launches: Launches) -> None:
     script = launches.script(DUMP.format(what="dict(os.environ)"))
-    done = launches.run("--nproc", "3", script, env=launches.environment(NODE_RANK="7", OMP_NUM_THREADS=""))
+    done = launches.run(
+        "--nproc", "3", script, env=launches.environment(NODE_RANK="7", OMP_NUM_THREADS="", PYTHONHASHSEED="")
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     for rank, variables in enumerate(results(launches, 3)):
         folder = variables["LOCKSTEP_RENDEZVOUS"]
@@ -38,7 +40,7 @@ def test_ranks_get_what_torchrun_gives(launches: Launches) -> None:
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RUN_ID": variables["LOCKSTEP_JOB"],
             "TORCHELASTIC_ERROR_FILE": f"{folder}/torchelastic-rank{rank}.json", "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 3)),
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 3)), "PYTHONHASHSEED": "0",
         }  # fmt: skip
         assert expected.items() <= variables.items()
     ports = {variables["MASTER_PORT"] for variables in results(launches, 3)}
@@ -50,9 +52,13 @@ def test_ranks_get_what_torchrun_gives(launches: Launches) -> None:
 def test_explicit_settings_win(launches: Launches) -> None:
     script = launches.script(DUMP.format(what="dict(os.environ)"))
     options = ("--nproc-per-node", "1", "--master-addr", "localhost", "--master_port=4321")
-    assert launches.run(*options, script, env=launches.environment(OMP_NUM_THREADS="5")).returncode == 0
+    assert (
+        launches.run(*options, script, env=launches.environment(OMP_NUM_THREADS="5", PYTHONHASHSEED="7")).returncode
+        == 0
+    )
     (variables,) = results(launches, 1)
-    assert [variables[name] for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")] == ["localhost", "4321", "5"]
+    names = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONHASHSEED")
+    assert [variables[name] for name in names] == ["localhost", "4321", "5", "7"]
 
 
 def test_options_after_the_script_belong_to_it(launches: Launches) -> None:

@@ -303,6 +303,32 @@ def test_a_loss_with_dimensions_is_an_error(function: Callable[[Any], Tensor]) -
         lockstep.mean(torch.ones(()), torch.ones(2))
 
 
+def test_a_count_with_a_gradient_is_an_error() -> None:
+    """Its gradient was left out without a word."""
+    with pytest.raises(lockstep.errors.InputError, match=r"lockstep\.sum\(total\) / lockstep\.sum\(count\)"):
+        lockstep.mean(torch.ones(()), torch.ones((), requires_grad=True))
+
+
+def learned_weights(alone: bool) -> Tensor:
+    """A mean weighted by what the model has computed, as `mean` says to write it."""
+    site = Site(alone)
+    model = site.wrap(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, _ in site.loader(14, 4):
+        optimizer.zero_grad()
+        output = model(x)
+        weight = output[:, :, 0].exp()
+        (site.sum((output[:, :, 1].square() * weight).sum()) / site.sum(weight.sum())).backward()
+        optimizer.step()
+    return site.result()
+
+
+def test_what_mean_says_to_write_for_learned_weights_is_exact() -> None:
+    (expected,) = run_ranks(learned_weights, 1, True)
+    for found in run_ranks(learned_weights, 3, False):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
 # ---- warnings -----------------------------------------------------------------------------------------
 
 

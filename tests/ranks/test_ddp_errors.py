@@ -305,3 +305,35 @@ def test_an_embedding_that_renormalises_what_it_looks_up_is_refused(kind: type[n
         assert "weight.renorm_(2, 0, 1)" in error
     (alone,) = run_ranks(wrap_renormalised, 1, kind)
     assert "max_norm" in alone
+
+
+def change_after_wrapping(how: str) -> str:
+    net = mlp().double()
+    model = DistributedDataParallel(net)
+    state = copy.deepcopy(mlp().double().state_dict())
+    torch.manual_seed(dist.get_rank() if how == "initialised" else 0)
+    if how != "loaded on rank 0" or dist.get_rank() == 0:
+        for layer in net if how.startswith("initialised") else ():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight)
+        if how.startswith("loaded"):
+            net.load_state_dict({name: value + 1 for name, value in state.items()})
+    loss = model(torch.ones(2, 4, dtype=torch.float64)).mean()
+    try:
+        loss.backward()
+    except ModelMismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["initialised", "loaded on rank 0"])
+def test_models_that_were_changed_after_they_were_wrapped_are_an_error(how: str) -> None:
+    """Each rank trained a model of its own, from other values."""
+    for error in run_ranks(change_after_wrapping, 2, how):
+        assert error.startswith("ranks hold different values of ")
+        assert "0.weight, on rank 1. All had those of rank 0 when" in error
+
+
+@pytest.mark.parametrize("how", ["initialised alike", "loaded on all", "not at all"])
+def test_models_that_all_ranks_have_changed_alike_are_fine(how: str) -> None:
+    assert run_ranks(change_after_wrapping, 2, how) == ["", ""]

@@ -355,3 +355,27 @@ def test_parameters_beside_an_engine_that_somebody_averages_are_fine() -> None:
     (told, error), _ = run_ranks(beside, 2, 1, True, init=False)
     assert error == ""
     assert len(told) == 1, "nobody knows yet"
+
+
+# ---- batches that the ranks do not divide ---------------------------------------------------------------------
+
+
+def train_by_torchs_engine(batch_size: int, weighs: bool) -> list[str]:
+    model = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings_of_lockstep() as told:
+        for inputs, targets in lockstep.DataLoader(samples(), batch_size):
+            optimizer.zero_grad()
+            errors = (model(inputs) - targets).square()
+            loss = lockstep.mean(errors.sum(), len(errors)) if weighs else errors.mean()
+            loss.backward()
+            optimizer.step()
+    return told
+
+
+@pytest.mark.parametrize(("batch_size", "weighs"), [(6, False), (7, False), (7, True)])
+def test_batches_that_the_ranks_do_not_divide_need_an_engine_that_weights_them(batch_size: int, weighs: bool) -> None:
+    found = run_ranks(train_by_torchs_engine, 2, batch_size, weighs)
+    told = [text for text in found[0] if "the 2 ranks do not divide this batch of 7 samples" in text]
+    assert len(told) == (batch_size == 7 and not weighs)
+    assert not any("do not divide" in text for text in found[1])

@@ -35,7 +35,7 @@ from lockstep.batch.hand import (
 )
 from lockstep.batch.plans import Division, Source, divisions, is_ambiguous, register
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
-from lockstep.batch.tags import Tag, find_tag, is_filler, purge, tag_batch
+from lockstep.batch.tags import Tag, find_tag, is_filler, note_weighed, num_weighed, purge, tag_batch
 
 __all__ = [
     "BatchShare",
@@ -62,6 +62,8 @@ __all__ = [
     "marks_tell_shares",
     "names_behind",
     "note_forward",
+    "note_weighed",
+    "num_weighed",
     "purge",
     "register",
     "reset",

@@ -9,6 +9,7 @@ On top of the launcher's own environment, every rank has
   `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_MAX_RESTARTS`,
   `TORCHELASTIC_USE_AGENT_STORE=False`, `TORCHELASTIC_ERROR_FILE`: as torchrun sets them;
 * `OMP_NUM_THREADS`: cores divided by ranks of this host, at least 1; only if it is not set already;
+* `PYTHONHASHSEED=0`: all ranks walk a set of texts in one order; only if it is not set already;
 * `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt on this host;
 * `LOCKSTEP_SHOWS_ERRORS=True`: only if the launcher shows what a rank raises, so that the rank need not;
 * `LOCKSTEP_TOKEN`: the secret of the job's ranks, the same on all hosts; not if the launchers of several have none;
@@ -158,6 +159,8 @@ class AttemptEnvironment:
             _set_horovod(variables, self)
         if env.OMP_NUM_THREADS.get(variables) is None:
             env.OMP_NUM_THREADS.set(str(max(1, visible_cores() // len(self.ranks))), variables)
+        if env.PYTHONHASHSEED.get(variables) is None:
+            env.PYTHONHASHSEED.set("0", variables)
         return variables
 
 

@@ -232,8 +232,9 @@ def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: 
 
 
 def _scalar(value: object) -> float | None:
-    is_scalar = isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
-    return float(value) if is_scalar else None  # type: ignore[arg-type]
+    if isinstance(value, Tensor):
+        return float(value.detach()) if value.dim() == 0 else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _users_line(frame: FrameType | None) -> str:

@@ -63,7 +63,8 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
 
     Raises:
         InputTypeError: `total` is no floating 0-dim tensor.
-        InputError: `total` comes from forward passes in which this rank holds different shares.
+        InputError: `total` comes from forward passes in which this rank holds different shares; or `count` requires a
+            gradient, which nobody computes.
 
         >>> logits, labels = torch.zeros(3, 2), torch.tensor([0, 1, -100])
         >>> loss_sum = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
@@ -74,7 +75,12 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     origin = find_origin("mean", total, process_group)
     # A number is written where it is needed: a copy from the host would wait for a GPU.
     if isinstance(count, Tensor):
-        value, has_none = count.detach(), False
+        if count.requires_grad:
+            raise InputError(
+                "mean: count requires a gradient, and what is counted has none here. Write count.detach() if it is a "
+                "constant; else divide by lockstep.sum(count) yourself: lockstep.sum(total) / lockstep.sum(count)"
+            )
+        value, has_none = count, False
     else:
         value, has_none = torch.full((), float(count), dtype=torch.float64, device=total.device), count == 0
     if value.dim() != 0:
@@ -201,6 +207,7 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         process_group: instead of the engine's.
         asks_the_loop: without a graph, a filler may be in hand.
     """
+    batch.note_weighed()
     forwards = cast("list[ForwardPass]", batch.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)

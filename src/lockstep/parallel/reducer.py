@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
-from lockstep.parallel.agreement import broadcast_tensors
+from lockstep.parallel.agreement import broadcast_tensors, check_same_values
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE, host_device
@@ -97,7 +97,9 @@ class Reducer:
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
-        self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))  # with a communication hook
+        self._host_device = host_device(group, plans[0].device)
+        self._claim_check = ClaimCheck(group, self._host_device)  # with a communication hook
+        self._are_compared = False  # the parameters, over ranks: a script may have changed them since they were made
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # the sentinels', by bucket
         self._watchers: list[_HookBehindAll | None] = []  # by parameter
@@ -338,6 +340,7 @@ class Reducer:
 
         Raises:
             CollectiveMismatch: the ranks claim different things.
+            ModelMismatch: the first time, if the ranks' parameters differ.
         """
         if self._hook is not None:
             self._finish_hooks(buffers, claims)
@@ -353,6 +356,9 @@ class Reducer:
         self._left.clear()
         self._out.clear()
         self._backward.finish()
+        if not self._are_compared:
+            self._are_compared = True
+            check_same_values(dict(zip(self._names, self._parameters, strict=True)), self._group, self._host_device)
 
     def _copy_back(self) -> None:
         """The means of gradients that have memory of their own."""
