@@ -34,7 +34,46 @@ def test_means_over_a_selection() -> None:
     assert_same_only_if_heeded(by_selection)
 
 
+def by_statistics(site: Site) -> None:
+    def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        values, output = x[:, 0], model(x)
+        if site.changes:
+            mean = lockstep.mean(values.sum(), len(values))
+            variance = lockstep.mean((values - mean).square().sum(), len(values))
+        else:
+            mean, variance = values.mean(), values.var(correction=0)
+        return ((values - mean) / (variance + 0.1).sqrt() * output[:, 0]).mean()
+
+    steps(site, loss)
+
+
+def test_statistics_of_a_batch() -> None:
+    assert_same_only_if_heeded(by_statistics)
+
+
 # ---- data ---------------------------------------------------------------------------------------------
+
+
+def padded(site: Site, length: int | None) -> None:
+    """Sequences of which a model sees the mean over all places, padding too."""
+
+    def collate(samples: list[Any]) -> Any:
+        longest = length or max(len(x) for x, _ in samples)
+        x = torch.stack([nn.functional.pad(x, (0, 0, 0, longest - len(x))) for x, _ in samples])
+        return x, torch.stack([y for _, y in samples])
+
+    dataset = loops.Rows(23, lambda x, y, index: (x.expand(1 + index % 5, 3), y))
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    for x, y in site.loader(dataset, 6, collate_fn=collate):
+        optimizer.zero_grad()
+        loss_of(model(x.mean(1)), y).backward()
+        optimizer.step()
+
+
+def test_padding_to_the_longest() -> None:
+    assert min(run_ranks(distance, 3, functools.partial(padded, length=None))) > 1e-4
+    assert_same(functools.partial(padded, length=5))
 
 
 def split(site: Site) -> None:
@@ -181,6 +220,30 @@ def test_terms_that_do_not_come_by_the_outputs() -> None:
 
 
 # ---- layers -------------------------------------------------------------------------------------------
+
+
+class Centered(nn.Module):
+    """Takes a running mean of its inputs off."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.center: Tensor
+        self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+        self.asks_all = site.changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        everybodys = lockstep.all_gather(x) if self.asks_all else x
+        self.center.lerp_(everybodys.detach().mean(0), 0.3)
+        return self.inner(x - self.center.clone())
+
+
+def centered(site: Site) -> None:
+    loops.train(site, site.loader(pairs(23), 6), model := site.wrap(Centered(site)), sgd(model))
+
+
+def test_buffers_that_a_batch_changes() -> None:
+    assert_same_only_if_heeded(centered)
 
 
 def renormalised(site: Site) -> None:
