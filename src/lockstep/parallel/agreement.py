@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import ModelMismatch
 
-__all__ = ["broadcast_tensors", "check_same_model", "check_same_values"]
+__all__ = ["broadcast_tensors", "check_same_model", "check_same_values", "short_digests"]
 
 # Tensors are broadcast in groups of this size, so that many small ones cost one call.
 _GROUP_BYTES = 32 << 20
@@ -61,18 +61,26 @@ def check_same_model(
                 )
 
 
-def check_same_values(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare some values of each parameter over ranks. Collective.
+def short_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A hash of some values of each tensor, not negative. Local."""
+    return [_short_digest(tensor) for tensor in tensors]
+
+
+def check_same_values(
+    names: Sequence[str], digests: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compare parameters over ranks. Collective.
 
     Args:
-        parameters: by name, the same on all ranks.
+        names: of the parameters, the same on all ranks.
+        digests: of each, by `short_digests`.
         group: who compares.
         device: where the group's collectives want their tensors.
 
     Raises:
         ModelMismatch: on every rank; names the first parameter that differs.
     """
-    own = torch.tensor([_short_digest(tensor) for tensor in parameters.values()], dtype=torch.int64, device=device)
+    own = torch.tensor(digests, dtype=torch.int64, device=device)
     rows = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(rows, own, group=group)
     values = torch.stack(rows).cpu()
@@ -80,16 +88,15 @@ def check_same_values(parameters: Mapping[str, torch.Tensor], group: dist.Proces
     if differing:
         first = values[:, differing[0]]
         rank = dist.get_process_group_ranks(group)[int((first != first[0]).nonzero()[0])]
-        name = list(parameters)[differing[0]]
         raise ModelMismatch(
-            f"ranks hold different values of {len(differing)} parameter(s), the first of which is {name}, on rank "
-            f"{rank}. All had those of rank 0 when DistributedDataParallel was made: initialise or load the model "
-            "before, or do so on every rank alike. After lockstep.init each rank draws random numbers of its own"
+            f"ranks hold different values of {len(differing)} parameter(s), the first of which is "
+            f"{names[differing[0]]}, on rank {rank}. All had those of rank 0 when DistributedDataParallel was made: "
+            "initialise or load the model before, or do so on every rank alike. After lockstep.init each rank draws "
+            "random numbers of its own"
         )
 
 
 def _short_digest(tensor: torch.Tensor) -> int:
-    """A hash of some of a tensor's values, not negative."""
     flat = tensor.detach().flatten()
     some = flat[:: max(1, flat.numel() // _COMPARED_VALUES)].cpu().contiguous()
     digest = hashlib.blake2b(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"", digest_size=8).digest()

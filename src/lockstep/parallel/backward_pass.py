@@ -30,13 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
 from lockstep.errors import ModelError
 from lockstep.parallel.claims import Claims, join_claims
 
-__all__ = ["BackwardPass", "Phase"]
+__all__ = ["NO_SIGNS", "BackwardPass", "Phase", "StraySigns"]
 
 
 class Phase(Enum):
@@ -52,6 +53,23 @@ class Phase(Enum):
 
 _NO_TASK = -1  # what torch says outside of backward passes
 _UNDER_WAY = frozenset({Phase.ARMED, Phase.DEFERRED, Phase.AVERAGING})
+
+
+class StraySigns(NamedTuple):
+    """What speaks for gradients that no backward pass has averaged.
+
+    Attributes:
+        have_strayed: some came outside of all forward passes.
+        have_accumulated: some came that were not to be averaged.
+        lacks_backward: the last forward pass has had no backward pass: no hook tells of `torch.autograd.grad`.
+    """
+
+    have_strayed: bool = False
+    have_accumulated: bool = False
+    lacks_backward: bool = False
+
+
+NO_SIGNS = StraySigns()
 
 
 class BackwardPass:
@@ -88,12 +106,10 @@ class BackwardPass:
         return self.phase in _UNDER_WAY
 
     @property
-    def may_have_strayed(self) -> bool:
-        """Whether gradients may be there that came outside of all passes, and that no backward pass has averaged since.
-
-        A forward pass without a backward pass is a sign: no hook tells of gradients by `torch.autograd.grad`.
-        """
-        return self.has_strayed or (self.phase is Phase.READY and not self.has_accumulated)
+    def signs(self) -> StraySigns:
+        """What speaks for gradients that no backward pass has averaged."""
+        lacks_backward = self.phase is Phase.READY and not self.has_accumulated
+        return StraySigns(self.has_strayed, self.has_accumulated, lacks_backward)
 
     def ready(self) -> None:
         """A forward pass begins whose backward pass averages."""

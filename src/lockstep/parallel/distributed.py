@@ -30,7 +30,7 @@ from lockstep.errors import InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
-from lockstep.parallel.backward_pass import BackwardPass
+from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, StraySigns
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
@@ -504,14 +504,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._num_hooks += 1
 
     @property
-    def has_strayed(self) -> bool:
-        """Whether gradients may have come past this engine, and have not been averaged since; see `strays.py`."""
-        return self._backward.may_have_strayed and not join_config_of(self).enable
-
-    @property
-    def has_accumulated(self) -> bool:
-        """Whether gradients of passes under `no_sync()` are there that no backward pass has averaged since."""
-        return self._backward.has_accumulated and not join_config_of(self).enable
+    def stray_signs(self) -> StraySigns:
+        """What speaks for gradients that nobody has averaged; see `strays.py`."""
+        return NO_SIGNS if join_config_of(self).enable else self._backward.signs
 
     @property
     def awaits_gradients(self) -> bool:

@@ -24,9 +24,9 @@ def watch_engine(engine: Any) -> None:
     note_engine(engine)
     seeding.begin_rank_streams()
     if engine.process_group.size() > 1:
+        parameter_changes.install()  # Before strays: what it finds looks like one.
         strays.install()
         closures.install()
-        parameter_changes.install()
 
 
 class EarlyPasses:

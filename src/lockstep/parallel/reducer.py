@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
-from lockstep.parallel.agreement import broadcast_tensors, check_same_values
+from lockstep.parallel.agreement import broadcast_tensors, check_same_values, short_digests
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE, host_device
@@ -99,7 +99,9 @@ class Reducer:
         self._hook: tuple[Any, CommHook] | None = None
         self._host_device = host_device(group, plans[0].device)
         self._claim_check = ClaimCheck(group, self._host_device)  # with a communication hook
-        self._are_compared = False  # the parameters, over ranks: a script may have changed them since they were made
+        # Of the parameters, as they were in the first backward pass: a script may have changed them since they were
+        # wrapped, on each rank differently. None once that was compared.
+        self._digests: list[int] | None = []
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # the sentinels', by bucket
         self._watchers: list[_HookBehindAll | None] = []  # by parameter
@@ -132,7 +134,7 @@ class Reducer:
                 reducer._announce(parameter)
             elif phase is Phase.IDLE:
                 if backward.is_accumulating:
-                    backward.has_accumulated = True
+                    reducer.note_accumulated()
                 else:
                     backward.has_strayed = True
 
@@ -262,8 +264,19 @@ class Reducer:
             self._restart()
         self._backward.accumulate()
 
+    def note_accumulated(self) -> None:
+        """A gradient has come that is not to be averaged. Local."""
+        self._backward.has_accumulated = True
+        self._note_values()
+
+    def _note_values(self) -> None:
+        """Before anybody steps."""
+        if self._digests == []:
+            self._digests = short_digests(self._parameters)
+
     def begin(self, task: int) -> None:
         """A backward pass begins that will reduce: this task of autograd's. Local."""
+        self._note_values()
         if self._backward.is_under_way:
             self._restart()
         early = self._may_go_early and self._hook is None and not self._out
@@ -356,9 +369,9 @@ class Reducer:
         self._left.clear()
         self._out.clear()
         self._backward.finish()
-        if not self._are_compared:
-            self._are_compared = True
-            check_same_values(dict(zip(self._names, self._parameters, strict=True)), self._group, self._host_device)
+        digests, self._digests = self._digests, None
+        if digests is not None:
+            check_same_values(self._names, digests or short_digests(self._parameters), self._group, self._host_device)
 
     def _copy_back(self) -> None:
         """The means of gradients that have memory of their own."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -48,20 +49,16 @@ def install() -> None:
 
 def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise if this optimizer steps strayed gradients that differ between ranks. Collective where some strayed."""
-    if not any(engine.awaits_gradients or engine.has_strayed or engine.has_accumulated for engine in engines()):
+    if not any(engine.awaits_gradients or any(engine.stray_signs) for engine in engines()):
         return
-    own = engines_of(optimizer)
-    for engine in own:
-        if engine.has_accumulated:
-            _warn_of_accumulated(engine, optimizer)
-    if not any(engine.awaits_gradients or _must_be_compared(engine) for engine in own):
+    if not _is_suspicious(optimizer):
         return
     gc.collect()  # see [Note: engines that are gone] in `drift.py`
     own = engines_of(optimizer)
     for engine in own:
         if engine.awaits_gradients:
             engine.refuse_step(describe_step(optimizer))
-    for engine in sorted(filter(_must_be_compared, own), key=lambda each: str(each.process_group.group_name)):
+    for engine in sorted(_to_compare(own), key=lambda each: str(each.process_group.group_name)):
         engine.forget_strayed()
         _comparisons[engine] = _comparisons.get(engine, 0) + 1
         if not _are_equal(engine):
@@ -73,6 +70,15 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 "alone; and where a loss contains gradients (create_graph=True), call backward() once, on the whole "
                 "loss"
             )
+
+
+def _is_suspicious(optimizer: Optimizer) -> bool:
+    """Whether to look closer, when garbage is collected: so this keeps no engine in use. Local."""
+    own = engines_of(optimizer)
+    for engine in own:
+        if engine.stray_signs.have_accumulated:
+            _warn_of_accumulated(engine, optimizer)
+    return bool(_to_compare(own)) or any(engine.awaits_gradients for engine in own)
 
 
 def _warn_of_accumulated(engine: Any, optimizer: Optimizer) -> None:
@@ -95,14 +101,25 @@ def _has_gradients(engine: Any, optimizer: Optimizer) -> bool:
     return any(each.grad is not None and id(each) in stepped for each in engine.module.parameters())
 
 
-def _must_be_compared(engine: Any) -> bool:
-    """Whether its gradients strayed, and were not taken for equal in every step. Local."""
-    if not engine.has_strayed or engine.process_group.size() == 1:
-        return False
-    if _comparisons.get(engine, 0) < _COMPARISONS:
-        return True
-    engine.forget_strayed()
-    return False
+def _to_compare(own: Sequence[Any]) -> list[Any]:
+    """Those of an optimizer's engines whose gradients may have strayed, and were not equal in some steps. Local.
+
+    Of a forward pass without a backward pass only the engine used last is suspected: one that the script has replaced
+    may be gone on some ranks.
+    """
+    latest = max((engine.last_used for engine in own), default=0)
+    found = []
+    for engine in own:
+        signs = engine.stray_signs
+        if engine.process_group.size() == 1:
+            continue
+        if not signs.have_strayed and not (signs.lacks_backward and engine.last_used == latest):
+            continue
+        if _comparisons.get(engine, 0) < _COMPARISONS:
+            found.append(engine)
+        else:
+            engine.forget_strayed()
+    return found
 
 
 def _are_equal(engine: Any) -> bool:

@@ -137,7 +137,7 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
     def _backward_begins(self) -> None:
         # Not decided in the forward pass, as by `no_sync`: scripts switch between the two passes.
         if self._is_paused:
-            self._backward.has_accumulated = True
+            self._reducer.note_accumulated()
         else:
             super()._backward_begins()
 
