@@ -115,6 +115,7 @@ def minimise_by_subclass(kind: type[torch.optim.LBFGS], ranks_with_lbfgs: list[i
         loss.backward()
         return loss
 
+    model(inputs).sum().backward()  # the first averaging also compares the ranks' parameters
     begin = num_collectives()
     loss = optimizer.step((model, inputs) if kind is DataLBFGS else closure)
     return float(loss), num_collectives() - begin

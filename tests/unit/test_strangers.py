@@ -104,6 +104,24 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
     assert TOKEN not in capfd.readouterr().err
 
 
+def test_a_value_refused_to_the_end_is_named_whichever_way_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)
+    shared = dist.HashStore()
+    BootstrapStore(shared, "group").below("host a").set("segment", "another job's")
+    monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
+    ours = BootstrapStore(shared, "group")
+    with pytest.raises(RendezvousError, match=r"^rank 0 did not come$"), ours.explaining():
+        raise RendezvousError("rank 0 did not come")
+    assert not ours.below("host a").has("segment")
+    expected = r"'segment' .* made with another token.*same LOCKSTEP_TOKEN, .*\? In the end rank 0 did not come$"
+    with pytest.raises(RendezvousError, match=expected), ours.explaining():
+        raise RendezvousError("rank 0 did not come")
+    ours.below("host a").set("segment", "true")
+    assert ours.below("host a").get("segment") == "true"
+    with pytest.raises(RendezvousError, match=r"^rank 0 did not come$"), ours.explaining():
+        raise RendezvousError("rank 0 did not come")
+
+
 # ---- where ranks connect --------------------------------------------------------------------------------------------
 
 

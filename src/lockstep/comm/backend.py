@@ -403,7 +403,7 @@ def _layout_of(team: Team | None, ranks: Sequence[int]) -> Layout | None:
 def _connect(new: NewGroup, default_group: object) -> Engine:
     """Connect the ranks of a new group, on one host or several. Collective."""
     default_team = _team_of(default_group)
-    with LivenessCheck(default_team, new.ranks) as check_peers:
+    with new.store.explaining(), LivenessCheck(default_team, new.ranks) as check_peers:
         terms: Terms = {"wire": current_wire().name}
         bootstrap = Bootstrap(new.store, new.rank, new.ranks, new.timeout_s, check_peers, terms)
         layout = _layout_of(default_team, new.ranks)

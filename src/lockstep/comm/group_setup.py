@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 from lockstep import env
 from lockstep.comm.contract import ControlBlocks, PublishedWaits, Team
@@ -21,6 +22,15 @@ __all__ = ["BootstrapStore", "LivenessCheck", "NewGroup"]
 
 # Seconds until a value of others is an error: the rank that wrote the true one writes it again before that.
 _PATIENCE_S = 10.0
+
+_SAME_TOKEN = "Do all ranks have the same LOCKSTEP_TOKEN, and the same Lockstep?"
+
+
+class _RefusedValue(NamedTuple):
+    """A value of others: what is said of it, and since when it is there."""
+
+    text: str
+    since_s: float
 
 
 class BootstrapStore:
@@ -39,11 +49,28 @@ class BootstrapStore:
         self._scope = (*scope, f"attempt{attempt}")
         self._store = PrefixStore(f"attempt{attempt}", store)
         self._seals = Seals(secret_of_ranks(), *self._scope)
-        self._refused: dict[str, float] = {}  # since when
+        self._refused: dict[tuple[str, ...], _RefusedValue] = {}  # by scope and key; those below this store, too
 
     def below(self, prefix: str) -> BootstrapStore:
         """A store with keys of its own, under a prefix."""
-        return BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix)
+        store = BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix)
+        store._refused = self._refused
+        return store
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Name a value that was refused to the end in the error of ranks that did not meet: it is the likelier cause.
+
+        Raises:
+            RendezvousError: instead of one that does not say so.
+        """
+        try:
+            yield
+        except RendezvousError as error:
+            text = next((value.text for value in self._refused.values()), None)
+            if text is None or _SAME_TOKEN in str(error):
+                raise
+            raise RendezvousError(f"{text}. {_SAME_TOKEN} In the end {error}") from None
 
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
@@ -90,13 +117,12 @@ class BootstrapStore:
         except Refused as refused:
             why = str(refused)
         else:
-            self._refused.pop(key, None)
+            self._refused.pop((*self._scope, key), None)
             return value
-        now_s = time.monotonic()
-        since_s = self._refused.setdefault(key, now_s)
         text = f"what stands in the store as {key!r} was not written by a rank of this job: {why}"
-        if now_s - since_s > _PATIENCE_S:
-            raise RendezvousError(f"{text}. Do all ranks have the same LOCKSTEP_TOKEN, and the same Lockstep?")
+        found = self._refused.setdefault((*self._scope, key), _RefusedValue(text, time.monotonic()))
+        if time.monotonic() - found.since_s > _PATIENCE_S:
+            raise RendezvousError(f"{text}. {_SAME_TOKEN}")
         warn_once(get_logger(__name__), f"{text}. It is refused, and the job goes on")
         return None
 
