@@ -17,7 +17,7 @@ import lockstep
 import loops
 from lockstep.testing import run_ranks
 from loops import Net, loss_of, pairs, sgd
-from test_same_answer import Site, assert_refused, assert_same, assert_same_only_if_heeded, distance, steps
+from test_same_answer import Site, assert_refused, assert_same, assert_same_only_if_heeded, distance, steps, unheeded
 
 
 def by_selection(site: Site) -> None:
@@ -89,11 +89,6 @@ def test_random_splits_and_lists_of_files() -> None:
     assert_same(split)
 
 
-def unheeded(program: Any, site: Site) -> None:
-    site.heeds = site.alone
-    program(site)
-
-
 def drawn(site: Site, by_samples: bool) -> None:
     """Noise on the inputs, of each sample or of what is collated."""
 
@@ -131,6 +126,43 @@ def by_hand(site: Site) -> None:
 def test_gradients_taken_by_hand() -> None:
     assert_refused(functools.partial(unheeded, by_hand), "what torch.autograd.grad returns is this rank's alone")
     assert_same(by_hand)
+
+
+def scheduled(site: Site) -> None:
+    """A learning rate that is lowered where the loss does not fall."""
+    loader, model, optimizer = loops.start(site, 23, 6)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for x, y in itertools.islice(itertools.cycle(loader), 20):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step(lockstep.mean(loss * len(y), len(y)) if site.changes else loss)
+
+
+def test_schedules_by_a_loss() -> None:
+    assert_refused(functools.partial(unheeded, scheduled), "have got the same gradients since")
+    assert_same(scheduled)
+
+
+def shaken(site: Site) -> None:
+    """Noise on the parameters, as in Langevin dynamics."""
+    loader, model, optimizer = loops.start(site, 23, 6)
+    if not site.alone:
+        torch.manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(0) if site.heeds or site.alone else None
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+
+
+def test_noise_on_parameters() -> None:
+    assert_refused(functools.partial(unheeded, shaken), "have got the same gradients since")
+    assert_same(shaken)
 
 
 def cut_short(site: Site) -> None:

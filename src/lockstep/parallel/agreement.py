@@ -11,11 +11,10 @@ import torch.distributed as dist
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import ModelMismatch
 
-__all__ = ["broadcast_tensors", "check_same_model", "check_same_values", "short_digests"]
+__all__ = ["broadcast_tensors", "check_same_model"]
 
 # Tensors are broadcast in groups of this size, so that many small ones cost one call.
 _GROUP_BYTES = 32 << 20
-_COMPARED_VALUES = 4096  # of each parameter
 
 
 def check_same_model(
@@ -59,48 +58,6 @@ def check_same_model(
                     f"{ranks[rank]} has {there or 'nothing'}. Build the same model on every rank, and wrap it with the "
                     "same arguments"
                 )
-
-
-def short_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A hash of some values of each tensor, not negative. Local."""
-    return [_short_digest(tensor) for tensor in tensors]
-
-
-def check_same_values(
-    names: Sequence[str], digests: Sequence[int], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Compare parameters over ranks. Collective.
-
-    Args:
-        names: of the parameters, the same on all ranks.
-        digests: of each, by `short_digests`.
-        group: who compares.
-        device: where the group's collectives want their tensors.
-
-    Raises:
-        ModelMismatch: on every rank; names the first parameter that differs.
-    """
-    own = torch.tensor(digests, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(rows, own, group=group)
-    values = torch.stack(rows).cpu()
-    differing = (values != values[0]).any(0).nonzero().flatten().tolist()
-    if differing:
-        first = values[:, differing[0]]
-        rank = dist.get_process_group_ranks(group)[int((first != first[0]).nonzero()[0])]
-        raise ModelMismatch(
-            f"ranks hold different values of {len(differing)} parameter(s), the first of which is "
-            f"{names[differing[0]]}, on rank {rank}. All had those of rank 0 when DistributedDataParallel was made: "
-            "initialise or load the model before, or do so on every rank alike. After lockstep.init each rank draws "
-            "random numbers of its own"
-        )
-
-
-def _short_digest(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().flatten()
-    some = flat[:: max(1, flat.numel() // _COMPARED_VALUES)].cpu().contiguous()
-    digest = hashlib.blake2b(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"", digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _describe(tensor: torch.Tensor) -> str:

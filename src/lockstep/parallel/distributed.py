@@ -468,7 +468,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
             if join_config_of(self).enable:
                 self._sync_buffers_joined(trains=True)
-                self._reducer.finish(unused)
+                self._reducer.finish(unused, some_have_joined=True)
                 self._rescale_after_join()
             else:
                 self._reducer.finish(unused, self._buffers_to_sync(), self._backward.take_claims())
@@ -591,5 +591,5 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._reducer.send_zeros()
         unused = self._missing.on_all_ranks(range(len(self._names)), self.find_unused_parameters)
         self._sync_buffers_joined(trains=False)
-        self._reducer.finish(unused)
+        self._reducer.finish(unused, some_have_joined=True)
         self._rescale_after_join()

@@ -34,11 +34,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
-from lockstep.parallel.agreement import broadcast_tensors, check_same_values, short_digests
+from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE, host_device
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
+from lockstep.parallel.divergence import DivergenceCheck
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
@@ -97,11 +98,9 @@ class Reducer:
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
-        self._host_device = host_device(group, plans[0].device)
-        self._claim_check = ClaimCheck(group, self._host_device)  # with a communication hook
-        # Of the parameters, as they were in the first backward pass: a script may have changed them since they were
-        # wrapped, on each rank differently. None once that was compared.
-        self._digests: list[int] | None = []
+        device = host_device(group, plans[0].device)
+        self._claim_check = ClaimCheck(group, device)  # with a communication hook
+        self._divergence = DivergenceCheck(names, parameters, group, device)
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # the sentinels', by bucket
         self._watchers: list[_HookBehindAll | None] = []  # by parameter
@@ -267,16 +266,11 @@ class Reducer:
     def note_accumulated(self) -> None:
         """A gradient has come that is not to be averaged. Local."""
         self._backward.has_accumulated = True
-        self._note_values()
-
-    def _note_values(self) -> None:
-        """Before anybody steps."""
-        if self._digests == []:
-            self._digests = short_digests(self._parameters)
+        self._divergence.note_accumulated()
 
     def begin(self, task: int) -> None:
         """A backward pass begins that will reduce: this task of autograd's. Local."""
-        self._note_values()
+        self._divergence.note()
         if self._backward.is_under_way:
             self._restart()
         early = self._may_go_early and self._hook is None and not self._out
@@ -342,7 +336,11 @@ class Reducer:
             parameter.grad = None
 
     def finish(
-        self, keep_none: Collection[int] = (), buffers: Sequence[torch.Tensor] = (), claims: Claims = NO_CLAIMS
+        self,
+        keep_none: Collection[int] = (),
+        buffers: Sequence[torch.Tensor] = (),
+        claims: Claims = NO_CLAIMS,
+        some_have_joined: bool = False,
     ) -> None:
         """Average everything. Collective; all has been sent.
 
@@ -350,15 +348,17 @@ class Reducer:
             keep_none: parameters that no rank used; their `.grad` is left as it is.
             buffers: to be overwritten by those of the group's first rank on the way.
             claims: what all ranks must agree on about this step.
+            some_have_joined: or may have (`Join`); their parameters stay what they were.
 
         Raises:
             CollectiveMismatch: the ranks claim different things.
-            ModelMismatch: the first time, if the ranks' parameters differ.
+            ModelMismatch: the ranks' parameters differ.
         """
+        samples = None
         if self._hook is not None:
             self._finish_hooks(buffers, claims)
         else:
-            self._transport.finish(buffers, claims)
+            samples = self._transport.finish(buffers, claims, self._divergence.sample())
         for index in range(len(self._parameters)):
             if self._parameters[index].grad is None and index not in keep_none:
                 view = self._views[index]
@@ -369,9 +369,7 @@ class Reducer:
         self._left.clear()
         self._out.clear()
         self._backward.finish()
-        digests, self._digests = self._digests, None
-        if digests is not None:
-            check_same_values(self._names, digests or short_digests(self._parameters), self._group, self._host_device)
+        self._divergence.compare(samples, is_first_only=some_have_joined or self._hook is not None)
 
     def _copy_back(self) -> None:
         """The means of gradients that have memory of their own."""

@@ -84,10 +84,10 @@ class SymmetricTransport:
         self._words = self._region.words
         self._own_word = self._region.word_start(self._rank)
         self._peer_words = [self._region.word_start(peer) for peer in range(self._world_size) if peer != self._rank]
-        self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 1)
-        # The last word of each rank: which batches its gradients come from.
-        last = self._region.WORDS_PER_RANK - 1
-        self._stamp_words = [self._region.word_start(rank) + last for rank in range(self._world_size)]
+        self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 2)
+        # The last words of each rank: a sample of its parameters, and which batches its gradients come from.
+        ends = [self._region.word_start(rank) + self._region.WORDS_PER_RANK for rank in range(self._world_size)]
+        self._sample_words, self._stamp_words = ([end - place for end in ends] for place in (2, 1))
         self._pass = 1
         # Failed passes since the last averaging, or since the collective that was an error itself.
         self._num_failed = 0
@@ -190,7 +190,7 @@ class SymmetricTransport:
         self._kept[bucket].clear()
         self._reduced.add(bucket)
 
-    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims, sample: int) -> list[int]:
         """Reduce what is published, wait for the others, and reduce the rest. Collective."""
         mail = self._mail
         if buffers:
@@ -199,15 +199,18 @@ class SymmetricTransport:
             mail.write(buffers)
 
         stamps: list[int] = []
+        samples: list[int] = []
 
         def between() -> None:
             stamps.extend(self._words[word] for word in self._stamp_words)
+            samples.extend(self._words[word] for word in self._sample_words)
             if buffers:
                 assert mail is not None
                 mail.read(buffers)
             self._reduce_rest()
 
-        self._words[self._own_word + self._region.WORDS_PER_RANK - 1] = claims.stamp
+        self._words[self._stamp_words[self._rank]] = claims.stamp
+        self._words[self._sample_words[self._rank]] = sample
         if self._num_failed == 0:
             self._reduce_published()
         # What the ranks claim is compared as what they call is: by the fingerprint of the description.
@@ -226,6 +229,7 @@ class SymmetricTransport:
             self._num_failed = self._failed_collective = 0
             self._description = self._describe()
         check_stamps(stamps)
+        return samples
 
     def restart(self) -> None:
         """See [Note: failed passes]."""

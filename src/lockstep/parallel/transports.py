@@ -65,12 +65,16 @@ class Transport(Protocol):
     def publish(self, bucket: int) -> None:
         """This rank's gradients of a bucket are complete. Local."""
 
-    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims, sample: int) -> list[int] | None:
         """Return when all buckets hold the mean over ranks. Collective; every bucket was published.
 
         Args:
             buffers: overwritten by those of the group's first rank.
             claims: what the ranks must agree on about this step.
+            sample: a word of 64 bits for the others.
+
+        Returns:
+            The samples of all ranks; None if they are not sent.
 
         Raises:
             CollectiveMismatch: they do not.
@@ -146,7 +150,7 @@ class GroupTransport:
             self._works.append(dist.all_reduce(buffer, op, group=self._group, async_op=True))
             self._next += 1
 
-    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims, sample: int) -> list[int] | None:
         """Wait for all reductions, compare the claims, and broadcast the buffers."""
         start = time.perf_counter()
         compare = self._claim_check.begin(claims)
@@ -159,6 +163,7 @@ class GroupTransport:
         compare()
         if buffers:
             broadcast_tensors(buffers, self._group)
+        return None
 
     def restart(self) -> None:
         """Let the reductions under way end; ranks whose pass failed at one place are then in step again."""
