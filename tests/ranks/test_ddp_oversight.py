@@ -332,6 +332,45 @@ def test_an_optimizer_may_not_step_before_the_average() -> None:
         assert "before the optimizer steps" in error
 
 
+# ---- a loss goes past the outputs -------------------------------------------------------------------------
+
+
+class Keeping(nn.Module):
+    """Keeps a loss of its hidden units, as layers with experts do, or returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        self.kept = hidden.square().mean()
+        return self.head(hidden), self.kept
+
+
+def keep_a_loss(batch_size: int, by_outputs: bool) -> list[str]:
+    model = DistributedDataParallel(Keeping())
+    with warnings_of_lockstep() as told:
+        for (x,) in DataLoader(TensorDataset(torch.ones(24, 3)), batch_size=batch_size):
+            output, returned = model(x)
+            (output.mean() + (returned if by_outputs else model.module.kept)).backward()
+    return told
+
+
+@pytest.mark.parametrize(("batch_size", "by_outputs"), [(5, False), (5, True), (6, False)])
+def test_losses_past_the_outputs_of_batches_that_ranks_do_not_divide(batch_size: int, by_outputs: bool) -> None:
+    """Here the 24 samples leave one batch of 4, which 2 ranks divide, and some of 5, which they do not."""
+    zero, one = run_ranks(keep_a_loss, 2, batch_size, by_outputs)
+    assert one == []
+    if batch_size == 6 or by_outputs:
+        assert zero == []
+    else:
+        (text,) = zero
+        assert text.startswith("test_ddp_oversight.py:")
+        assert "computed within forward() and not returned" in text
+
+
 # ---- wrapped twice ---------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ General layout. `DistributedDataParallel`, one model on every rank:
 
 Losses and layers over all ranks:
 
-* `losses`, `gathering`: losses that are no mean over samples; `loss_kinds`: sees that a loss is none.
+* `losses`, `gathering`: losses that are no mean over samples. `loss_watch` looks at some before their backward
+  passes: `loss_kinds` sees that one is no such mean; `bypasses`, that a part goes past the outputs.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

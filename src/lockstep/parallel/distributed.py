@@ -45,7 +45,7 @@ from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import runs_backward_to
-from lockstep.parallel.loss_kinds import look_at_next_loss
+from lockstep.parallel.loss_watch import LossWatch
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
 from lockstep.parallel.nesting import check_module, check_not_inside_torch
@@ -189,8 +189,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.changes = ParameterChanges(module, self._own, ignored)
         self._buffer_places = find_buffers(module, ignored)
         self._feeding = Feeding(group, host_device(group, self.device))
-        # Forward passes behind which the loss is looked at; one process divides by what it likes.
-        self._looks_left = 3 if self._world_size > 1 and group.rank() == 0 else 0
+        # One process divides by what it likes.
+        self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
         self._num_hooks = 0
         self._backward = BackwardPass()
         self._missing = MissingGradients(
@@ -334,14 +334,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._watch_parameters(feed, type(output).__name__)
         if forward.syncing:
             self._backward.expect(roots)
-            self._look_at_loss(feed)
+            if self.training:
+                self._loss_watch.forward_ends(feed, roots.values())
         return output
-
-    def _look_at_loss(self, feed: Feed) -> None:
-        """In the first steps: is what comes a mean over samples?"""
-        if self._looks_left and self.training:
-            self._looks_left -= 1
-            look_at_next_loss(None if feed.share is None else feed.share.local_samples)
 
     @untraced
     def _feed(self, inputs: Any, with_gradients: bool, syncing: bool) -> Feed:
@@ -395,7 +390,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _watch_parameters(self, feed: Feed, kind: str) -> None:
         """The output shows no tensor that a gradient could come through: if one comes, parameters will tell."""
         self._reducer.watch_all()
-        if feed.share is not None and feed.share.local_samples * self._world_size != feed.share.global_samples:
+        if feed.is_uneven:
             warn_once(
                 _logger,
                 f"the model returned no tensor that requires a gradient (it returned {kind}). Should its "

@@ -1,23 +1,15 @@
 """Warns of a loss whose autograd graph shows that it is no mean over samples.
 
 Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`), and the engine cannot know it
-from gradients. So after its first forward passes it looks at the loss, and warns. What is found: a mean over targets
-of which some were ignored or weighted by class, or of outputs that a mask has selected, a sum, and a sum divided by
-something else than what was summed or the samples.
-
-[Note: before the backward pass] A backward pass frees what the nodes of the loss have saved before it comes to the
-model's outputs, so the loss has to be seen when `backward` is called. For those few steps Python's profiling hook of
-this thread is borrowed, if nobody uses it: it is called for each call of a Python function, and given back at the first
-`backward`, or after so many calls that none seems to come. *Rejected:* putting a function in the place of
-`Tensor.backward`, for the whole program; a hook on tensors, which comes too late.
+from gradients. So before its first backward passes it looks at the loss (`loss_watch.py`), and warns. What is found: a
+mean over targets of which some were ignored or weighted by class, or of outputs that a mask has selected, a sum, and a
+sum divided by something else than what was summed or the samples.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,69 +17,32 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lockstep import batch
-from lockstep.comm.callsite import is_users
 from lockstep.log import get_logger
 
-__all__ = ["OtherDivisor", "find_other_divisor", "look_at_next_loss"]
+__all__ = ["OtherDivisor", "find_other_divisor", "warn_of_other_divisor"]
 
 _logger = get_logger(__name__)
 
 # What torch's losses have saved under `reduction`.
 _MEAN, _SUM = 1, 2
-# The functions through which every backward pass goes, and what they call the losses.
-_ROOTS = {("backward", "_tensor.py"): "self", ("backward", "__init__.py"): "tensors"}
 _DIVISIONS = ("DivBackward0", "DivBackward1")  # by a tensor; by a number, as torch's own losses divide
 _MAX_NODES = 2000
 _RESCALE = "_RescaleBackward"  # of `lockstep.mean` and the like: what is behind it has its divisor
 _found: dict[str, str] = {}  # lines of which was warned, and what they are
-# Of Python functions, between a forward pass and its backward pass.
-_MAX_CALLS = 20_000
 
 
-def look_at_next_loss(local_samples: int | None) -> None:
-    """Warn if the next backward pass in this thread is of such a loss. Local; see [Note: before the backward pass].
+def warn_of_other_divisor(loss: Tensor, local_samples: int | None, line: str) -> None:
+    """Warn if the loss is seen to be no mean over samples. Local.
 
     Args:
+        loss: 0-dim, before its backward pass.
         local_samples: of this rank in this step; None where nobody knows.
+        line: of the user.
     """
-    if sys.getprofile() is None:
-        sys.setprofile(_Lookout(local_samples))
-
-
-class _Lookout:
-    """A profiling hook that waits for a backward pass.
-
-    Args:
-        local_samples: of this rank in this step; None where nobody knows.
-    """
-
-    def __init__(self, local_samples: int | None) -> None:
-        self._local_samples = local_samples
-        self._calls_left = _MAX_CALLS
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        if event != "call":
-            return
-        self._calls_left -= 1
-        code = frame.f_code
-        name = _ROOTS.get((code.co_name, code.co_filename.rpartition("/")[2])) if code.co_name == "backward" else None
-        if self._calls_left and (name is None or "/torch/" not in code.co_filename):
-            return
-        sys.setprofile(None)
-        if name is None:
-            return
-        value = frame.f_locals.get(name)
-        for loss in (value,) if isinstance(value, Tensor) else tuple(value or ()):
-            if isinstance(loss, Tensor) and loss.dim() == 0:
-                _warn(loss, self._local_samples, frame)
-
-
-def _warn(loss: Tensor, local_samples: int | None, frame: FrameType) -> None:
     try:
         found = find_other_divisor(loss, local_samples)
     except RuntimeError:  # what the nodes have saved is gone: the graph was walked backward before
         return
-    line = _users_line(frame)
     if found is not None and line not in _found:
         _found[line] = found.text
         _logger.warning(
@@ -235,9 +190,3 @@ def _scalar(value: object) -> float | None:
     if isinstance(value, Tensor):
         return float(value.detach()) if value.dim() == 0 else None
     return float(value) if isinstance(value, int | float) else None
-
-
-def _users_line(frame: FrameType | None) -> str:
-    while frame is not None and not is_users(frame.f_code):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

@@ -1,0 +1,99 @@
+"""Looks at a few losses of an engine before their backward passes, and warns of those that ranks do not average right.
+
+[Note: before the backward pass] A backward pass frees what the nodes of the loss have saved before it comes to the
+model's outputs, so the loss has to be seen when `backward` is called. For those few steps Python's profiling hook of
+this thread is borrowed, if nobody uses it: it is called for each call of a Python function, and given back at the first
+`backward`, or after so many calls that none seems to come. *Rejected:* putting a function in the place of
+`Tensor.backward`, for the whole program; a hook on tensors, which comes too late.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from types import FrameType
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lockstep.comm.callsite import is_users
+from lockstep.parallel.bypasses import warn_of_bypass
+from lockstep.parallel.feeding import Feed
+from lockstep.parallel.loss_kinds import warn_of_other_divisor
+
+__all__ = ["LossWatch"]
+
+# The functions through which every backward pass goes, and what they call the losses.
+_ROOTS = {("backward", "_tensor.py"): "self", ("backward", "__init__.py"): "tensors"}
+# Of Python functions, between a forward pass and its backward pass.
+_MAX_CALLS = 20_000
+# Losses of an engine that are looked at: for what they are divided by, and of batches that ranks do not divide.
+_LOOKS, _UNEVEN_LOOKS = 3, 3
+
+Judge = Callable[[Tensor, str], None]
+
+
+class LossWatch:
+    """What is still to be looked at for one engine.
+
+    Args:
+        own: `id` of the parameters that the engine averages.
+        is_on: whether this rank looks.
+    """
+
+    def __init__(self, own: frozenset[int], is_on: bool) -> None:
+        self._own = own
+        self._looks_left, self._uneven_looks_left = (_LOOKS, _UNEVEN_LOOKS) if is_on else (0, 0)
+
+    def forward_ends(self, feed: Feed, roots: Collection[Node]) -> None:
+        """A forward pass ends, in training, whose backward pass will average. Local.
+
+        Args:
+            feed: what went through.
+            roots: the nodes of its outputs.
+        """
+        judges: list[Judge] = []
+        if self._looks_left:
+            self._looks_left -= 1
+            local_samples = None if feed.share is None else feed.share.local_samples
+            judges.append(lambda loss, line: warn_of_other_divisor(loss, local_samples, line))
+        if self._uneven_looks_left and feed.is_uneven:
+            self._uneven_looks_left -= 1
+            judges.append(lambda loss, line: warn_of_bypass(loss, roots, self._own, line))
+        if judges and sys.getprofile() is None:
+            sys.setprofile(_Lookout(judges))
+
+
+class _Lookout:
+    """A profiling hook that waits for a backward pass. See [Note: before the backward pass].
+
+    Args:
+        judges: are called with the loss, and the user's line.
+    """
+
+    def __init__(self, judges: Collection[Judge]) -> None:
+        self._judges = judges
+        self._calls_left = _MAX_CALLS
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        self._calls_left -= 1
+        code = frame.f_code
+        name = _ROOTS.get((code.co_name, code.co_filename.rpartition("/")[2])) if code.co_name == "backward" else None
+        if self._calls_left and (name is None or "/torch/" not in code.co_filename):
+            return
+        sys.setprofile(None)
+        if name is None:
+            return
+        value = frame.f_locals.get(name)
+        for loss in (value,) if isinstance(value, Tensor) else tuple(value or ()):
+            if isinstance(loss, Tensor) and loss.dim() == 0:
+                for judge in self._judges:
+                    judge(loss, _users_line(frame))
+
+
+def _users_line(frame: FrameType | None) -> str:
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
