@@ -14,7 +14,15 @@ import lockstep.bench.scaling as scaling
 from lockstep.bench.pages import Table, as_markdown
 from lockstep.bench.results import Parameters, Result, Series
 from lockstep.bench.scaling import charts, predictions
-from lockstep.bench.scaling.model import Line, Network, all_reduce_s, fit_line, step_on_one_host_s, step_s
+from lockstep.bench.scaling.model import (
+    Line,
+    Network,
+    all_reduce_s,
+    fit_curve,
+    fit_line,
+    step_on_one_host_s,
+    step_s,
+)
 from lockstep.bench.session import Progress, Session
 from lockstep.errors import InputError
 from test_benchmarks import ENVIRONMENT
@@ -48,6 +56,20 @@ def test_a_fit_has_no_negative_part() -> None:
     assert fit_line({7: [3.0]}) == Line(3.0, 0.0)
     with pytest.raises(ValueError, match="at least one"):
         fit_line({})
+
+
+def test_a_curve_goes_through_medians_and_on_beyond_them() -> None:
+    samples = {4: [1e-4, 1e-4, 9.0], 4096: [0.9e-4], MIB: [5e-3], 2 * MIB: [15e-3]}
+    found = fit_curve(samples)
+    assert found.at(0) == found.at(4) == found.at(4096) == 1e-4  # time does not fall as messages grow
+    assert found.at(1.5 * MIB) == pytest.approx(10e-3)
+    assert found.at(4 * MIB) == pytest.approx(35e-3)
+    assert found.per_unit_s == pytest.approx(10e-3 / MIB)
+    with pytest.raises(ValueError, match="at least two"):
+        fit_curve({4: [1.0]})
+    # In an all_reduce of 3 hosts each of two hops takes what two thirds of the bytes take.
+    network = Network(found, Line(0.0, 0.0))
+    assert all_reduce_s(3 * MIB, 3, network) == pytest.approx(1e-4 + 2 * found.at(2 * MIB))
 
 
 # ---- formulas ------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ HOSTS, RANKS_PER_HOST = 2, 2
 KIB, MIB = 1 << 10, 1 << 20
 _SPENT = "the budget was spent; --budget gives more"
 HOST_SIZES = (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB)
-LINK_SIZES = (4, 16 * KIB, 256 * KIB, 2 * MIB)
+LINK_SIZES = (4, 4 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB)
 CHECK_SIZES = (4 * KIB, 128 * KIB, 1 * MIB, 8 * MIB, 25 * MIB)
 
 

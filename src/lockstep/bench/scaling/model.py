@@ -3,9 +3,12 @@
 [Note: model] *alpha* is the latency of a message, *beta* the time per byte, *gamma* the time per sample. Each is fitted
 to measurements that are not the check::
 
-    link       alpha + beta m     half a round trip of m bytes between one rank on each of two hosts
+    link       a curve            half a round trip of m bytes between one rank on each of two hosts
     host       alpha + beta m     all_reduce of m bytes by the r ranks of one host
     computing  fixed + gamma b    forward, backward and optimizer of b samples, r ranks at once, nobody communicating
+
+The link is no line: small messages and large ones go different ways, and the large ones need a reply before they begin.
+So between the sizes that were measured it is straight, and beyond the largest it goes on as between the last two.
 
 An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have come
 for (one latency of the link with up to 8 ranks, one more each time that they double), each host adds up, hosts
@@ -15,9 +18,9 @@ sum to its like on each other host: r (H - 1) m bytes. Larger tensors cross in c
 that with 2 hosts each byte crosses once each way, with more 2 (H - 1) / H of them in two hops; they go in k chunks, and
 while one is on the link, another is in the host::
 
-    wire  = hops * alpha_link + share * m * beta_link      hops 1, share 1 for H = 2; hops 2, share 2 (H - 1) / H above
+    wire  = hops * link(share * m)      hops 1, share 1 for H = 2; hops 2, share (H - 1) / H above
     inner = alpha_host + beta_host * m
-    all_reduce = told + max(wire, inner) + min(wire, inner) / k      told: alpha_link for each time that ranks tell
+    all_reduce = told + max(wire, inner) + min(wire, inner) / k      told: link(0) for each time that ranks tell
 
 A step computes forward, then backward. The engine reduces a bucket of gradients as soon as it is full, between hosts
 while the backward pass goes on, on one host when it is over; buckets follow each other. Gradients are taken to come
@@ -40,9 +43,11 @@ from lockstep.comm.messages.arrival import attachment_bytes, num_hops
 
 __all__ = [
     "Computing",
+    "Curve",
     "Line",
     "Network",
     "all_reduce_s",
+    "fit_curve",
     "fit_line",
     "step_on_one_host_s",
     "step_s",
@@ -104,6 +109,60 @@ def fit_line(samples: Mapping[int, Sequence[float]]) -> Line:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A time that grows with something, but not evenly.
+
+    Attributes:
+        points: amounts, each larger than the one before, with their seconds, none less than the one before; at least 2.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def per_unit_s(self) -> float:
+        """Seconds for each byte or sample, of large amounts."""
+        (amount, seconds), (last, last_s) = self.points[-2:]
+        return (last_s - seconds) / (last - amount)
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds at nothing: those of the smallest amount."""
+        return self.points[0][1]
+
+    def at(self, amount: float) -> float:
+        """Seconds for so many bytes or samples.
+
+        >>> Curve(((10, 1.0), (20, 1.5), (30, 4.0))).at(15)
+        1.25
+        >>> Curve(((10, 1.0), (20, 1.5), (30, 4.0))).at(40)
+        6.5
+        """
+        last, last_s = self.points[-1]
+        if amount > last:
+            return last_s + (amount - last) * self.per_unit_s
+        amounts, seconds = np.array(self.points).T
+        return float(np.interp(amount, amounts, seconds))
+
+
+def fit_curve(samples: Mapping[int, Sequence[float]]) -> Curve:
+    """The curve through the medians, each no less than that of a smaller amount.
+
+    Args:
+        samples: seconds, by bytes or samples.
+
+    Raises:
+        ValueError: there are fewer than two.
+
+    >>> fit_curve({0: [1.0], 10: [0.8], 20: [5.0]})
+    Curve(points=((0, 1.0), (10, 1.0), (20, 5.0)))
+    """
+    if len(samples) < 2:
+        raise ValueError("a curve needs at least two points")
+    medians = [stats.median(samples[amount]) for amount in sorted(samples)]
+    return Curve(tuple(zip(sorted(samples), map(float, np.maximum.accumulate(medians)), strict=True)))
+
+
+@dataclass(frozen=True)
 class Network:
     """What communication costs.
 
@@ -113,7 +172,7 @@ class Network:
         ranks_per_host: of those.
     """
 
-    link: Line
+    link: Line | Curve
     host: Line
     ranks_per_host: int = 1
 
@@ -155,14 +214,14 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     if num_hosts == 1:
         return inner
     ranks = num_hosts * network.ranks_per_host
-    told = num_hops(ranks) * network.link.fixed_s
+    told = num_hops(ranks) * network.link.at(0)
     sums_bytes = network.ranks_per_host * (num_hosts - 1) * num_bytes  # that cross a link as one sum for each host
     if num_bytes <= attachment_bytes(ranks):
-        return told + network.ranks_per_host * sums_bytes * network.link.per_unit_s
+        return told - network.link.at(0) + network.link.at(network.ranks_per_host * sums_bytes)
     if num_bytes <= _REDUNDANT_BYTES:
         return told + network.link.at(sums_bytes) + inner
-    hops, share = (1, 1.0) if num_hosts == 2 else (2, 2 * (num_hosts - 1) / num_hosts)
-    wire = hops * network.link.fixed_s + share * num_bytes * network.link.per_unit_s
+    hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)
+    wire = hops * network.link.at(share * num_bytes)
     return told + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
 
 

@@ -9,7 +9,16 @@ from typing import cast
 from lockstep.bench import stats
 from lockstep.bench.pages import format_bytes
 from lockstep.bench.results import Result
-from lockstep.bench.scaling.model import Computing, Line, Network, all_reduce_s, fit_line, step_on_one_host_s, step_s
+from lockstep.bench.scaling.model import (
+    Computing,
+    Line,
+    Network,
+    all_reduce_s,
+    fit_curve,
+    fit_line,
+    step_on_one_host_s,
+    step_s,
+)
 
 __all__ = ["Fits", "Rate", "Residual", "fit", "projection", "rates", "residuals"]
 
@@ -145,7 +154,7 @@ def fit(result: Result) -> Fits | None:
         return None
     host = fit_line(host_samples)
     link_samples = _by(result, "message", "bytes", "link")
-    network = Network(fit_line(link_samples), host, per_host) if link_samples else None
+    network = Network(fit_curve(link_samples), host, per_host) if len(link_samples) > 1 else None
     cores = result.environment.cores
     crowding = max(1.0, hosts * per_host / cores) / max(1.0, per_host / cores)
     parts = {
@@ -177,9 +186,6 @@ def residuals(result: Result, fits: Fits) -> list[Residual]:
         found.append(_residual(f"a step on one host with {per_host} ranks", predicted, steps, is_check=False))
     if fits.network is None:
         return found
-    for size, samples in _by(result, "message", "bytes", "link").items():
-        predicted = fits.network.link.at(size)
-        found.append(_residual(f"fitted: message of {format_bytes(size)}", predicted, samples, is_check=False))
     # The check's hosts share this machine's cores: what they compute takes longer than on hosts of their own.
     crowded = replace(fits.network, host=fits.host.times(fits.crowding))
     for size, samples in _by(result, "all_reduce", "bytes", "check").items():
