@@ -79,6 +79,30 @@ def test_one_node(folder: Path) -> None:
     assert "there is no GPU here: training on the CPU, without nccl" in text
 
 
+REFERENCE = (
+    "-a tiny -j 0 --epochs 3 --start-epoch 1 -b 8 --lr 0.2 --momentum 0.8 --wd 0.001 -p 1 --seed 4 --gpu 0 "
+    "--dist-url tcp://127.0.0.1:FREEPORT --dist-backend nccl --multiprocessing-distributed --world-size 1 --rank 0"
+)
+
+
+@pytest.mark.parametrize("rehearses", [False, True])
+def test_all_options_of_the_reference_example_in_one_run(folder: Path, rehearses: bool) -> None:
+    """Those that a training run takes together; `--resume ''` is the default there."""
+    words = [*REFERENCE.split(), "--resume", "", "--size", "32", "--out", "runs", "images"]
+    if rehearses:
+        command = ["rehearse", "--nproc", "2", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet"]
+        (text,) = end(start(folder, *command, *words))
+        assert "nothing found in lockstep.recipes.imagenet on 2 ranks" in text
+    else:
+        (text,) = end(start(folder, *PROGRAM, "--nproc", "2", "--no-accel", *words))
+        assert "--no-accel: training on the CPU, without nccl" in text
+    assert "each process of --multiprocessing-distributed has a GPU of its own" in text
+    (metrics,) = (folder / "runs").glob("imagenet*/metrics.jsonl")
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [record["epoch"] for record in records if record["kind"] == "epoch"] == [2, 3]
+    assert [record["step"] for record in records if record["kind"] == "epoch"] == [2, 3]
+
+
 def test_two_nodes(folder: Path) -> None:
     """Two launchers that know each other by address and port alone; here on one machine."""
     port = free_port()

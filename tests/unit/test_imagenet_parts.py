@@ -59,9 +59,10 @@ class TestOptions:
     def test_all_of_the_reference_example_in_one_call(self) -> None:
         words = (
             "-a resnet18 -j 3 --epochs 5 -b 64 --lr 0.2 --momentum 0.8 --wd 0.001 -p 7 --pretrained --seed 4 --gpu 0 "
-            "--dist-url tcp://h:1 --dist-backend gloo --world-size 2 --rank 1 --dummy -e DIR"
+            "--dist-url tcp://h:1 --dist-backend gloo --world-size 2 --rank 1 --dummy -e --start-epoch 2 --no-accel "
+            "--multiprocessing-distributed DIR --resume"
         )
-        options = parse(*words.split())
+        options = parse(*words.split(), "")
         assert resolve_config(options) == ImagenetConfig(
             arch="resnet18", epochs=5, batch_size=64, lr=0.2, momentum=0.8, weight_decay=0.001, seed=4, pretrained=True,
             dummy=True,
@@ -69,6 +70,8 @@ class TestOptions:
         assert (options.workers, options.print_freq, options.gpu, options.backend) == (3, 7, 0, "gloo")
         assert (options.world_size, options.rank, options.dist_url) == (2, 1, "tcp://h:1")
         assert options.evaluate
+        assert options.no_accel
+        assert (options.start_epoch, options.resume, choose_strategy(options)) == (2, None, "spawn")
         words = "--arch tiny --workers 0 --batch-size 8 --learning-rate 0.5 --weight-decay 0.1 --print-freq 2 DIR"
         assert resolve_config(parse(*words.split())) == ImagenetConfig(
             arch="tiny", batch_size=8, lr=0.5, weight_decay=0.1
@@ -120,6 +123,7 @@ class TestStarting:
             ("DIR --strategy dp", "dp", Start(1, ("--processes", "4"))),
             ("DIR --strategy spawn", "spawn", Start(1, ("--processes", "4"))),
             (ONE_NODE, "spawn", Start(1, ("--processes", "4"))),
+            (f"{ONE_NODE} --gpu 0", "spawn", Start(1, ("--processes", "4"))),
             (TWO_NODES, "spawn", Start(1, ("--processes", "4"))),
             ("DIR --world-size 2 --rank 0 --gpu 1 --dist-url tcp://h:1", "ddp", Start(None)),
             ("DIR --world-size 2 --rank 0 --dist-url tcp://h:1", "ddp", Start(None)),
@@ -145,7 +149,6 @@ class TestStarting:
         ("words", "said"),
         [
             ("DIR --multiprocessing-distributed --strategy apex", "leave it out for apex"),
-            ("DIR --multiprocessing-distributed --gpu 1", "--gpu 1 means one process on that GPU"),
             ("DIR --strategy dp --gpu 1", "--gpu 1 means one process on that GPU"),
             ("--strategy ddp", "name the folder of the images"),
         ],

@@ -83,11 +83,13 @@ def _steps_and_epochs(records: Iterable[Record]) -> tuple[list[Record], list[Rec
 def _in_epochs(steps: Sequence[Record], epochs: Sequence[Record]) -> list[float]:
     """The end of each step, counted in epochs."""
     last_step = {0: 0, **{record["epoch"]: record["step"] for record in epochs}}
-    places = []
+    if steps:  # a run may begin with a later epoch
+        last_step.setdefault(steps[0]["epoch"] - 1, steps[0]["step"] - 1)
+    ends = []
     for record in steps:
         begin, end = last_step[record["epoch"] - 1], last_step[record["epoch"]]
-        places.append(record["epoch"] - 1 + (record["step"] - begin) / (end - begin))
-    return places
+        ends.append(record["epoch"] - 1 + (record["step"] - begin) / (end - begin))
+    return ends
 
 
 def _column(records: Sequence[Record], name: str) -> list[float]:

@@ -67,8 +67,10 @@ def folder_name(text: str) -> str:
     return text
 
 
-def existing_path(text: str) -> Path:
-    """A run's folder or a checkpoint file that is there."""
+def existing_path(text: str) -> Path | None:
+    """A run's folder or a checkpoint file that is there; None for "", the default of many scripts."""
+    if not text:
+        return None
     path = Path(text)
     if not path.exists():
         raise argparse.ArgumentTypeError(f"there is nothing at {text!r}; give a run's folder or a checkpoint file")

@@ -101,6 +101,8 @@ def resolve_config(given: argparse.Namespace, saved: Mapping[str, Any] | None = 
         )
     if config.warmup >= config.epochs and config.warmup > 0:
         raise InputError(f"--warmup is {config.warmup} of {config.epochs} epochs: give fewer than --epochs")
+    if given.start_epoch >= config.epochs:
+        raise InputError(f"--start-epoch is {given.start_epoch}, of --epochs {config.epochs}; epochs count from 0")
     return config
 
 
@@ -117,6 +119,14 @@ def _add_reference(group: argparse._ArgumentGroup) -> None:
         "-j", "--workers", type=number, default=4, metavar="N", help="processes that load images, per host (default: 4)"
     )
     group.add_argument("--epochs", type=least_one, metavar="N", help=f"default: {default.epochs}")
+    group.add_argument(
+        "--start-epoch",
+        type=number,
+        default=0,
+        metavar="N",
+        help="begin with the order of images and the learning rate of epoch N, counted from 0; a checkpoint that is "
+        "resumed knows better (default: 0)",
+    )
     group.add_argument(
         *("-b", "--batch-size"),
         type=least_one,
@@ -154,6 +164,7 @@ def _add_reference(group: argparse._ArgumentGroup) -> None:
 def _add_places(group: argparse._ArgumentGroup) -> None:
     """Those of the example that say where to train."""
     group.add_argument("--gpu", type=whole_number(0), metavar="N", help="train on this GPU alone")
+    group.add_argument("--no-accel", action="store_true", help="train on the CPU where there are GPUs, too")
     group.add_argument(
         *("--world-size",),
         type=int,

@@ -54,7 +54,7 @@ def choose_strategy(options: argparse.Namespace) -> str:
         raise InputError(
             f"--multiprocessing-distributed starts processes as --strategy spawn does: leave it out for {chosen}"
         )
-    if options.gpu is not None and (options.multiprocessing_distributed or chosen not in (None, "single")):
+    if options.gpu is not None and not options.multiprocessing_distributed and chosen not in (None, "single"):
         raise InputError(f"--gpu {options.gpu} means one process on that GPU: leave it out to train on all of them")
     if chosen is not None:
         return chosen

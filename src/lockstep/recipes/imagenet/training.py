@@ -151,7 +151,25 @@ def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
     if state is not None:
         check_classes(state, train_set, options.resume)
         job.trainer.load_state_dict(state)
+    if options.start_epoch:
+        job.notes += _begin_at(job.trainer, options.start_epoch, is_resumed=state is not None)
     return job
+
+
+def _begin_at(trainer: Trainer, epoch: int, is_resumed: bool) -> list[str]:
+    """Begin with a later epoch: with its order of images, and its learning rate. Local.
+
+    Returns:
+        What a person should know: a checkpoint says where to go on, as it does in the reference example.
+    """
+    if is_resumed:
+        begins_as_asked = trainer.epoch == epoch
+        return [] if begins_as_asked else [f"--start-epoch {epoch}: going on in epoch {trainer.epoch}, as resumed"]
+    trainer.epoch, trainer.step = epoch, epoch * -(-len(trainer.loader) // trainer.accumulate)
+    trainer.loader.set_epoch(epoch)
+    assert trainer.scheduler is not None
+    trainer.scheduler.load_state_dict({"step": trainer.step})
+    return []
 
 
 class _Task:
@@ -285,13 +303,17 @@ def _place(options: argparse.Namespace, strategy: str, url: str | None) -> dict[
 
 def _device(options: argparse.Namespace) -> tuple[str, str | None, list[str]]:
     """Backend and device for `lockstep.init`, and what to say where they are not those that were asked for."""
-    if torch.cuda.is_available():
-        return options.backend, None if options.gpu is None else f"cuda:{options.gpu}", []
+    gpu, notes = options.gpu, []
+    if gpu is not None and options.multiprocessing_distributed:
+        gpu, notes = None, [f"--gpu {gpu}: each process of --multiprocessing-distributed has a GPU of its own"]
+    if torch.cuda.is_available() and not options.no_accel:
+        return options.backend, None if gpu is None else f"cuda:{gpu}", notes
+    why = "--no-accel" if options.no_accel else "there is no GPU here"
     if options.backend == "nccl":
-        return "auto", None, ["there is no GPU here: training on the CPU, without nccl"]
-    if options.gpu is not None:
-        return options.backend, None, [f"there is no GPU here: training on the CPU, not on GPU {options.gpu}"]
-    return options.backend, None, []
+        return "auto", "cpu", [*notes, f"{why}: training on the CPU, without nccl"]
+    if gpu is not None:
+        notes.append(f"{why}: training on the CPU, not on GPU {gpu}")
+    return options.backend, "cpu", notes
 
 
 def _check(options: argparse.Namespace, config: ImagenetConfig, strategy: str, state: Mapping[str, Any] | None) -> None:
