@@ -162,6 +162,56 @@ def test_functional_calls_are_left_alone() -> None:
     run_ranks(call_with_other_parameters, 2)
 
 
+def transform_beside_training(begin: int, clones: bool, of_inputs: bool) -> list[bool | str]:
+    """11 samples in batches of 4: 2 ranks do not divide the last one, and on rank 0 its size is that of the others."""
+    net = stack(8)
+    model, alone = DistributedDataParallel(net), stack(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(torch.arange(88.0, dtype=torch.float64).view(11, 8) / 88)
+    found: list[bool | str] = []
+    for epoch in range(3):
+        for step, (x,) in enumerate(lockstep.DataLoader(samples, 4)):
+            x = x.clone() if clones else x
+            if 3 * epoch + step >= begin:
+                alone.load_state_dict(net.state_dict())
+                take = gradients_of_input if of_inputs else gradients_of_copies
+                try:
+                    found.append(all(map(torch.equal, take(model, x), take(alone, x))))
+                except ModelError as error:
+                    found.append(str(error))
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    assert_same_on_all_ranks(*net.parameters())
+    return found
+
+
+def gradients_of_copies(model: nn.Module, x: Tensor) -> list[Tensor]:
+    copies = {name: value.detach() for name, value in model.named_parameters()}
+    return list(grad(lambda values: functional_call(model, values, (x,)).mean())(copies).values())
+
+
+def gradients_of_input(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [grad(lambda value: model(value).mean())(x)]
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("clones", [False, True])
+def test_transforms_of_torch_func_beside_training(begin: int, clones: bool) -> None:
+    """From the first step on, or when the engine no longer watches all parameters."""
+    for found in run_ranks(transform_beside_training, 2, begin, clones, of_inputs=False):
+        assert found == [True] * (9 - begin)
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("clones", [False, True])
+def test_gradients_by_torch_func_that_a_penalty_may_contain(begin: int, clones: bool) -> None:
+    """They depend on the model's own parameters: refused where a loss that contains them would count wrongly."""
+    for found in run_ranks(transform_beside_training, 2, begin, clones, of_inputs=True):
+        for step, outcome in enumerate(found, start=begin):
+            assert outcome is True if step % 3 != 2 else "that the ranks do not divide" in str(outcome)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,12 @@ from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
-from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
+from lockstep.torch_private.autograd import (
+    current_graph_task_id,
+    innermost_transform,
+    queue_callback,
+    without_transforms,
+)
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
 from lockstep.tree import map_tensors
@@ -320,7 +325,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
         reached = weakref.WeakMethod(self._backward_reaches)
-        forward = ForwardPass(feed, syncing, self.process_group, reached, own=self._own)
+        is_functional = innermost_transform() is not None and not self._holds_own_parameters()
+        forward = ForwardPass(feed, syncing, self.process_group, reached, self._own, is_functional)
         return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)
@@ -337,6 +343,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if self.training:
                 self._loss_watch.forward_ends(feed, roots.values())
         return output
+
+    def _holds_own_parameters(self) -> bool:
+        """Whether the module has any of the parameters that are averaged, which `functional_call` replaces. Local."""
+        return any(id(parameter) in self._own for parameter in self.module.parameters())
 
     @untraced
     def _feed(self, inputs: Any, with_gradients: bool, syncing: bool) -> Feed:
@@ -429,8 +439,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _look_out(self, forward: ForwardPass) -> None:
         """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
         if torch.is_grad_enabled():
-            forward.check_penalty()
-            self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
+            with without_transforms():
+                forward.check_penalty()
+                self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
         else:
             self.changes.suspect()  # they may be others by now
 

@@ -57,6 +57,7 @@ class ForwardPass:
             backward pass has come to, and this forward pass, and answers whether the pass goes on to parameters of the
             model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
         own: `id` of the parameters that the engine averages.
+        is_functional: it runs inside of `torch.func.grad` or the like, with other parameters than the model's.
 
     Attributes:
         feed: what goes through; with a weight from `settle` on.
@@ -70,12 +71,14 @@ class ForwardPass:
         group: dist.ProcessGroup,
         reached: Callable[[], Reached | None],
         own: frozenset[int] = frozenset(),
+        is_functional: bool = False,
     ) -> None:
         self.feed = feed
         self.syncing = syncing
         self.group = group
         self.begins_with_checkpoint = False
         self._own = own
+        self._is_functional = is_functional
         self._reached = reached
         self.claimed_task = -1  # the last backward pass for which the engine noted the feed's claim
         self._weighted_task = -1  # the last backward pass in which the weight was put on
@@ -104,6 +107,8 @@ class ForwardPass:
         Raises:
             ModelError: the ranks do not divide the batch, and what a loss makes of the gradient would count plainly.
         """
+        if self._is_functional:  # `torch.func.grad` computes all its gradients with a graph
+            return
         self.settle()
         if not self.is_plain:
             raise ModelError(

@@ -1,15 +1,24 @@
-"""What the engine asks autograd inside of a backward pass."""
+"""What the engine asks autograd inside of a backward pass, and of the transforms of torch.func."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from lockstep.torch_private.lookup import attribute, need
 
-__all__ = ["base_of", "current_graph_task_id", "queue_callback", "version_of", "will_engine_execute_node"]
+__all__ = [
+    "base_of",
+    "current_graph_task_id",
+    "innermost_transform",
+    "queue_callback",
+    "version_of",
+    "will_engine_execute_node",
+    "without_transforms",
+]
 
 current_graph_task_id: Callable[[], int] = need("torch._C._current_graph_task_id")
 """Number of the backward pass that runs on this thread; -1 outside of one."""
@@ -25,3 +34,9 @@ version_of: Callable[[torch.Tensor], int] = attribute("torch.Tensor._version", d
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attribute("torch.Tensor._base", default=None)
 """The tensor that a tensor is a view of, for autograd; else None."""
+
+innermost_transform: Callable[[], object | None] = need("torch._C._functorch.peek_interpreter_stack")
+"""The transform of `torch.func` (grad, vmap, …) that this thread is in; None outside of all."""
+
+without_transforms: Callable[[], AbstractContextManager[object]] = need("torch._C._DisableFuncTorch")
+"""A context in which tensors are what they are outside of the transforms of `torch.func`."""

@@ -31,6 +31,20 @@ _AUTOGRAD = (
         _DDP,
     ),
     Record(
+        "torch._C._functorch.peek_interpreter_stack",
+        Use.READ,
+        "whether a forward pass runs inside of torch.func.grad or the like",
+        _NO_DDP,
+        _DDP,
+    ),
+    Record(
+        "torch._C._DisableFuncTorch",
+        Use.READ,
+        "watches parameters and asks other ranks while torch.func.grad runs a backward pass",
+        _NO_DDP,
+        _DDP,
+    ),
+    Record(
         "torch.autograd.Variable._execution_engine.queue_callback",
         Use.READ,
         "the end of a backward pass, at which gradients are reduced",
