@@ -325,7 +325,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
         reached = weakref.WeakMethod(self._backward_reaches)
-        is_functional = innermost_transform() is not None and not self._holds_own_parameters()
+        is_functional = innermost_transform() is not None and self.changes.are_replaced()
         forward = ForwardPass(feed, syncing, self.process_group, reached, self._own, is_functional)
         return forward, *forward.enter((inputs, kwargs))
 
@@ -343,10 +343,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if self.training:
                 self._loss_watch.forward_ends(feed, roots.values())
         return output
-
-    def _holds_own_parameters(self) -> bool:
-        """Whether the module has any of the parameters that are averaged, which `functional_call` replaces. Local."""
-        return any(id(parameter) in self._own for parameter in self.module.parameters())
 
     @untraced
     def _feed(self, inputs: Any, with_gradients: bool, syncing: bool) -> Feed:

@@ -66,6 +66,11 @@ class ParameterChanges:
         """A backward pass over the model's output reached no parameter: look before the next step. Local."""
         self._is_suspicious = True
 
+    def are_replaced(self) -> bool:
+        """Whether the model has none of the parameters that are averaged, as within `functional_call`. Local."""
+        module = self._module()
+        return module is not None and not any(id(parameter) in self.own for parameter in module.parameters())
+
     def look(self) -> bool:
         """An optimizer is about to step: whether this step is one to look in, and there are such parameters. Local."""
         self._num_looks += 1
