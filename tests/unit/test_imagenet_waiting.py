@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.recipes.imagenet.waiting import LoaderAdvice, advice
+from lockstep.recipes.imagenet.waiting import LoaderAdvice, advice, conclusion
+from lockstep.recipes.summary import RankTime, Summary
 from lockstep.train import EpochReport, Report, Trainer
 
 
@@ -95,3 +96,18 @@ def test_the_first_batch_is_no_reason_for_more_workers() -> None:
 )
 def test_what_to_change(workers: int, cores: int, ranks: int, said: str) -> None:
     assert advice(workers, cores, ranks).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("loader_s", "communication_s", "said"),
+    [
+        (6.0, 1.0, "waited for images 60% of the time, communicated 10% of it, computed the rest; most"),
+        (6.0, 1.0, "most went into images: -j 2 loads them"),
+        (1.0, 5.0, "most went into communication: with a larger -b, or --accumulate"),
+        (1.0, 1.0, "most went into computing: --precision bf16"),
+    ],
+)
+def test_what_a_run_waited_for(loader_s: float, communication_s: float, said: str) -> None:
+    ranks = [RankTime(100, 10.0, communication_s, loader_s)] * 2
+    summary = Summary(correct=1, total=2, held_out_loss=0.5, steps=3, samples=200, ranks=ranks)
+    assert said in conclusion(summary, 0, 4, 2)

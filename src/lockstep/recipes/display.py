@@ -114,11 +114,9 @@ def _result_table(summary: Summary) -> Table:
 
 def _rank_table(summary: Summary) -> Table:
     table = Table(box=box.ROUNDED, min_width=72)
-    for heading in ("rank", "samples", "training", "communicating, waiting included"):
+    for heading in ("rank", "samples", "training", "waiting for data", "communicating, with waits"):
         table.add_column(heading, justify="right")
     for number, rank in enumerate(summary.ranks):
-        share = f"{rank.communication_s / rank.train_s:6.1%}"
-        table.add_row(
-            str(number), f"{rank.samples:,}", f"{rank.train_s:.2f} s", f"{rank.communication_s:.2f} s {share}"
-        )
+        shares = [f"{spent_s:.2f} s {spent_s / rank.train_s:6.1%}" for spent_s in (rank.loader_s, rank.communication_s)]
+        table.add_row(str(number), f"{rank.samples:,}", f"{rank.train_s:.2f} s", *shares)
     return table

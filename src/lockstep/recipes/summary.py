@@ -23,11 +23,13 @@ class RankTime:
         samples: training samples it was given.
         train_s: seconds in training steps.
         communication_s: of these, seconds in collectives, waiting for other ranks included.
+        loader_s: of these, seconds in which it waited for its loader.
     """
 
     samples: int
     train_s: float
     communication_s: float
+    loader_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class RankTimes:
     """Adds up this rank's times over the epochs of a run; a `Trainer` callback for every rank."""
 
     def __init__(self) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64)  # local samples, train_s, communication_s
+        self._sums = torch.zeros(4, dtype=torch.float64)  # local samples, train_s, communication_s, loader_s
         self._samples = 0  # of all ranks
         self._steps = 0
         self._last: EpochReport | None = None
@@ -87,7 +89,7 @@ class RankTimes:
         """Enter one report."""
         if isinstance(report, EpochReport):
             self._samples += report.samples
-            times = [report.local_samples, report.train_s, report.communication_s]
+            times = [report.local_samples, report.train_s, report.communication_s, report.loader_s]
             self._sums += torch.tensor(times, dtype=torch.float64)
             self._last = report
         else:
@@ -102,9 +104,7 @@ class RankTimes:
         mine = self._sums.to(collective_device())
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
-        times = [
-            RankTime(int(samples), train_s, waited_s) for samples, train_s, waited_s in (t.tolist() for t in gathered)
-        ]
+        times = [RankTime(int(samples), *seconds) for samples, *seconds in (each.tolist() for each in gathered)]
         held_out = self._last.evaluation
         return Summary(
             correct=int(held_out["correct"]),

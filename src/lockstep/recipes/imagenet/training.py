@@ -115,7 +115,7 @@ def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, f
                 view.stop(f"stopped after step {trainer.step:,}, as asked; go on with --resume {folder}")
             return
         summary = times.summary()
-        for view in views:
+        for view in (*says_why, *views):
             view.finish(summary)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.recipes.summary import Summary
 from lockstep.train import EpochReport, Report
 
-__all__ = ["LoaderAdvice", "advice"]
+__all__ = ["LoaderAdvice", "advice", "conclusion"]
 
 _WORTH_SAYING = 0.1  # of the time of training
 
@@ -39,6 +40,35 @@ class LoaderAdvice:
         )
         for view in self.views:
             view.say(line)
+
+    def finish(self, summary: Summary) -> None:
+        """Say what the run waited for."""
+        for view in self.views:
+            view.say(conclusion(summary, self.workers, self.cores, self.ranks))
+
+
+def conclusion(summary: Summary, workers: int, cores: int, ranks: int) -> str:
+    """One line: what the ranks spent their time on, and what makes the largest part of it less.
+
+    Args:
+        summary: of the run.
+        workers: processes that load images; 0 where the training processes do.
+        cores: of the host.
+        ranks: training processes of the host.
+    """
+    total_s = sum(rank.train_s for rank in summary.ranks)
+    images = sum(rank.loader_s for rank in summary.ranks) / total_s
+    others = sum(rank.communication_s for rank in summary.ranks) / total_s
+    parts = {
+        "images": (images, advice(workers, cores, ranks)),
+        "communication": (others, "with a larger -b, or --accumulate, ranks average gradients less often"),
+        "computing": (1 - images - others, "--precision bf16, --channels-last, --compile or more devices shorten it"),
+    }
+    largest = max(parts, key=lambda name: parts[name][0])
+    return (
+        f"the ranks waited for images {images:.0%} of the time, communicated {others:.0%} of it, computed the rest; "
+        f"most went into {largest}: {parts[largest][1]}"
+    )
 
 
 def advice(workers: int, cores: int, ranks: int) -> str:
