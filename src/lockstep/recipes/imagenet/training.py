@@ -115,8 +115,8 @@ def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, f
                 view.stop(f"stopped after step {trainer.step:,}, as asked; go on with --resume {folder}")
             return
         summary = times.summary()
-        for view in (*says_why, *views):
-            view.finish(summary)
+        for each in (*says_why, *views):
+            each.finish(summary)
 
 
 def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
