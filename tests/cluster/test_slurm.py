@@ -171,7 +171,8 @@ def test_steps_of_one_job_and_its_shell(cluster: SlurmCluster, tmp_path: Path) -
         "sbatch", "--parsable", "-N2", "-n4", f"--output={log}", str(tmp_path / "batch.sh")
     ).stdout.strip()
     assert cluster.wait_for(job_id, *ENDS)["JobState"] == "COMPLETED", log.read_text()
-    found = [json.loads(line) for line in log.read_text().splitlines()]
+    # srun may write lines of its own between them, such as that it waits for the step before.
+    found = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     shell, all_tasks, one, two = found[0], found[1:5], found[5], found[6:]
     assert (shell["rank"], shell["world_size"], shell["launcher"]) == (0, 1, "single")
     assert shell["allocation"] == f"job {job_id} of Slurm has 4 tasks on 2 nodes"

@@ -219,7 +219,7 @@ def test_evaluation_counts_every_image_once(setting: Setting) -> None:
         (["--recipe", "mnist"], "invalid choice: 'mnist'"),
         (["--epochs", "0"], "0 is too small; give 1 or more"),
         (["--batch-size", "x"], "'x' is not a whole number"),
-        (["--data", "/no/such/folder"], "there is nothing at '/no/such/folder'"),
+        (["--data", "/no/such/folder"], "there is no folder '/no/such/folder'"),
         (["--budget", "x"], "write 30s, 5m or 1h30m"),
     ],
 )

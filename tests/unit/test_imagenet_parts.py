@@ -25,7 +25,7 @@ from lockstep.recipes import imagenet
 from lockstep.recipes import options as shared_options
 from lockstep.recipes.imagenet import models
 from lockstep.recipes.imagenet.broken import BrokenImages
-from lockstep.recipes.imagenet.models import create_model
+from lockstep.recipes.imagenet.models import check_size, create_model
 from lockstep.recipes.imagenet.options import ImagenetConfig, resolve_config
 from lockstep.recipes.imagenet.schedule import RateSchedule, describe_rate, full_rate, rate_of_step
 from lockstep.recipes.imagenet.starting import Start, choose_strategy, meeting_url
@@ -323,6 +323,18 @@ class TestOthersModels:
         assert len(create_model("inception_v3", 7)) == 3, "without its second output"  # type: ignore[arg-type]
         with pytest.raises(InputError, match=r"--arch is 'vgg12'.*timm is not installed\); did you mean vgg11\?"):
             create_model("vgg12", 7)
+
+    def test_sizes_of_images(self, torchvision: types.ModuleType) -> None:
+        """Vision transformers are made for a size; what does not fit is said before the training begins."""
+        made: list[dict[str, Any]] = []
+        torchvision.list_models = lambda module: ["vit_b_16"]  # type: ignore[attr-defined]
+        torchvision.get_model = lambda name, **options: made.append(options) or nn.Flatten()  # type: ignore[attr-defined]
+        model = create_model("vit_b_16", 7, size=32)
+        assert made == [{"num_classes": 7, "image_size": 32}]
+        check_size(model, "vit_b_16", 32)
+        assert model.training
+        with pytest.raises(InputError, match="--arch vgg11 does not take images of --size 32: mat1 and mat2 shapes"):
+            check_size(nn.Sequential(nn.Flatten(), nn.Linear(9, 2)), "vgg11", 32)
 
     def test_trained_weights_of_the_same_classes_and_of_others(self, torchvision: types.ModuleType) -> None:
         whole = create_model("resnet18", 1000, pretrained=True).state_dict()

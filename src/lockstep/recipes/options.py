@@ -18,6 +18,7 @@ __all__ = [
     "DEFAULT_OUT",
     "add_run_options",
     "check_packages",
+    "existing_folder",
     "existing_path",
     "folder_name",
     "merge_with_saved",
@@ -65,6 +66,14 @@ def folder_name(text: str) -> str:
     if not text or text in (".", "..") or "/" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no folder name; use --out to choose where runs are kept")
     return text
+
+
+def existing_folder(text: str) -> Path:
+    """A folder that is there."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+    return path
 
 
 def existing_path(text: str) -> Path | None:

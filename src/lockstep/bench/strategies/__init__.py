@@ -20,7 +20,7 @@ from lockstep.bench.pages import Block
 from lockstep.bench.results import Result
 from lockstep.bench.session import Session
 from lockstep.bench.strategies.ways import WAYS
-from lockstep.recipes.options import check_packages, existing_path, whole_number
+from lockstep.recipes.options import check_packages, existing_folder, whole_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imagenet = parser.add_argument_group("imagenet")
     imagenet.add_argument(
         "--data",
-        type=existing_path,
+        type=existing_folder,
         metavar="DIR",
         help="with train/ and val/ in it (default: shapes, drawn for the run)",
     )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import InputError, SetupError
 
-__all__ = ["ResNet", "Tiny", "create_model"]
+__all__ = ["ResNet", "Tiny", "check_size", "create_model"]
 
 _Norm = Callable[[int], nn.Module]
 _TINY_GROUPS = 8
@@ -152,7 +152,7 @@ _BUILT_HERE: dict[str, Callable[[int], nn.Module]] = {
 _INSTALL = "pip install 'torch-lockstep[imagenet]'"
 
 
-def create_model(name: str, num_classes: int, *, pretrained: bool = False) -> nn.Module:
+def create_model(name: str, num_classes: int, *, pretrained: bool = False, size: int = 224) -> nn.Module:
     """The network of that name, on the CPU in float32, with initial weights from the process-wide generator. Local.
 
     Args:
@@ -160,6 +160,7 @@ def create_model(name: str, num_classes: int, *, pretrained: bool = False) -> nn
         num_classes: outputs.
         pretrained: load torchvision's or timm's trained weights, which are downloaded once. Where they are for another
             number of classes, the last layer keeps its initial weights.
+        size: edge of the images, in pixels, for networks that are made for one size.
 
     Raises:
         InputError: there is no such network, or it has no trained weights.
@@ -171,7 +172,11 @@ def create_model(name: str, num_classes: int, *, pretrained: bool = False) -> nn
     models = _torchvision_models()
     if models is not None and name in models.list_models(module=models):
         # Two of them have a second output for training, which the loss here has no use for.
-        options = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+        options: dict[str, Any] = {}
+        if name in ("googlenet", "inception_v3"):
+            options = {"aux_logits": False, "init_weights": True}
+        elif name.startswith("vit_"):
+            options = {"image_size": size}
         model = models.get_model(name, num_classes=num_classes, **options)
         return _load_torchvision_weights(model, name) if pretrained else model
     timm: Any = importlib.import_module("timm") if find_spec("timm") else None
@@ -181,6 +186,30 @@ def create_model(name: str, num_classes: int, *, pretrained: bool = False) -> nn
         except (OSError, RuntimeError) as error:
             raise SetupError(f"timm could not make {name}: {str(error).splitlines()[0]}") from error
     raise _unknown(name, models, has_timm=timm is not None)
+
+
+def check_size(model: nn.Module, name: str, size: int) -> None:
+    """Find out whether a network of others takes images of a size, by one image. Local.
+
+    Args:
+        model: on the CPU.
+        name: of the network.
+        size: edge of the images, in pixels.
+
+    Raises:
+        InputError: it does not; says what the network said.
+    """
+    if name in _BUILT_HERE:
+        return
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, size, size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"--arch {name} does not take images of --size {size}: {said}") from error
+    finally:
+        model.train(was_training)
 
 
 def _unknown(name: str, models: Any, *, has_timm: bool) -> InputError | SetupError:

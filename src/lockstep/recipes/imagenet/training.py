@@ -26,7 +26,7 @@ from lockstep.recipes.imagenet.broken import BrokenImages
 from lockstep.recipes.imagenet.datasets import Images, check_classes, class_names_of, make_loader, open_images
 from lockstep.recipes.imagenet.evaluation import evaluate
 from lockstep.recipes.imagenet.images import normalize
-from lockstep.recipes.imagenet.models import create_model
+from lockstep.recipes.imagenet.models import check_size, create_model
 from lockstep.recipes.imagenet.options import ImagenetConfig, resolve_config
 from lockstep.recipes.imagenet.reporting import evaluation_line, heading, make_views
 from lockstep.recipes.imagenet.schedule import RateSchedule
@@ -260,9 +260,10 @@ def _network(
     options: argparse.Namespace, config: ImagenetConfig, num_classes: int, world: World
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     if config.pretrained:  # rank 0 downloads, for all that share its cache
-        on_rank_zero(lambda: str(create_model(config.arch, num_classes, pretrained=True) is not None))
+        on_rank_zero(lambda: str(create_model(config.arch, num_classes, pretrained=True, size=config.size) is not None))
     seeding.begin_common_stream(config.seed, world.rank)
-    module = create_model(config.arch, num_classes, pretrained=config.pretrained)
+    module = create_model(config.arch, num_classes, pretrained=config.pretrained, size=config.size)
+    check_size(module, config.arch, config.size)
     if config.sync_bn:
         module = lockstep.SyncBatchNorm.convert_sync_batchnorm(module)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
