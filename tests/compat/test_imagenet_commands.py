@@ -71,6 +71,19 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def test_the_two_commands_of_the_readme(tmp_path: Path) -> None:
+    """What they draw can be learned: of 10 classes, most images are told right."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = [line.partition("#")[0].split() for line in readme.splitlines()]
+    commands = [
+        line[1:] for line in lines if line[:3] in (["lockstep", "data", "make-imagenet"], ["lockstep", *PROGRAM])
+    ]
+    assert len(commands) == 2
+    for command in commands:
+        end(start(tmp_path, *command))
+    assert result(tmp_path)["accuracy"] > 0.5
+
+
 def test_one_node(folder: Path) -> None:
     (text,) = end(start(folder, *PROGRAM, "--nproc", "2", *ONE_NODE.split(), "images", *LITTLE))
     ended = result(folder)

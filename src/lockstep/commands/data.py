@@ -31,7 +31,7 @@ the same images everywhere.
 _EPILOG = """\
 example:
   lockstep data make-imagenet shapes
-  lockstep train imagenet shapes --nproc 2 -a tiny --size 64 --epochs 5 -b 32
+  lockstep train imagenet shapes --nproc 2 -a tiny --size 32 -b 32 --epochs 20 --lr 0.8 --schedule cosine --warmup 1
 """
 
 

@@ -10,11 +10,11 @@ from lockstep.train import EpochReport, Report
 
 __all__ = ["LoaderAdvice", "advice", "conclusion"]
 
-_WORTH_SAYING = 0.1  # of the time of training
+_WORTH_SAYING, _WORTH_SAYING_S = 0.1, 1.0  # of the time of training; seconds of an epoch
 
 
 class LoaderAdvice:
-    """Says after an epoch that it has waited for images, and what to change. For rank 0 alone; a `Trainer` callback.
+    """Says, once, that an epoch has waited for images, and what to change. For rank 0 alone; a `Trainer` callback.
 
     Args:
         views: to say it to.
@@ -25,14 +25,16 @@ class LoaderAdvice:
 
     def __init__(self, views: Sequence[Any], workers: int, cores: int, ranks: int) -> None:
         self.views, self.workers, self.cores, self.ranks = views, workers, cores, ranks
+        self._has_said_it = False
 
     def __call__(self, report: Report) -> None:
         """Look at one report."""
-        if not isinstance(report, EpochReport) or report.train_s <= 0:
+        if self._has_said_it or not isinstance(report, EpochReport):
             return
         waited_s = report.loader_s - report.first_batch_s
-        if waited_s < _WORTH_SAYING * report.train_s:
+        if waited_s < max(_WORTH_SAYING * report.train_s, _WORTH_SAYING_S):
             return
+        self._has_said_it = True
         line = (
             f"epoch {report.epoch} waited for images {waited_s / report.train_s:.0%} of the time "
             f"({waited_s:.1f} of {report.train_s:.1f} s), the steps took the rest: "
