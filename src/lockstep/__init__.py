@@ -2,6 +2,28 @@
 
 Public names are resolved on first use, so that `import lockstep.launch` (the launcher)
 does not import torch.
+
+General layout, from the top down; imports point down, and `tests/unit/test_layers.py` enforces it:
+
+* `cli`: finds the module of a command; `commands`: a module for each command.
+* `tools`: rehearsals, and what a machine can do; `bench`: measures training and its communication.
+* `compat`: shims for Horovod, Apex and old scripts; `recipes`: training programs; `testing`: ranks for tests.
+* `launch`: starts processes, watches them and says why they failed.
+* `train`: a training loop.
+* `parallel`: averages gradients over ranks; `data`: loads global batches; `metrics`: counts every sample once;
+  `checkpoint`: saves and restores a run.
+* `rank_zero`: what rank 0 does for all; `drift`: finds ranks whose models come apart.
+* `world`: `init`, which opens the world.
+* `comm`: process groups for torch.distributed; `rendezvous`: how ranks find each other.
+* `shm`: the shared memory of one host.
+* `batch`: how many samples of a global batch a rank holds.
+* `topology`: reads rank and world size from the environment; `mpi_library`: finds MPI and initialises it.
+* `seeding`: derives seeds; `tree`: finds tensors inside containers.
+* `rank_status`: tells the launcher where a rank is; `frames`: finds the user's frames on a stack.
+* `network_interfaces`: chooses the address that a host listens on.
+* `torch_private`: holds every patch and every private name of torch.
+* `errors`: all exceptions; `env`: all environment variables; `log`: the logger; `secret`: the keys of a job.
+* `libc`: calls of Linux that Python lacks; `after_import`: calls back when a module has been imported.
 """
 
 from __future__ import annotations

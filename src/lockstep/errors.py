@@ -26,7 +26,7 @@ The tree::
     └── WorkerFailed                spawn(): a rank failed; carries its rank and traceback
 
 Each message says which rank and which operation, what was given, what was
-expected, and what to do.
+expected, and what to do. A rank that caused an error which others raise is a culprit; `culprits` has their numbers.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from lockstep import batch, drift
 from lockstep.comm.backend import EngineProcessGroup, is_default_group, make_group, ranks_of
 from lockstep.comm.deadlock import forget_other_callers
 from lockstep.comm.flight_recorder import FlightRecorder
@@ -198,10 +199,16 @@ def _threads_are_ranks() -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         multi_threaded_pg._uninstall_threaded_pg()
         forget_other_callers()
+        batch.reset()
+        drift._forget()  # the groups are gone: nobody's optimizers are watched any more
 
 
 def run_threads(body: Callable[[int], Any], world_size: int) -> list[Any]:
     """Run `body(rank)` on ranks that are threads of this process, with a default group.
+
+    What a process has once, the ranks share: random generators, and the iterations of loaders, by which a metric knows
+    its batch where no tensor tells it. So a body does not draw from the process's generator, and hands a metric a
+    tensor of the batch or a loss of the engine's.
 
     Returns:
         For each rank what `body` returned, or the exception that it raised.

@@ -1,10 +1,12 @@
 """What this rank holds of a global batch: the fact that loader, engine and metrics share.
 
-    share.py   BatchShare: how many samples of one global batch this rank holds
-    tags.py    which batch a tensor came with: the loader tags what it yields
-    plans.py   how the loaders in use split their batches, for tensors that have no tag
-    graph.py   which forward passes of an engine a tensor comes from, told by its graph
-    hand.py    which batch a thread works on, for metrics and for layers inside a model
+General layout, from the bottom up:
+
+* `share`: `BatchShare`, how many samples of one global batch this rank holds.
+* `tags`: which batch a tensor came with; the loader tags what it yields.
+* `plans`: how the loaders in use split their batches, for tensors without a tag.
+* `graph`: which forward passes of an engine a tensor comes from, by its graph.
+* `hand`: which batch a thread works on, for metrics and for layers inside a model.
 
 [Note: the share belongs to the batch] `lockstep.DataLoader` tags the memory of every tensor it yields with the
 batch's share. So a batch is weighted as what it is, whenever and in whichever order it goes through a model: fetched

@@ -1,4 +1,4 @@
-"""How many samples of one global batch this rank holds."""
+"""A share: how many samples of one global batch a rank holds; and the filler that a rank gets which holds none."""
 
 from __future__ import annotations
 

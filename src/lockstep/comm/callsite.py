@@ -1,4 +1,4 @@
-"""Finds the user's line that called a collective, for messages and the flight record.
+"""Finds the call site, the user's line that called a collective, for messages and the flight record.
 
 [Note: frames] Python makes the object of a frame when code asks for it, which costs more than all else here. So one
 frame only is asked for, at the depth at which the last call had the user's; the frame of the user's function lives

@@ -1,4 +1,4 @@
-"""The collectives of one group on one rank: checks, flight record, and which thread runs them.
+"""The engine runs the collectives of one group on one rank: checks, flight record, and in which thread.
 
 This is the op table; `backend.py` only translates torch's names into these. A synchronous call runs
 in the caller's thread, unless asynchronous calls are still queued; these, and calls behind them, run

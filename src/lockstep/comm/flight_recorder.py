@@ -1,4 +1,4 @@
-"""The flight recorder writes what this rank is doing, and from which line, where all other ranks can read it.
+"""The flight recorder writes the flight record: what this rank is doing, from which line, where all ranks can read it.
 
 Before its first step in a collective, a rank writes a fingerprint of the call (operation, shapes, dtype,
 reduce op, root), its number, and where in the user's code it was made. After the step every rank

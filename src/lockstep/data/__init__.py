@@ -11,6 +11,17 @@ promises, and which file keeps the promise:
 - every batch is tagged with the share of it that this rank holds, so that the engine and the
   metrics weight it exactly                                                     (`iteration`)
 - torch's arguments go on working, or are refused with the way to do it here    (`checks`, `loader`)
+
+General layout, from the bottom up:
+
+* `checks`: refuses arguments that cannot be met; `place`: finds this rank and the world size.
+* `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
+* `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
+* `fingerprints`: numbers by which ranks notice that they hold different data.
+* `own_generators`: warns of a dataset that draws from generators of its own.
+* `source`: fetches a sample with its own seed; `handover`: hands batches from workers to the training process.
+* `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
+* `loader`: `DataLoader`, which puts these together.
 """
 
 from lockstep.data.loader import DataLoader

@@ -30,6 +30,12 @@ A metric of your own is a subclass that says how many sums it keeps::
 
         def from_sums(self, sums):
             return sums[0] / sums[1] if sums[1] else math.nan
+
+General layout:
+
+* `metric`: the base class, with its float64 sums.
+* `standard`: `Mean`, `Sum` and `Accuracy`.
+* `reduction`: `synchronize`, the collective that adds up the sums of all ranks.
 """
 
 from lockstep.metrics.metric import Metric

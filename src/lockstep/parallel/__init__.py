@@ -19,8 +19,9 @@ General layout. `DistributedDataParallel`, one model on every rank:
 
 Losses and layers over all ranks:
 
-* `losses`, `gathering`: losses that are no mean over samples. `loss_watch` looks at some before their backward
-  passes: `loss_kinds` sees that one is no such mean; `bypasses`, that a part goes past the outputs.
+* `losses`, `gathering`: losses that are no mean over samples.
+* `loss_watch`: looks at the losses of the first steps before their backward passes.
+* `loss_kinds`: finds those that are no such mean; `bypasses`: finds a part of a loss that goes past the outputs.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

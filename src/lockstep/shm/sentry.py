@@ -2,9 +2,9 @@
 
 [Note: one sentry] Each group has a `Watch`, and they watch mostly the same processes. So there is one pidfd for each
 process, whatever the number of groups, and one thread that sleeps on all of them: it costs nothing while nobody dies.
-When a process dies, it tells the watches of that process, which wake the ranks that wait. The thread is there while a
-process is watched. A forked child has no such thread, and must not use the descriptors: it shares its epoll with the
-parent.
+When a process dies, it tells its listeners, the watches of that process, which wake the ranks that wait. The thread is
+there while a process is watched. A forked child has no such thread, and must not use the descriptors: it shares its
+epoll with the parent.
 """
 
 from __future__ import annotations

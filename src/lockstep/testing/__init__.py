@@ -16,6 +16,14 @@ A test that waits, or must be quick, has limits in seconds; `limit_s` makes them
 
 `lockstep.testing.conformance` checks every collective of a c10d backend; the author of
 a backend calls `run_conformance("mine", world_size=3)`.
+
+General layout:
+
+* `pool`: `run_ranks`, and the workers that it uses again.
+* `fork_server`: the process that workers are forked from; `worker`: what one worker does.
+* `limits`: `limit_s`.
+* `namespaces`: several hosts on one machine; `namespace_host`: the first process of each.
+* `conformance`: the suite, which has a map of its own.
 """
 
 from __future__ import annotations

@@ -1,1 +1,8 @@
-"""Programs on top of the package: what one runs beside training, not in it."""
+"""Programs on top of the package: what one runs beside training, not in it.
+
+General layout:
+
+* `rehearse`: runs scripts for GPUs on CPU processes and reports what would fail.
+* `doctor`: reports what this machine has for training.
+* `capabilities`: measures which verbs work on which backend.
+"""

@@ -3,6 +3,12 @@
 Pure functions over a mapping of environment variables, so every launcher's form can be
 tested without that launcher. A reader per launcher (`torchrun`, …) recognises its own variables and
 returns a `Topology` or None; `detection` asks them in turn, and the first that recognises them wins.
+
+General layout:
+
+* `topology`: the result, and how messages name ranks.
+* `torchrun`, `slurm`, `mpi`: a reader for each launcher; `slurm_forms`: reads Slurm's lists of hosts and numbers.
+* `detection`: asks the readers in turn.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
 """Every patch of torch and every private name of torch that Lockstep uses, in one place.
 
-* `record.py`: what is said of each name: what it is for and what happens without it. `table.py` has all records, from
-  `records_groups.py` (torch.distributed), `records_training.py` (autograd, modules, data) and `records_compat.py`
-  (old scripts, Apex, Horovod, rehearsals).
-* `lookup.py` finds a name of the table in the torch that runs; `patching.py` replaces one. Both refuse others.
-* `autograd.py`, `tensors.py`, `modules.py`, `groups.py`, `loader.py`, `trees.py`: what the rest of the package imports.
-* `gloo_waits.py` calls what torch's library has and Python does not.
-* `page.py` writes docs/torch-internals.md from the table.
+General layout, from the bottom up:
+
+* `record`: what is said of each name: what it is for and what happens without it.
+* `records_groups`, `records_training`, `records_compat`: the names of torch.distributed; of autograd, modules and data;
+  and those for old scripts, Apex, Horovod and rehearsals.
+* `table`: all records; `page`: writes docs/torch-internals.md from them.
+* `lookup`: finds a name of the table in the torch that runs; `patching`: replaces one. Both refuse other names.
+* `autograd`, `tensors`, `modules`, `groups`, `stores`, `loader`, `trees`: what the rest of the package imports, by
+  subject.
+* `cuda_casts`: the CPU casts what CUDA casts; `dynamo`: keeps functions out of what Dynamo compiles.
+* `gloo_waits`: ends a wait of Gloo's, by a call that torch keeps from Python.
 
 A release of torch that lacks one of these names costs what the record says, with one warning, and no more. Everything
 else in the package keeps to torch's public names; tests/unit/test_torch_private.py reads the source for others.

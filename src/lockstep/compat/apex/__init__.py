@@ -79,6 +79,12 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
 What is refused raises an ImportError that names the alternative. As in Apex, gradients that accumulate over several
 backward passes, only the last of which averages over ranks, need `scale_loss(..., delay_unscale=True)` in all others;
 Apex went wrong in silence without it, here it is an error.
+
+General layout:
+
+* `amp`: mixed precision; `fp16_utils`: 16-bit models by hand.
+* `parallel`: data-parallel training; `optimizers`, `normalization`: torch's own, under Apex's names.
+* `multi_tensor_apply`: can be imported, and says that it is not available.
 """
 
 from __future__ import annotations

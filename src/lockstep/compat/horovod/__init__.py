@@ -66,6 +66,11 @@ tensorflow, keras, mxnet, spark    | refused   | there is nothing of that name; 
 
 Of Horovod's environment variables, HOROVOD_TIMELINE, HOROVOD_TIMELINE_MARK_CYCLES and HOROVOD_STALL_… are read;
 those that tune (fusion, cycles, caches, hierarchies) have no counterpart. `lockstep.commands.horovodrun` lists options.
+
+General layout:
+
+* `torch`: `horovod.torch`, which has a map of its own; `runner`: `horovod.run`.
+* `common`: the exceptions.
 """
 
 from __future__ import annotations

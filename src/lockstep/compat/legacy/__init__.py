@@ -44,6 +44,13 @@ what old scripts use                               here        how
 ================================================== =========== ========================================================
 
 Importing this imports no torch.
+
+General layout, from the bottom up:
+
+* `sources`: reads a script and its modules; `checkpoints`: finds loads that need classes declared safe.
+* `signs`: what one file needs; `needs`: what the whole script needs; `spelling`: how it spells `--local_rank`.
+* `choice`: decides which changes a rank makes, or takes the launcher's decision.
+* `multigpu`: the `*_multigpu` functions; `patches`: changes torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """What this machine has for training, what it lacks for what people do next, and the command that brings it.
 
+General layout:
+
 * `finding`: one line of the report.
 * `versions`: Python, torch, and the packages that only some need.
 * `limits`: cores, memory and descriptors, and what a container's control groups leave of them.
-* `sharing`: the memory that ranks share, and that loader workers need; two ranks that really meet.
+* `sharing`: the memory that ranks share, and that loader workers need; `two_ranks`: two ranks that really meet.
 * `cluster`: GPUs, the host's name, MPI, Slurm.
 """
 

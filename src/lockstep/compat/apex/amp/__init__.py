@@ -1,4 +1,14 @@
-"""`apex.amp`: automatic mixed precision at opt levels, on torch's autocast. See the table in `lockstep.compat.apex`."""
+"""`apex.amp`: automatic mixed precision at opt levels, on torch's autocast. See the table in `lockstep.compat.apex`.
+
+General layout, from the bottom up:
+
+* `properties`: opt levels and their options; `scaler`: loss scales.
+* `_amp_state`: what Amp knows in this process; scripts read it under this name.
+* `casts`: functions that cast their inputs; `forward`: models that cast theirs.
+* `optimizers`: master weights and unscaled gradients; `handle`: `scale_loss`.
+* `frontend`: `initialize`, and the state that a checkpoint holds.
+* `legacy`: the interface that Amp had before `initialize`; `amp`: Apex's module of decorators.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""`apex.fp16_utils`: 16-bit models and float32 masters by hand. See the table in `lockstep.compat.apex`."""
+"""`apex.fp16_utils`: 16-bit models and float32 masters by hand. See the table in `lockstep.compat.apex`.
+
+General layout:
+
+* `fp16util`: casts models, and copies between 16-bit parameters and float32 masters.
+* `loss_scaler`: loss scales; `fp16_optimizer`: `FP16_Optimizer`, which uses both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""`apex.parallel`: engine, batch normalization over ranks, LARC. See the table in `lockstep.compat.apex`."""
+"""`apex.parallel`: engine, batch normalization over ranks, LARC. See the table in `lockstep.compat.apex`.
+
+General layout:
+
+* `distributed`: `DistributedDataParallel` and `Reducer`; `sync_batchnorm`: `SyncBatchNorm`.
+* `LARC`: layer-wise learning rates around an optimizer.
+* `multiproc`: starts a process for each GPU.
+"""
 
 from __future__ import annotations
 

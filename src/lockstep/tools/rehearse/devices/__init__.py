@@ -1,4 +1,15 @@
-"""GPUs that are not there: what a script sees of CUDA, on the CPU. See the package's docstring for why this way."""
+"""GPUs that are not there: what a script sees of CUDA, on the CPU. See the package's docstring for why this way.
+
+General layout, from the bottom up:
+
+* `marks`: which stand-in a tensor lies on; `naming`: which device a word means.
+* `parts`: tensors that are made of others; `mode`: hands marks from inputs to results.
+* `tensors`: replaces the calls that ask where a tensor lies, move it or make one.
+* `cuda`: `torch.cuda`; `streams`: streams and events; `amp`: autocast.
+* `replicas`: `torch.nn.DataParallel`; `groups`: nccl, as groups over shared memory.
+* `sharing`: tensors that go to another process; `files`: tensors in checkpoints.
+* `tracing`: programs that torch records instead of running.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,17 @@
 
 A kind is a stable id, why it matters, what to do, and a function from what the ranks saw to findings. A finding is
 precise or it is not made: where what was seen may be right, nothing is said.
+
+General layout:
+
+* `finding`: a finding, and its kind.
+* `starts`: ranks that never join, and scripts that only some launchers can start.
+* `sampling`: samplers that repeat an order, pad an evaluation or draw alike; `evaluation`: each rank evaluates it all.
+* `means`: means over ranks with different numbers of samples; `losses`: losses that are no mean over samples.
+* `collectives`: collectives that not all ranks come to; `metrics`: reductions made for nothing.
+* `checkpoints`: files that several ranks write, names with a prefix, loads onto the wrong device.
+* `identity`: ranks and devices taken from the wrong variable; `children`: processes that died unseen.
+* `steps`: learning rate, schedule and clipping of a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""What a rehearsal notices while a script runs. Each watcher says in its docstring which events it notes."""
+"""What a rehearsal notices while a script runs. Each watcher says in its docstring which events it notes.
+
+General layout:
+
+* `recorder`: collects events and writes them down before the process ends.
+* `environment`: which rank and device the process takes itself for; `children`: processes that it starts.
+* `passes`: passes over data; `contents`: a number for the samples of a pass; `randomness`: what data sets draw.
+* `training`: optimizers, schedulers, scalers and clipping; `losses`: losses that are no mean over samples.
+* `collectives`: collectives and the use of their results; `horovod`: those of Horovod.
+* `files`: checkpoints; `older_torch`: calls that today's torch turns away.
+"""
 
 from __future__ import annotations
 
