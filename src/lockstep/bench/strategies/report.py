@@ -287,12 +287,22 @@ def _ratio(view: View, name: str, other: str) -> Estimate:
 
 
 def _why(view: View, slow: str, fast: str) -> str:
-    """The parts of a step in which one way takes longer than another, the largest first."""
+    """The parts of a step in which one way takes longer than another, the largest first; and whether it communicates
+    for longer or computes for longer, where both have run without communication.
+    """
     more = {part: stats.median(view.samples(slow, part)) - stats.median(view.samples(fast, part)) for part in PARTS}
     longer = sorted((part for part in PARTS if more[part] > 0), key=lambda part: -more[part])
     if not longer:
         return "No part of its steps takes longer: ranks wait for each other between epochs."
-    return "In a step: " + ", ".join(f"{part} {_signed(more[part])}" for part in longer) + "."
+    words = "In a step: " + ", ".join(f"{part} {_signed(more[part])}" for part in longer)
+    if not (view.is_split(slow) and view.is_split(fast)):
+        return f"{words}."
+    alone = stats.median(view.step(slow, "alone_")) - stats.median(view.step(fast, "alone_"))
+    exposed = view.exposed(slow).value - view.exposed(fast).value
+    return (
+        f"{words}. Without communication the step differs by {_signed(alone)}, communication exposed by "
+        f"{_signed(exposed)}."
+    )
 
 
 def _label(name: str) -> str:
