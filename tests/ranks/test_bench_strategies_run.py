@@ -15,6 +15,7 @@ from pathlib import Path
 from lockstep.bench.results import Result
 from lockstep.bench.strategies.report import View
 from lockstep.bench.strategies.ways import WAYS, why_not
+from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
 from lockstep.testing import limit_s
 
 COMMAND = [sys.executable, "-m", "lockstep", "bench", "strategies"]
@@ -103,6 +104,23 @@ def test_a_budget_that_is_spent_ends_the_run_and_says_what_was_left_out(tmp_path
     (skipped,) = result.skipped
     assert skipped.contestant == "ddp"
     assert "no time was left to start it" in skipped.reason
+
+
+def test_epochs_are_short_where_the_data_is_large(tmp_path: Path) -> None:
+    write_shapes(ShapesFolder(tmp_path / "images", images=4000, val_images=1000, size=96))
+    options = ("--recipe", "imagenet", "--data", str(tmp_path / "images"), "--size", "64", "--ways", "ddp")
+    result, _ = run(tmp_path, "--nproc", "2", "--budget", "12s", *options)
+    view = View(result)
+    steps = result.settings["steps_at_most"]
+    assert isinstance(steps, int)
+    assert 1 <= steps < 4000 // 64
+    for name in ("single", "ddp"):
+        assert view.fact(name, "steps_per_epoch") == steps
+        assert view.fact(name, "samples_per_epoch") == steps * 64
+        assert view.epoch(name)  # at least one beside the warm-up
+        assert max(view.differences(name), default=0) < 1e-3
+    assert view.fact("single", "held_out_images") == view.fact("ddp", "held_out_images")
+    assert "as many as there was time for" in (tmp_path / "run" / "strategies.md").read_text()
 
 
 def no_process_names(folder: Path) -> bool:

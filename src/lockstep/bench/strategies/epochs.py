@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 
 import lockstep
 from lockstep.bench.strategies.engines import Engine
+from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.bench.strategies.task import Task
 from lockstep.bench.strategies.ways import PARTS
 
@@ -54,7 +55,12 @@ class _Clock:
 
 
 def train_epoch(
-    engine: Engine, loader: lockstep.DataLoader[Any], task: Task, device: torch.device, epoch: int
+    engine: Engine,
+    loader: lockstep.DataLoader[Any],
+    task: Task,
+    device: torch.device,
+    epoch: int,
+    limit: Limit = WHOLE,
 ) -> dict[str, Any]:
     """Train an epoch. Collective: every rank of the engine calls it.
 
@@ -62,11 +68,13 @@ def train_epoch(
         engine: is trained.
         loader: of this rank's shares.
         task: what is trained.
+        device: of the model.
         epoch: its number decides over the order of the samples; 0 begins with the initial weights.
+        limit: ends it earlier.
 
     Returns:
-        "epoch_s", seconds of all its steps; "parts_s", those of each of `ways.PARTS`; "steps"; "loss_sum" and
-        "samples", of this rank's samples.
+        "epoch_s", seconds of all its steps; "parts_s", those of each of `ways.PARTS`; "steps"; "is_cut", whether
+        `limit` ended it; "loss_sum" and "samples", of this rank's samples.
     """
     if epoch == 0:
         engine.begin_again()
@@ -76,27 +84,29 @@ def train_epoch(
     gc.disable()
     try:
         _line_up()
-        total, samples = _train(engine, loader, task, device, clock)
+        total, samples = _train(engine, loader, task, device, clock, limit)
         seconds = clock.seconds()
     finally:
         gc.enable()
+    steps = len(seconds) // len(PARTS)
     return {
         "epoch_s": sum(seconds),
         "parts_s": _by_part(seconds),
-        "steps": len(seconds) // len(PARTS),
+        "steps": steps,
+        "is_cut": steps < len(loader),
         "loss_sum": float(total.item()),
         "samples": samples,
     }
 
 
 def _train(
-    engine: Engine, loader: lockstep.DataLoader[Any], task: Task, device: torch.device, clock: _Clock
+    engine: Engine, loader: lockstep.DataLoader[Any], task: Task, device: torch.device, clock: _Clock, limit: Limit
 ) -> tuple[Tensor, int]:
     """The steps of an epoch; the sum of this rank's losses, float64, and how many samples it is of."""
     total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
-    batches = iter(loader)
+    batches, began_s = iter(loader), time.monotonic()
     clock.mark()
-    for images, labels, *_ in batches:
+    for number, (images, labels, *_) in enumerate(batches, start=1):
         images, labels = images.to(device), labels.to(device)
         clock.mark()
         loss = cross_entropy(engine.model(task.as_input(images, task.dtype)), labels)
@@ -111,6 +121,8 @@ def _train(
         if share.local_samples:  # the loss of a filler is nobody's
             total += loss.detach().double() * share.local_samples
             samples += share.local_samples
+        if limit.is_reached(number, began_s):
+            break
     return total, samples
 
 

@@ -124,6 +124,8 @@ def _heading(view: View) -> str:
     rounds = len(view.epoch(SINGLE))
     ranks, threads = _count(view.nproc, "rank"), _count(int(str(settings["threads_per_rank"])), "thread")
     epoch = f"{view.fact(SINGLE, 'samples_per_epoch'):,.0f} images in {view.fact(SINGLE, 'steps_per_epoch'):.0f} steps"
+    if "steps_at_most" in settings:
+        epoch += ", as many as there was time for"
     return (
         f"{task['recipe']}: {model} ({settings['parameters']:,} parameters, {task['dtype']}) on {settings['device']}; "
         f"{ranks} with {threads} each, a global batch of {task['batch_size']}, an epoch of {epoch}; "

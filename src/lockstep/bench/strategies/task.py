@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, SubsetRandomSampler
 
 import lockstep
+from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.recipes.digits.task import DigitsNet, load_digits
 from lockstep.recipes.imagenet.images import FolderImages, normalize
 from lockstep.recipes.imagenet.listing import list_part
@@ -77,22 +79,28 @@ class Task:
             **arguments,
         )
 
-    def evaluate(self, module: nn.Module, device: torch.device) -> dict[str, float]:
-        """Mean loss and accuracy over all held-out samples, by this process alone."""
+    def evaluate(self, module: nn.Module, device: torch.device, limit: Limit = WHOLE) -> dict[str, float]:
+        """Mean loss and accuracy over the held-out samples, by this process alone.
+
+        Returns:
+            "loss", "accuracy", "images", how many, and "steps", in how many batches.
+        """
         loader = lockstep.DataLoader(
             self.held_out, batch_size=_EVALUATION_BATCH, evaluation=True, seed_global_rng=False, rank=0, world_size=1
         )
         module.eval()
-        loss, correct, count = 0.0, 0, 0
+        loss, correct, count, number, began_s = 0.0, 0, 0, 0, time.monotonic()
         with torch.no_grad():
-            for images, labels, *_ in loader:
+            for number, (images, labels, *_) in enumerate(loader, start=1):
                 labels = labels.to(device)
                 logits = module(self.as_input(images.to(device), self.dtype))
                 loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
                 correct += int((logits.argmax(1) == labels).sum())
                 count += len(labels)
+                if limit.is_reached(number, began_s):
+                    break
         module.train()
-        return {"loss": loss / count, "accuracy": correct / count, "images": float(count)}
+        return {"loss": loss / count, "accuracy": correct / count, "images": float(count), "steps": float(number)}
 
 
 def build_task(given: Mapping[str, Any]) -> Task:

@@ -7,6 +7,9 @@
 
 Rounds go through the epochs 0 … E-1 of a training and then begin again with the initial weights. A noisy second hits
 all ways of a round alike, and sample i of every way is of round i.
+
+[Note: short epochs] A run ends in time, whatever it trains on. So the very first epoch, of one process alone, ends when
+it has taken its part of the time that is left; all other epochs then have as many steps. Likewise the evaluation.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from lockstep import env
 from lockstep.bench.results import Series
 from lockstep.bench.session import Session
 from lockstep.bench.strategies.jobs import Orders, WayFailed, WayJob, open_orders
+from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.bench.strategies.task import LISTINGS
 from lockstep.bench.strategies.ways import PARTS, SINGLE, WAYS, Way, why_not
 from lockstep.launch.environment import visible_cores, visible_gpus
@@ -37,6 +41,8 @@ _START_S = 600.0
 _TURN_S = 1800.0
 _SHARE_TO_START = 0.6  # of the budget; a way that has not been started by then is left out
 _MIN_ROUNDS = 2  # the first of them is the warm-up
+_ROUNDS_IN_TIME = 4  # that a first epoch leaves time for; the other ways may be slower
+_SHARE_TO_EVALUATE = 0.1  # of the time that is left
 
 
 @dataclass
@@ -160,12 +166,13 @@ def _take_turns(contestants: list[_Contestant], epochs: int, session: Session) -
     """Rounds until the time is spent."""
     is_evaluated = False
     longest_s, number = 0.0, 0
+    limit = _first_limit(contestants, session)
     while contestants and (number < _MIN_ROUNDS or (not session.quick and session.left_s > 1.2 * longest_s)):
         began = time.monotonic()
         for one in contestants[:: 1 if number % 2 == 0 else -1]:
             session.progress.show(f"round {number}, {one.name}")
             try:
-                _take_turn(one, number, number % epochs)
+                limit = _take_turn(one, number, number % epochs, limit)
             except WayFailed as failure:
                 _give_up(one, failure, session, contestants)
         if number > 0:
@@ -176,11 +183,29 @@ def _take_turns(contestants: list[_Contestant], epochs: int, session: Session) -
             is_evaluated = _evaluate(contestants, session)
     if not is_evaluated:
         _evaluate(contestants, session)
+    if limit.steps is not None:
+        session.settings["steps_at_most"] = limit.steps
 
 
-def _take_turn(one: _Contestant, number: int, epoch: int) -> None:
-    """One epoch of a way, and the same without its communication."""
-    replies = one.job.ask({"do": "train", "epoch": epoch}, _TURN_S)
+def _first_limit(contestants: Sequence[_Contestant], session: Session) -> Limit:
+    """Of the first epoch. See [Note: short epochs]."""
+    if session.quick:
+        return WHOLE
+    turns = sum(2 if one.job.world_size > 1 else 1 for one in contestants)
+    return Limit(seconds=max(session.left_s, 1.0) / (_ROUNDS_IN_TIME * max(turns, 1)))
+
+
+def _take_turn(one: _Contestant, number: int, epoch: int, limit: Limit) -> Limit:
+    """One epoch of a way, and the same without its communication.
+
+    Returns:
+        The limit of all later epochs.
+    """
+    alone_s = limit.seconds if one.job.world_size == 1 else None
+    order = {"epoch": epoch, "max_steps": limit.steps, "seconds": alone_s}
+    replies = one.job.ask({"do": "train", **order}, _TURN_S)
+    if alone_s is not None:
+        limit = Limit(steps=replies[0]["steps"] if replies[0]["is_cut"] else None)
     samples = sum(reply["samples"] for reply in replies)
     if number == epoch:  # the first training
         one.losses.append(sum(reply["loss_sum"] for reply in replies) / samples)
@@ -189,10 +214,11 @@ def _take_turn(one: _Contestant, number: int, epoch: int) -> None:
         one.facts["steps_per_epoch"] = float(replies[0]["steps"])
         for name in ("peak_bytes", "gpu_peak_bytes"):
             one.facts[name] = max(reply[name] for reply in replies)
-    alone = one.job.ask({"do": "train_alone", "epoch": epoch}, _TURN_S) if one.job.world_size > 1 else []
+    alone = one.job.ask({"do": "train_alone", **order}, _TURN_S) if one.job.world_size > 1 else []
     if number > 0:
         for measure, seconds in [*_seconds("", replies), *_seconds("alone_", alone)]:
             one.add(measure, seconds)
+    return limit
 
 
 def _seconds(prefix: str, replies: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -207,13 +233,16 @@ def _seconds(prefix: str, replies: Sequence[Mapping[str, Any]]) -> Iterator[tupl
 
 def _evaluate(contestants: list[_Contestant], session: Session) -> bool:
     """What the ways have learned, all after the same number of epochs."""
+    seconds = _SHARE_TO_EVALUATE * max(session.left_s, 1.0) / max(len(contestants), 1)
+    order: dict[str, Any] = {"do": "evaluate", "seconds": seconds}
     for one in list(contestants):
         session.progress.show(f"evaluating {one.name}")
         try:
-            found = one.job.ask({"do": "evaluate"}, _TURN_S)[0]
+            found = one.job.ask(order, _TURN_S)[0]
         except WayFailed as failure:
             _give_up(one, failure, session, contestants)
             continue
+        order = {"do": "evaluate", "max_steps": found.pop("steps")}
         one.facts |= {f"held_out_{name}": value for name, value in found.items()}
         one.facts["held_out_after_epochs"] = float(len(one.losses))
     _keep(contestants, session)

@@ -25,6 +25,7 @@ from lockstep import env
 from lockstep.bench.strategies.engines import Engine, Setting, alone, build
 from lockstep.bench.strategies.epochs import train_epoch
 from lockstep.bench.strategies.jobs import HOST, TASK_KEY
+from lockstep.bench.strategies.limit import Limit
 from lockstep.bench.strategies.task import Task, build_task
 from lockstep.bench.strategies.ways import ALL_THREADS, WAYS
 
@@ -102,19 +103,20 @@ class _Rank:
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         """Do one thing, and say what came of it."""
+        limit = Limit(order.get("max_steps"), order.get("seconds"))
         if order["do"] == "train":
-            reply = train_epoch(self.engine, self.loader, self.task, self.device, order["epoch"])
+            reply = train_epoch(self.engine, self.loader, self.task, self.device, order["epoch"], limit)
             return {**reply, **_memory(self.device)}
         if order["do"] == "train_alone":
             if self._alone is None:  # built late: the peak memory before it is that of the way itself
                 engine = alone(Setting(self.task, self.nproc, self.device), self.engine.rank, self.engine.world_size)
                 self._alone = engine, self.task.loader_alone(engine.rank, engine.world_size, self.device)
-            reply = train_epoch(*self._alone, self.task, self.device, order["epoch"])
+            reply = train_epoch(*self._alone, self.task, self.device, order["epoch"], limit)
             # At the end Lockstep looks whether ranks have drifted apart. These are alike again.
             self._alone[0].begin_again()
             return reply
         if order["do"] == "evaluate":
-            return self.task.evaluate(self.engine.module, self.device) if self.engine.rank == 0 else {}
+            return self.task.evaluate(self.engine.module, self.device, limit) if self.engine.rank == 0 else {}
         assert order["do"] == "describe", order
         parameters = sum(parameter.numel() for parameter in self.engine.module.parameters())
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
