@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FOLDER", "RELEASES", "Release", "Unavailable", "constraints_for", "make", "python_of"]
+__all__ = [
+    "FOLDER",
+    "RELEASES",
+    "Release",
+    "Unavailable",
+    "constraints_for",
+    "make",
+    "newer_than_pinned",
+    "python_of",
+]
 
 FOLDER = Path(__file__).parents[2] / ".venv-matrix"
 
@@ -62,6 +71,13 @@ def constraints_for(text: str, torch: str) -> str:
         if not skipping:
             kept.append(line)
     return "\n".join([*kept, "", f"torch=={torch}", ""])
+
+
+def newer_than_pinned(root: Path) -> list[str]:
+    """Names of the releases beyond that of constraints.txt, the newest first."""
+    text = (root / "constraints.txt").read_text()
+    (pinned,) = (number for number, each in enumerate(RELEASES) if f"torch=={each.torch}\n" in text)
+    return [each.name for each in reversed(RELEASES[pinned + 1 :])]
 
 
 def make(release: Release, root: Path, any_python: bool = False) -> Path:

@@ -3,7 +3,8 @@
     python tests/matrix/run.py                                    all of RELEASES; writes docs/versions.md
     python tests/matrix/run.py --versions 2.15 2.6                some of them; the rows of the others stay
     python tests/matrix/run.py --environment 2.15=/path/to/venv   an environment that is there already
-    python tests/matrix/run.py --newest                           what CI does: one release, few tests, no table
+    python tests/matrix/run.py --newest                           what CI does: the newest that can be had here, few
+                                                                  tests, no table
 
 Environments are made one at a time under .venv-matrix, about 6 GB each, and removed again; `--keep` leaves them. A
 release that cannot be installed here, or whose Python is missing, is a line that says so, and no failure.
@@ -79,19 +80,19 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Rel
     parser.add_argument("--short", nargs="*", choices=known, default=[], help="releases with which fewer tests run")
     names = [group.name for group in groups.ALL]
     parser.add_argument("--groups", nargs="+", choices=names, default=names, help="the other cells of a row stay")
-    parser.add_argument("--newest", action="store_true", help="only the newest, few tests, and no table")
+    parser.add_argument("--newest", action="store_true", help="only the newest there is here, few tests, and no table")
     parser.add_argument("--keep", action="store_true", help="leave the environments that were made")
     options = parser.parse_args(arguments)
     pairs = dict(pair.split("=", 1) for pair in options.environment)
     unknown = pairs.keys() - known.keys()
     if unknown:
         parser.error(f"--environment: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
-    names = [RELEASES[-1].name] if options.newest else options.versions
+    names = environments.newer_than_pinned(ROOT) if options.newest else options.versions
     return options, [known[name] for name in names], {name: Path(folder).absolute() for name, folder in pairs.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the releases one after another; 1 if a test failed."""
+    """Run the releases one after another, of the newest ones until one could be had; 1 if a test failed."""
     options, releases, given = parse(arguments)
     failed = False
     for release in releases:
@@ -99,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = failed or any(counts.failed for counts in row.results.values())
         if not options.newest:
             table.update(ROOT / "docs" / "versions.md", row)
+        elif row.results:
+            break
     return int(failed)
 
 
