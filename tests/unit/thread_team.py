@@ -54,10 +54,10 @@ class Queues:
             self.num_changes += 1
             self.changed.notify_all()
 
-    def wait(self, seen: int, limit_s: float) -> None:
+    def wait(self, seen: int, timeout_s: float) -> None:
         """Return when more has changed than `seen`, or after so many seconds."""
         with self.changed:
-            self.changed.wait_for(lambda: self.num_changes != seen, limit_s)
+            self.changed.wait_for(lambda: self.num_changes != seen, timeout_s)
 
 
 class ThreadWaiter:

@@ -25,9 +25,9 @@ def extended(body: Callable[[float], None], extensions: set[Extension]) -> Calla
     """A collective's body with the extensions that there are now. It takes them out of the set when it is through."""
     mine = tuple(extensions)
 
-    def run(limit_s: float) -> None:
+    def run(timeout_s: float) -> None:
         try:
-            body(limit_s + sum(extension.extra_s for extension in mine))
+            body(timeout_s + sum(extension.extra_s for extension in mine))
         finally:
             extensions.difference_update(mine)
 

@@ -170,8 +170,8 @@ class PointToPoint:
 
     # ---- moving along --------------------------------------------------------------------------------
 
-    def drive(self, work: MessageWork, limit_s: float | None) -> None:
-        """Move all messages along until `work` has finished, or `limit_s` seconds have passed. Local."""
+    def drive(self, work: MessageWork, timeout_s: float | None) -> None:
+        """Move all messages along until `work` has finished, or `timeout_s` seconds have passed. Local."""
         work.start_deadline()
         started = time.perf_counter()
         thread = threading.get_ident()
@@ -181,19 +181,19 @@ class PointToPoint:
                 self._advance()
                 if work.is_completed():
                     return
-            self._drive_slowly(work, limit_s)
+            self._drive_slowly(work, timeout_s)
         finally:
             self._drivers.discard(thread)
             if self._works and not self._has_work.is_set():
                 self._has_work.set()
             clock.add(time.perf_counter() - started)
 
-    def _drive_slowly(self, work: MessageWork, limit_s: float | None) -> None:
+    def _drive_slowly(self, work: MessageWork, timeout_s: float | None) -> None:
         began = moved_at = now = time.monotonic()
         since_s = began if work.awaited_since_s is None else work.awaited_since_s
         left_s = since_s + work.timeout_s - began
-        if limit_s is not None:
-            left_s = min(left_s, limit_s)
+        if timeout_s is not None:
+            left_s = min(left_s, timeout_s)
         news, is_told = self._team.news, self._team.is_told
         look_at = next_look(began, began, left_s, is_told)
         may_yield = own_cores.may_yield(began)
@@ -214,7 +214,7 @@ class PointToPoint:
                         is_said = True
                     news = self._team.news
                     look_at = next_look(began, now, left_s, is_told) if self._look() else now + _TRY_AGAIN_S
-                if limit_s is not None and now - began >= limit_s:
+                if timeout_s is not None and now - began >= timeout_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
                     before = now
@@ -230,13 +230,13 @@ class PointToPoint:
                 self._team.publish_waiting("")
                 self._recorder.publish_waiting("")
 
-    def _sleep(self, is_over: Callable[[], bool], news: int, limit_s: float, waited_s: float) -> bool:
-        """Sleep until a peer rings or `limit_s` is over, unless something moves now: then True, at once."""
+    def _sleep(self, is_over: Callable[[], bool], news: int, timeout_s: float, waited_s: float) -> bool:
+        """Sleep until a peer rings or `timeout_s` is over, unless something moves now: then True, at once."""
         seen = self._mailbox.arm()
         if self._advance():
             return True
         if not is_over() and news == self._team.news:
-            self._mailbox.sleep(seen, limit_s, waited_s / 20)
+            self._mailbox.sleep(seen, timeout_s, waited_s / 20)
         return False
 
     def _is_needed(self) -> bool:

@@ -177,8 +177,8 @@ class Mailbox(BaseMailbox):
         wants_room = bool(self._streams) or any(peer.backlog for peer in self._peers.values())
         return self._bell.arm(wants_room)
 
-    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
-        self._bell.sleep(seen, limit_s, poll_s)
+    def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
+        self._bell.sleep(seen, timeout_s, poll_s)
 
     def wake_here(self) -> None:
         self._bell.ring_here()

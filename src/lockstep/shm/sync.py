@@ -285,16 +285,16 @@ class Waiter:
                     look_at = now
 
     def _sleep(
-        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, news: int, limit_s: float
+        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, news: int, timeout_s: float
     ) -> None:
-        """Sleep until the gate opens, or for `limit_s`. See [Note: gate] and [Note: alarm]."""
+        """Sleep until the gate opens, or for `timeout_s`. See [Note: gate] and [Note: alarm]."""
         assert self._futex is not None
         gate = self._words[self._gate]
         fence()
         self._words[self._gate + 1] = target
         fence()
         if news == self.news and any(words[index] < target for _, index in pending):
-            self._futex.sleep(self._gate, gate, max(limit_s, 0.0))
+            self._futex.sleep(self._gate, gate, max(timeout_s, 0.0))
 
     def open_gate(self, count: int) -> None:
         """Wake the ranks that sleep, because all have come to step `count`. Local."""

@@ -183,9 +183,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         """End the sleep of this rank's other threads. Local."""
         self.links.interrupt()
 
-    def sleep(self, limit_s: float) -> None:
+    def sleep(self, timeout_s: float) -> None:
         """Sleep until a message comes, or another thread of this rank has received one. Local."""
-        self.links.wait(limit_s)
+        self.links.wait(timeout_s)
 
     # ---- waiting ---------------------------------------------------------------------------------------
 
