@@ -194,11 +194,10 @@ class PointToPoint:
         left_s = since_s + work.timeout_s - began
         if timeout_s is not None:
             left_s = min(left_s, timeout_s)
-        news, is_told = self._team.news, self._team.is_told
-        look_at = next_look(began, began, left_s, is_told)
+        news = self._team.news
+        look_at = next_look(began, began, left_s, self._team.is_told)
         may_yield = own_cores.may_yield(began)
-        is_said = False
-        try:
+        with _PublishedWait(self._team, self._recorder) as published:
             while not work.is_completed():
                 if self._closed:  # In a fork of the rank: a rank that shuts down ends its messages.
                     raise CollectiveAborted(f"{self.name_of(work.operation)}: not in this process")
@@ -207,13 +206,9 @@ class PointToPoint:
                 if has_moved:
                     moved_at, may_yield = now, own_cores.may_yield(now)
                 if now >= look_at:
-                    if not is_said:
-                        text = _call_at(work.operation, self._recorder)
-                        self._team.publish_waiting(text)
-                        self._recorder.publish_waiting(text)
-                        is_said = True
+                    published.publish(work.operation)
                     news = self._team.news
-                    look_at = next_look(began, now, left_s, is_told) if self._look() else now + _TRY_AGAIN_S
+                    look_at = self._look_and_plan(began, now, left_s)
                 if timeout_s is not None and now - began >= timeout_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
@@ -225,10 +220,6 @@ class PointToPoint:
                         moved_at = time.monotonic()
                     if news != self._team.news:
                         look_at = now
-        finally:
-            if is_said:
-                self._team.publish_waiting("")
-                self._recorder.publish_waiting("")
 
     def _sleep(self, is_over: Callable[[], bool], news: int, timeout_s: float, waited_s: float) -> bool:
         """Sleep until a peer rings or `timeout_s` is over, unless something moves now: then True, at once."""
@@ -255,11 +246,7 @@ class PointToPoint:
                     moved_at = now
                 if now >= look_at or news != self._team.news:
                     news = self._team.news
-                    forever = threading.TIMEOUT_MAX
-                    has_looked = self._look()
-                    look_at = (
-                        next_look(moved_at, now, forever, self._team.is_told) if has_looked else now + _TRY_AGAIN_S
-                    )
+                    look_at = self._look_and_plan(moved_at, now, threading.TIMEOUT_MAX)
                 if now - moved_at > _THREAD_NAPS_FOR_S:
                     if self._sleep(lambda: not self._is_needed(), news, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
@@ -347,6 +334,12 @@ class PointToPoint:
             self._end(work, self._recorder.repeat() if failure is None else self._explain(work, failure))
         return True
 
+    def _look_and_plan(self, began: float, now: float, timeout_s: float) -> float:
+        """Look at the peers; returns the monotonic time of the next look."""
+        if not self._look():
+            return now + _TRY_AGAIN_S
+        return next_look(began, now, timeout_s, self._team.is_told)
+
     def _gone(self, peers: Iterable[int]) -> dict[int, FailureKind]:
         """Those of `peers` that will not send or receive any more."""
         dead = self._team.watch.dead()
@@ -425,6 +418,32 @@ class PointToPoint:
     def disown(self) -> None:
         """In a forked child: touch nothing shared any more. Local."""
         self._closed = True
+
+
+class _PublishedWait:
+    """Shows to the peers and in the status file which message a thread waits for, until the block is left."""
+
+    def __init__(self, team: Team, recorder: FlightRecorder) -> None:
+        self._team = team
+        self._recorder = recorder
+        self._is_published = False
+
+    def publish(self, operation: Send | Receive) -> None:
+        """Show it, once."""
+        if not self._is_published:
+            self._is_published = True
+            self._show(_call_at(operation, self._recorder))
+
+    def _show(self, text: str) -> None:
+        self._team.publish_waiting(text)
+        self._recorder.publish_waiting(text)
+
+    def __enter__(self) -> _PublishedWait:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_published:
+            self._show("")
 
 
 def _call(operation: Send | Receive, recorder: FlightRecorder) -> str:

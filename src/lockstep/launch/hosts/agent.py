@@ -176,11 +176,7 @@ class HostAgent(SimpleElasticAgent):
             return self._regroup("the host of the meeting place was lost")
 
     def _look_at_round(self, worker_group: WorkerGroup) -> RunResult:
-        assert self._workers is not None
-        if self._outcome is None and self._workers.attempt.wait(_POLL_S):
-            self._end_own_ranks()
-        elif self._outcome is not None:
-            self._rest(_POLL_S)
+        self._wait_for_own_ranks()
         self._check_signals()
         rendezvous = self._rendezvous_of_hosts
         membership = rendezvous.look()
@@ -203,7 +199,7 @@ class HostAgent(SimpleElasticAgent):
             text = f"{', '.join(map(str, membership.waiting))} came"
             rendezvous.give_notice(text)
             return self._regroup(text)
-        if self._outcome is not None and all(report and not report.has_failed for report in self._reports()):
+        if self._has_succeeded():
             return self._result(worker_group, WorkerState.SUCCEEDED)
         return RunResult(WorkerState.HEALTHY)
 
@@ -232,6 +228,14 @@ class HostAgent(SimpleElasticAgent):
         return Event(f"torchelastic.worker.status.{state}", source, metadata={"run_id": self._job})
 
     # ---- the parts of `_monitor_workers` -----------------------------------------------------------
+
+    def _wait_for_own_ranks(self) -> None:
+        """Wait for a moment, until the ranks of this host have exited; then publish how."""
+        assert self._workers is not None
+        if self._outcome is not None:
+            self._rest(_POLL_S)
+        elif self._workers.attempt.wait(_POLL_S):
+            self._end_own_ranks()
 
     def _end_own_ranks(self) -> None:
         """Publish how the ranks of this host have exited, unless this launcher has ended them."""
@@ -280,6 +284,10 @@ class HostAgent(SimpleElasticAgent):
                 report = None if text is None else HostReport.decode(text)
             reports.append(report)
         return reports
+
+    def _has_succeeded(self) -> bool:
+        """Whether all ranks of all hosts have exited with 0."""
+        return self._outcome is not None and all(report and not report.has_failed for report in self._reports())
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
         """Decide on a round with a failed rank, once all hosts have reported how theirs ended, or are gone."""
