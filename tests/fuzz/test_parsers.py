@@ -34,7 +34,7 @@ from lockstep.launch.report import ErrorReport, _parse, read_reports
 from lockstep.rank_status import find_unjoined, read_positions
 from lockstep.secret import Refused, Seals, Secret, read_token_file
 from lockstep.shm.bootstrap import Bootstrap, _read_failure
-from lockstep.shm.control_blocks import ControlBlocks, Failure
+from lockstep.shm.control_blocks import Failure, SharedControlBlocks
 from lockstep.shm.liveness import own_identity
 from lockstep.shm.messages import Label
 from lockstep.shm.ring import RingReader, RingWriter, ring_bytes
@@ -196,7 +196,7 @@ def bootstrap_of(segment: Segment) -> Parser:
 
 def blocks_of(segment: Segment) -> Parser:
     """Everything that a rank reads of a peer's block, which is written over."""
-    blocks = ControlBlocks(segment, 0, 1)
+    blocks = SharedControlBlocks(segment, 0, 1)
     blocks.introduce(own_identity())
     blocks.add_call("all_reduce(float32[10], SUM)")
     blocks.add_site("train.py:3 in main")

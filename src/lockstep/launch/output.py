@@ -26,7 +26,7 @@ import time
 from typing import TextIO
 
 from lockstep.launch.screen import FileSink, Screen, Sink
-from lockstep.launch.streams import PARTIAL_S, Stream, TerminalStream
+from lockstep.launch.streams import PARTIAL_S, RankStream, TerminalStream
 from lockstep.launch.terminal import fit, open_terminal
 
 __all__ = ["Relay"]
@@ -73,7 +73,7 @@ class Relay:
         if isinstance(stdout, int) and isinstance(stderr, int) and _same_terminal(stdout, stderr):
             self._stderr.screen = self._stdout.screen
         self._writers: list[int] = []
-        self._streams: list[Stream] = []
+        self._streams: list[RankStream] = []
         self._first_rank = -1
         self._finish_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self.broken_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -99,7 +99,7 @@ class Relay:
 
     def _open(self, rank: int, sink: Sink, has_bars: bool) -> int:
         ends = open_terminal(sink.fd, _prefix_columns(rank)) if sink.is_terminal else None
-        kind = Stream if ends is None else TerminalStream
+        kind = RankStream if ends is None else TerminalStream
         read_fd, write_fd = ends or os.pipe()
         os.set_blocking(read_fd, False)
         self._streams.append(kind(rank, read_fd, sink, has_bars=has_bars))
@@ -159,7 +159,7 @@ class Relay:
             has_partial = any(stream.has_partial for stream in self._streams)
             ready = selector.select(PARTIAL_S if has_partial else None)
             for key, _ in ready:
-                stream: Stream | None = key.data
+                stream: RankStream | None = key.data
                 if stream is None:
                     return
                 if not stream.read():

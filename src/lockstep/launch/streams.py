@@ -17,7 +17,7 @@ import time
 
 from lockstep.launch.screen import Sink
 
-__all__ = ["PARTIAL_S", "Stream", "TerminalStream"]
+__all__ = ["PARTIAL_S", "RankStream", "TerminalStream"]
 
 PARTIAL_S = 0.1
 """After so long without a word the beginning of a line is shown, as it may be a question."""
@@ -34,7 +34,7 @@ _RESET = b"\x1b[0m"
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-class Stream:
+class RankStream:
     """One pipe from one rank: bytes in, lines out.
 
     Args:
@@ -116,7 +116,7 @@ class Stream:
             self._shown_at = now
 
 
-class TerminalStream(Stream):
+class TerminalStream(RankStream):
     """The terminal of one rank: see [Note: a rank's terminal]."""
 
     def __init__(self, rank: int, fd: int, sink: Sink, *, has_bars: bool = True) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 from lockstep.errors import LockstepError, RankLost, RendezvousError, SetupError, SharedMemoryError
 from lockstep.shm import descriptors
-from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.liveness import (
     PeerIdentity,
     Watch,
@@ -138,7 +138,7 @@ class Bootstrap:
     def _lost(self, ranks: Sequence[int], what: str) -> RankLost:
         return lost_meanwhile([self.global_ranks[rank] for rank in ranks], what)
 
-    def explain(self, failure: PeerFailure, blocks: ControlBlocks) -> RankLost | RendezvousError:
+    def explain(self, failure: PeerFailure, blocks: SharedControlBlocks) -> RankLost | RendezvousError:
         """The error for ranks that came and then did not go on."""
         gone = failure.ranks(FailureKind.DEAD) + failure.ranks(FailureKind.LEFT)
         if gone:
@@ -197,7 +197,7 @@ class Bootstrap:
 
     def _introduce(self, segment: Segment, published: str) -> Segment:
         try:
-            blocks = ControlBlocks(segment, self.rank, self.world_size)
+            blocks = SharedControlBlocks(segment, self.rank, self.world_size)
             if blocks.state(self.rank) != PeerState.ABSENT:
                 other = blocks.identity(self.rank)
                 raise RendezvousError(
@@ -323,7 +323,7 @@ class Bootstrap:
                 raise lost_store(self.global_ranks[self.rank], error) from None
             self._nap([0])
 
-    def _await_all(self, blocks: ControlBlocks, published: str) -> None:
+    def _await_all(self, blocks: SharedControlBlocks, published: str) -> None:
         """Wait until every rank has introduced itself."""
         failure_key = _failure_key(published)
         ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S

@@ -43,7 +43,7 @@ from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import PeerState, fence
 
-__all__ = ["ControlBlocks", "Failure", "Record", "damage_text"]
+__all__ = ["Failure", "Record", "SharedControlBlocks", "damage_text"]
 
 BLOCKS_START = 4096
 BLOCK_BYTES = SECTION_BYTES
@@ -98,7 +98,7 @@ def _nobody_waits() -> None:
     """Stand in for `on_end` while the group is being made."""
 
 
-class ControlBlocks:
+class SharedControlBlocks:
     """Typed access to the blocks of the control segment.
 
     Args:

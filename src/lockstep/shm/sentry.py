@@ -17,14 +17,14 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
-__all__ = ["Listener", "ProcessKey", "Sentry", "sentry"]
+__all__ = ["DeathListener", "ProcessKey", "Sentry", "sentry"]
 
 # Pid and start time: a pid alone may mean another process later.
 ProcessKey = tuple[int, int]
 _END_PATIENCE_S = 1.0
 
 
-class Listener(Protocol):
+class DeathListener(Protocol):
     """What wants to learn of the end of processes."""
 
     def note_end(self, process: ProcessKey) -> None:
@@ -39,7 +39,7 @@ class _Post:
     def __init__(self, process: ProcessKey, fd: int) -> None:
         self.process = process
         self.fd = fd
-        self.listeners: weakref.WeakSet[Listener] = weakref.WeakSet()  # a group may go without being closed
+        self.listeners: weakref.WeakSet[DeathListener] = weakref.WeakSet()  # a group may go without being closed
 
 
 class Sentry:
@@ -55,7 +55,7 @@ class Sentry:
         self._reserve = -1  # a descriptor for when there is no other left; see `lend`
         self._thread: threading.Thread | None = None
 
-    def join(self, process: ProcessKey, listener: Listener) -> bool:
+    def join(self, process: ProcessKey, listener: DeathListener) -> bool:
         """Listen for the end of a process that is watched already; False if it is not. Local."""
         with self._lock:
             post = self._posts.get(process)
@@ -63,7 +63,7 @@ class Sentry:
                 post.listeners.add(listener)
             return post is not None
 
-    def watch(self, process: ProcessKey, pidfd: int, listener: Listener) -> bool:
+    def watch(self, process: ProcessKey, pidfd: int, listener: DeathListener) -> bool:
         """Listen for the end of a process. Local.
 
         Args:
@@ -87,7 +87,7 @@ class Sentry:
             post.listeners.add(listener)
             return True
 
-    def leave(self, listener: Listener) -> None:
+    def leave(self, listener: DeathListener) -> None:
         """Tell this listener nothing more. Local; where nothing is left to watch, the thread ends."""
         with self._lock:
             for post in list(self._posts.values()):

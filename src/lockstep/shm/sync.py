@@ -67,7 +67,7 @@ __all__ = [
     "PeerFailure",
     "PeerState",
     "StepCounter",
-    "Waiter",
+    "StepWaiter",
     "fence",
     "next_look",
     "random_word",
@@ -182,7 +182,7 @@ class Overseer(Protocol):
         """Note that the wait is over."""
 
 
-class Waiter:
+class StepWaiter:
     """Waits for words of shared memory to reach a value, and notices when they never will.
 
     Args:
@@ -390,7 +390,9 @@ class StepCounter:
         waiter: waits for words of the segment.
     """
 
-    def __init__(self, words: memoryview, step_words: Sequence[int], rank: int, waiter: Waiter, bell_word: int) -> None:
+    def __init__(
+        self, words: memoryview, step_words: Sequence[int], rank: int, waiter: StepWaiter, bell_word: int
+    ) -> None:
         self._words = words
         self._mine = step_words[rank]
         self._bell = bell_word

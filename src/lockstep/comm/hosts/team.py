@@ -28,10 +28,10 @@ from lockstep.comm.hosts.watchdog import Watchdog
 from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, Parts
 from lockstep.comm.wire import Wire
 from lockstep.errors import SetupError, SharedMemoryError
-from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.segment import Segment
-from lockstep.shm.sync import FailureKind, PeerFailure, Waiter, next_look
+from lockstep.shm.sync import FailureKind, PeerFailure, StepWaiter, next_look
 from lockstep.shm.team import SMALL_SLOT_BYTES, Region, SharedMemoryTeam
 
 __all__ = ["HostsTeam"]
@@ -50,12 +50,12 @@ _POOL_BYTES = 64 << 20
 _CLOSE_PATIENCE_S = 2.0
 
 
-class _LocalWaiter(Waiter):
+class _LocalWaiter(StepWaiter):
     """Waits for ranks of this host, and receives the messages of all hosts meanwhile."""
 
     polls_in_looks = True
 
-    def __init__(self, team: HostsTeam, blocks: ControlBlocks, watch: Watch) -> None:
+    def __init__(self, team: HostsTeam, blocks: SharedControlBlocks, watch: Watch) -> None:
         super().__init__(blocks.words, blocks.state_words, blocks.rank, watch, blocks.gate_word)
         self._team = team
 
@@ -154,7 +154,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
         self.local = _LocalTeam(segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self))
-        self.waiter: Waiter = self.local.waiter
+        self.waiter: StepWaiter = self.local.waiter
 
     # ---- messages --------------------------------------------------------------------------------------
 

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 
 from lockstep.comm.messages.notices import hand_on_notices
 
-__all__ = ["LARGEST_ATTACHMENT_BYTES", "Arrival", "Entries", "Round", "attachment_bytes", "num_hops", "rounds_of"]
+__all__ = [
+    "LARGEST_ATTACHMENT_BYTES",
+    "Arrival",
+    "Entries",
+    "ForwardingRound",
+    "attachment_bytes",
+    "num_hops",
+    "rounds_of",
+]
 
 # With so many ranks and fewer, each sends to all.
 _FEW_RANKS = 8
@@ -49,7 +57,7 @@ def num_hops(world_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Round:
+class ForwardingRound:
     """One round of handing on.
 
     Attributes:
@@ -63,7 +71,7 @@ class Round:
     awaited: tuple[int, ...]
 
 
-def rounds_of(rank: int, world_size: int) -> tuple[Round, ...]:
+def rounds_of(rank: int, world_size: int) -> tuple[ForwardingRound, ...]:
     """The rounds of a rank; none where each rank sends to all.
 
     >>> for one in rounds_of(0, 9):
@@ -79,7 +87,7 @@ def rounds_of(rank: int, world_size: int) -> tuple[Round, ...]:
         behind = range(min(step, world_size - step))
         given = tuple((rank - distance) % world_size for distance in behind)
         awaited = tuple((rank - step - distance) % world_size for distance in behind)
-        rounds.append(Round((rank + step) % world_size, given, awaited))
+        rounds.append(ForwardingRound((rank + step) % world_size, given, awaited))
         step *= 2
     return tuple(rounds)
 
@@ -138,7 +146,7 @@ class Arrival:
         number: int,
         entries: Entries,
         others: Sequence[int],
-        rounds: Sequence[Round],
+        rounds: Sequence[ForwardingRound],
         send: Callable[[int, bytes], None],
         longest_bytes: int,
     ) -> None:
@@ -168,7 +176,7 @@ class Arrival:
             self._tell_all()
         return self._entries.missing(self._others, self._number)
 
-    def _hand_on(self, turn: Round) -> None:
+    def _hand_on(self, turn: ForwardingRound) -> None:
         notices = [(rank, self._entries.notice(rank, self._number)) for rank in turn.given]
         for message in hand_on_notices(notices, self._longest_bytes):
             self._send(turn.peer, message)
