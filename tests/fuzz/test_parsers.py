@@ -187,9 +187,9 @@ def bootstrap_of(segment: Segment) -> Parser:
     error = json.dumps({"error": "SharedMemoryError", "message": "m", "boot_id": "b", "published_at_s": 1.0})
 
     def read(said: str) -> object:
-        bootstrap = Bootstrap(OneValue(said), 1, (0, 1), 1.0, terms={"layout": 1})  # type: ignore[arg-type]
+        bootstrap = Bootstrap(OneValue(said), 1, (0, 1), 1.0)  # type: ignore[arg-type]
         found = bootstrap._read(said)
-        return None if "error" in found else bootstrap._different(found)
+        return None if "error" in found else bootstrap._different(found, {"layout": 1})
 
     return Parser(text_of(read), [text.encode(), error.encode()], (RendezvousError,))
 

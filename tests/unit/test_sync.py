@@ -394,7 +394,7 @@ def test_alarm_without_failures_wakes_nobody_for_good() -> None:
 def test_death_wakes_who_sleeps(child: int) -> None:
     (sleeper, _), _ = make_channels(2)
     watch = sleeper.waiter._watch
-    watch.on_death = sleeper.waiter.sound_alarm
+    watch._on_death = sleeper.waiter.sound_alarm
     watch.add(1, identity_of(child))
     threading.Timer(0.05, os.kill, [child, signal.SIGKILL]).start()
     with pytest.raises(PeerFailure) as caught:

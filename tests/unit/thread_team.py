@@ -88,8 +88,12 @@ class ThreadTeam(MessageTeam[Receiving]):
     def __init__(self, queues: Queues, rank: int, world_size: int) -> None:
         super().__init__(rank, [own_identity()] * world_size, Watch({}))
         self._queues = queues
-        self.waiter: ThreadWaiter = ThreadWaiter(queues)
+        self._waiter = ThreadWaiter(queues)
         self._receiving: list[deque[Receiving]] = [deque() for _ in range(world_size)]
+
+    @property
+    def waiter(self) -> ThreadWaiter:
+        return self._waiter
 
     def send_message(self, peer: int, message: bytes) -> None:
         self._queues.put(self._queues.messages[peer], (self.rank, message))

@@ -128,7 +128,7 @@ class Engine:
             self._run(key, describe, body, site, timeout_s)
             return DoneWork(result)
         call = staging.behind_caller(touched or result, lambda: self._run(key, describe, body, site, timeout_s))
-        work = PendingWork(call, result, describe)
+        work = PendingWork(call, result, describe, self._runner)
         if self._runner.is_current_thread:
             # A callback of a finished call makes this one, and may wait for it in this very thread. Run at once, it
             # also has the same place in the order of calls on all ranks, if the callback was added before another call.

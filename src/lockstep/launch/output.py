@@ -39,11 +39,13 @@ def _prefix_columns(rank: int) -> int:
     return len(f"[{rank}] ") + 1
 
 
-def _open_sink(target: int | TextIO) -> Sink:
-    return Sink(target, Screen()) if isinstance(target, int) else FileSink(target)
+def _open_sink(target: int | TextIO, screen: Screen) -> Sink:
+    return Sink(target, screen) if isinstance(target, int) else FileSink(target)
 
 
-def _same_terminal(first: int, second: int) -> bool:
+def _are_one_terminal(first: int | TextIO, second: int | TextIO) -> bool:
+    if not (isinstance(first, int) and isinstance(second, int)):
+        return False
     try:
         return os.isatty(first) and os.path.sameopenfile(first, second)
     except OSError:
@@ -68,10 +70,9 @@ class Relay:
 
     def __init__(self, stdout: int | TextIO = 1, stderr: int | TextIO = 2, *, all_bars: bool = False) -> None:
         self._all_bars = all_bars
-        self._stdout = _open_sink(stdout)
-        self._stderr = _open_sink(stderr)
-        if isinstance(stdout, int) and isinstance(stderr, int) and _same_terminal(stdout, stderr):
-            self._stderr.screen = self._stdout.screen
+        screen = Screen()
+        self._stdout = _open_sink(stdout, screen)
+        self._stderr = _open_sink(stderr, screen if _are_one_terminal(stdout, stderr) else Screen())
         self._writers: list[int] = []
         self._streams: list[RankStream] = []
         self._first_rank = -1

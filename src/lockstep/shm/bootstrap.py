@@ -103,10 +103,7 @@ class Bootstrap:
         global_ranks: the global rank of each rank of the group.
         timeout_s: seconds to wait for the last of them.
         check_peers: called while waiting; raises if a rank that is awaited cannot come.
-        terms: what all ranks must have alike.
-
-    Attributes:
-        terms: as given; `SharedMemoryTeam.connect` adds its own before `open_segment`.
+        terms: what all ranks must have alike, besides the layout of the segment.
     """
 
     def __init__(
@@ -119,7 +116,7 @@ class Bootstrap:
         terms: Terms | None = None,
     ) -> None:
         self._store = store
-        self.terms: dict[str, str | int] = dict(terms or {})
+        self._terms = dict(terms or {})
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.timeout_s = timeout_s
@@ -152,8 +149,12 @@ class Bootstrap:
         names = ", ".join(map(self.name, failure.ranks(FailureKind.LATE)))
         return RendezvousError(f"{names} came and then did not go on within {self.timeout_s:g} s")
 
-    def open_segment(self, size_bytes: int) -> Segment:
+    def open_segment(self, size_bytes: int, layout: Terms) -> Segment:
         """The control segment of the new group, in which all ranks have introduced themselves. Collective.
+
+        Args:
+            size_bytes: size of the segment.
+            layout: what all ranks must have alike to find the same things in it.
 
         Raises:
             RendezvousError: a rank did not come in time, or two came as the same; names it.
@@ -163,10 +164,11 @@ class Bootstrap:
             SeveralHosts: not all of them are on one host; on every rank.
         """
         self._require_descriptors()
+        terms = self._terms | dict(layout)
         if self.rank != 0:
-            return self._introduce(*self._find(size_bytes))
+            return self._introduce(*self._find(size_bytes, terms))
         try:
-            return self._introduce(*self._publish(size_bytes))
+            return self._introduce(*self._publish(size_bytes, terms))
         except LockstepError as error:
             self._give_up(error)
             raise
@@ -219,14 +221,14 @@ class Bootstrap:
         self.forget_segment()
         self._store.delete(_SEVERAL_HOSTS)
 
-    def _publish(self, size_bytes: int) -> tuple[Segment, str]:
+    def _publish(self, size_bytes: int, terms: Terms) -> tuple[Segment, str]:
         # Sparse, since most of it is rings and texts that most groups never use.
         segment = Segment.create(size_bytes, is_sparse=True)
         published = json.dumps(
             {
                 "handle": segment.handle,
                 "world_size": self.world_size,
-                "terms": self.terms,
+                "terms": terms,
                 "maker": asdict(own_identity()),
                 "published_at_s": seconds_since_boot(),
             }
@@ -234,7 +236,7 @@ class Bootstrap:
         self._store.set(_SEGMENT, published)
         return segment, published
 
-    def _find(self, size_bytes: int) -> tuple[Segment, str]:
+    def _find(self, size_bytes: int, terms: Terms) -> tuple[Segment, str]:
         while True:
             published = self._await_published()
             found = self._read(published)
@@ -245,7 +247,7 @@ class Bootstrap:
                 raise told_error(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
             if found["boot_id"] != boot_id():
                 self._tell_several_hosts()
-            different = self._different(found)
+            different = self._different(found, terms)
             if different is not None and is_running(found["maker"]):
                 self._store.set(_failure_key(published), json.dumps([type(different).__name__, str(different)]))
                 raise different
@@ -280,14 +282,14 @@ class Bootstrap:
             ) from None
         return dict(found)
 
-    def _different(self, found: dict[str, Any]) -> SetupError | None:
+    def _different(self, found: dict[str, Any], terms: Terms) -> SetupError | None:
         """The error if rank 0 goes by other terms than this rank."""
         if found["world_size"] != self.world_size:
             return SetupError(
                 f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} {found['world_size']}: "
                 "give all ranks the same"
             )
-        return disagreement(self.name(self.rank), self.terms, self.name(0), found.get("terms"))
+        return disagreement(self.name(self.rank), terms, self.name(0), found.get("terms"))
 
     def _explain_unmapped(self, error: SharedMemoryError, found: dict[str, Any], published: str) -> None:
         """Raise why the segment cannot be mapped here, unless it may be replaced soon."""

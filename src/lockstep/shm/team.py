@@ -133,24 +133,24 @@ class SharedMemoryTeam:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.blocks = SharedControlBlocks(segment, rank, world_size)
-        peers = {peer: self.blocks.identity(peer) for peer in range(world_size) if peer != rank}
-        self.watch = Watch(peers)
-        blocks = self.blocks
-        self.waiter = make_waiter(blocks, self.watch)
-        self._step_counter = StepCounter(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
-        self.is_entering = False
-        self.on_arrival: list[Callable[[], None]] = []
-        self._transfers = 0
         start = SharedControlBlocks.size_bytes(world_size)
         self._small = [
             segment.tensor(start + peer * 2 * SMALL_SLOT_BYTES, 2 * SMALL_SLOT_BYTES) for peer in range(world_size)
         ]
         self.mail_area = MailArea(segment, start + world_size * 2 * SMALL_SLOT_BYTES, world_size)
         self._doorbell = Doorbell(self.mail_area, rank)
+        self.blocks = blocks = SharedControlBlocks(segment, rank, world_size, on_end=self._sound_alarm)
+        self.watch = Watch({}, on_death=self._sound_alarm)
+        self.waiter = make_waiter(blocks, self.watch)
+        self._step_counter = StepCounter(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
+        self.is_entering = False
+        self.on_arrival: list[Callable[[], None]] = []
+        self._transfers = 0
         self._large: LargeSlots | None = None
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
-        self.blocks.on_end = self.watch.on_death = self._sound_alarm
+        for peer in range(world_size):
+            if peer != rank:
+                self.watch.add(peer, blocks.identity(peer))  # From here on a death sounds the alarm.
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> SharedMemoryTeam:
@@ -178,10 +178,9 @@ class SharedMemoryTeam:
     @classmethod
     def _connect(cls, bootstrap: Bootstrap) -> tuple[Segment, SharedMemoryTeam]:
         world_size = bootstrap.world_size
-        bootstrap.terms |= _terms(world_size)
         slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
         size_bytes = SharedControlBlocks.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
-        segment = bootstrap.open_segment(size_bytes)
+        segment = bootstrap.open_segment(size_bytes, _terms(world_size))
         team = cls(segment, bootstrap.rank, world_size)
         if bootstrap.rank == 0:
             bootstrap.forget_segment()

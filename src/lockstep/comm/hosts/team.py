@@ -117,7 +117,6 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         layout: which ranks share a host.
         links: the links to the other ranks.
         local: the team of shared memory of this host.
-        waiter: waits for ranks of this host.
         wire: the wire format of float sums between hosts.
         chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
         hands_on: whether many ranks hand on each other's notices: always.
@@ -154,7 +153,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
         self.local = _LocalTeam(segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self))
-        self.waiter: StepWaiter = self.local.waiter
+
+    @property
+    def waiter(self) -> StepWaiter:
+        """Waits for ranks of this host."""
+        return self.local.waiter
 
     # ---- messages --------------------------------------------------------------------------------------
 

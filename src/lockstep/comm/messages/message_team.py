@@ -75,7 +75,6 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         peers: all other ranks, beginning with the next, so that not all ranks turn to one first.
         blocks: the control blocks of all ranks, as far as their notices have arrived.
         watch: liveness of the peers.
-        waiter: waits for the peers; made by the subclass.
         lock: held while messages are received or sent.
         mail: received messages of point to point, as (rank, bytes), in order.
         is_entering: this rank has entered a collective, and not seen yet that all have come to it.
@@ -93,7 +92,6 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         news: would change with every alarm.
     """
 
-    waiter: Waiter
     shares_memory = False
     hands_on = False
     has_symmetric_memory = False
@@ -129,6 +127,11 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._is_listening = bool(self._others)
 
     # ---- what moves messages ---------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def waiter(self) -> Waiter:
+        """Waits for the peers."""
 
     @abc.abstractmethod
     def send_message(self, peer: int, message: bytes) -> None:
