@@ -131,7 +131,8 @@ class Engine:
         work = PendingWork(call, result, describe, self._runner)
         if self._runner.is_current_thread:
             # A callback of a finished call makes this one, and may wait for it in this very thread. Run at once, it
-            # also has the same place in the order of calls on all ranks, if the callback was added before another call.
+            # also has the same position in the order of calls on all ranks, if the callback was added before another
+            # call.
             work.run()
         else:
             self._runner.submit(work)

@@ -1,10 +1,10 @@
 """Point to point, for one group on one rank: which thread moves messages, deadlines, errors.
 
-A mailbox (`shm/mailbox.py`) moves messages only while a thread calls it. A thread that waits for a message calls it
-(`PointToPoint.drive`), so that a message that is there costs no change of threads. While none waits, a thread of the
-group calls it; it starts with the first operation that cannot finish at once. So operations go on while this rank
-computes or is in a collective. Both kinds of thread sleep when nothing has moved for a while, until a peer rings
-(`shm/doorbell.py`), and look at the peers as rarely as a collective does.
+A mailbox (`shm/mailbox.py`) moves messages only while a thread calls it. A thread that waits for a message drives the
+mailbox itself (`PointToPoint.drive`): a message that is already there costs no change of threads. While no thread
+waits, a background thread of the group drives it; that thread starts with the first operation that cannot finish at
+once. So operations go on while this rank computes or is in a collective. Both kinds of thread sleep when nothing has
+moved for a while, until a peer rings (`shm/doorbell.py`), and look at the peers as rarely as a collective does.
 
 [Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment at which a
 thread waits for it. An operation that no thread waits for ends with its peer, or with the group.
@@ -30,7 +30,7 @@ from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
 from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.base_mailbox import BaseMailbox
-from lockstep.shm.cores import LONGEST_NAP_S, SHARED_CORE_S, own_cores
+from lockstep.shm.cores import LONG_YIELD_S, LONGEST_NAP_S, own_cores
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, next_look
 
@@ -194,8 +194,8 @@ class PointToPoint:
         left_s = since_s + work.timeout_s - began
         if timeout_s is not None:
             left_s = min(left_s, timeout_s)
-        news = self._team.news
-        look_at = next_look(began, began, left_s, self._team.is_told)
+        num_alarms = self._team.num_alarms
+        look_at = next_look(began, began, left_s, self._team.failures_wake_waits)
         may_yield = own_cores.may_yield(began)
         with _PublishedWait(self._team, self._recorder) as published:
             while not work.is_completed():
@@ -207,26 +207,26 @@ class PointToPoint:
                     moved_at, may_yield = now, own_cores.may_yield(now)
                 if now >= look_at:
                     published.publish(work.operation)
-                    news = self._team.news
+                    num_alarms = self._team.num_alarms
                     look_at = self._look_and_plan(began, now, left_s)
                 if timeout_s is not None and now - began >= timeout_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
                     before = now
                     now = own_cores.give_up(before)
-                    may_yield = now - before <= SHARED_CORE_S
+                    may_yield = now - before <= LONG_YIELD_S
                 else:
-                    if self._sleep(work.is_completed, news, look_at - now, now - moved_at):
+                    if self._sleep(work.is_completed, num_alarms, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
-                    if news != self._team.news:
+                    if num_alarms != self._team.num_alarms:
                         look_at = now
 
-    def _sleep(self, is_over: Callable[[], bool], news: int, timeout_s: float, waited_s: float) -> bool:
+    def _sleep(self, is_over: Callable[[], bool], num_alarms: int, timeout_s: float, waited_s: float) -> bool:
         """Sleep until a peer rings or `timeout_s` is over, unless something moves now: then True, at once."""
         seen = self._mailbox.arm()
         if self._advance():
             return True
-        if not is_over() and news == self._team.news:
+        if not is_over() and num_alarms == self._team.num_alarms:
             self._mailbox.sleep(seen, timeout_s, waited_s / 20)
         return False
 
@@ -237,18 +237,18 @@ class PointToPoint:
     def _loop(self) -> None:
         """The thread: moves messages along while nobody waits for one."""
         needed_at = moved_at = look_at = time.monotonic()
-        news = self._team.news
+        num_alarms = self._team.num_alarms
         while not self._closed:
             now = time.monotonic()
             if self._is_needed():
                 needed_at = now
                 if self._advance():
                     moved_at = now
-                if now >= look_at or news != self._team.news:
-                    news = self._team.news
+                if now >= look_at or num_alarms != self._team.num_alarms:
+                    num_alarms = self._team.num_alarms
                     look_at = self._look_and_plan(moved_at, now, threading.TIMEOUT_MAX)
                 if now - moved_at > _THREAD_NAPS_FOR_S:
-                    if self._sleep(lambda: not self._is_needed(), news, look_at - now, now - moved_at):
+                    if self._sleep(lambda: not self._is_needed(), num_alarms, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
                     continue
             elif now - needed_at > (_THREAD_RESTS_BESIDE_DRIVER_S if self._drivers else _THREAD_RESTS_AFTER_S):
@@ -338,7 +338,7 @@ class PointToPoint:
         """Look at the peers; returns the monotonic time of the next look."""
         if not self._look():
             return now + _TRY_AGAIN_S
-        return next_look(began, now, timeout_s, self._team.is_told)
+        return next_look(began, now, timeout_s, self._team.failures_wake_waits)
 
     def _gone(self, peers: Iterable[int]) -> dict[int, FailureKind]:
         """Those of `peers` that will not send or receive any more."""

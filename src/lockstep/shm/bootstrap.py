@@ -39,7 +39,7 @@ from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.terms import Terms, disagreement
 from lockstep.topology import name_each
 
-__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come", "told_error"]
+__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come", "peer_error"]
 
 _SEGMENT = "segment"
 _SEVERAL_HOSTS = "several hosts"
@@ -120,7 +120,7 @@ class Bootstrap:
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.timeout_s = timeout_s
-        self._look_out = check_peers
+        self._check_peers = check_peers
         self._start_s = time.monotonic()
 
     @property
@@ -244,9 +244,9 @@ class Bootstrap:
                 if found["boot_id"] == boot_id() and found["published_at_s"] < started_at_s():
                     self._nap([0])
                     continue
-                raise told_error(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
+                raise peer_error(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
             if found["boot_id"] != boot_id():
-                self._tell_several_hosts()
+                self._publish_several_hosts()
             different = self._different(found, terms)
             if different is not None and is_running(found["maker"]):
                 self._store.set(_failure_key(published), json.dumps([type(different).__name__, str(different)]))
@@ -297,13 +297,13 @@ class Bootstrap:
             raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
         if found["maker"].pid_namespace != pid_namespace() and error.errno not in (errno.ENOMEM, errno.EINVAL):
             # Two containers of one machine that share neither processes nor a folder are two hosts.
-            self._tell_several_hosts()
+            self._publish_several_hosts()
         if error.errno not in _STALE or not self._may_be_replaced(found):
             text = f"{self.name(self.rank)}: {error}"
             self._store.set(_failure_key(published), json.dumps([SharedMemoryError.__name__, text]))
             raise SharedMemoryError(error.errno, text) from None
 
-    def _tell_several_hosts(self) -> NoReturn:
+    def _publish_several_hosts(self) -> NoReturn:
         self._store.set(_SEVERAL_HOSTS, self.name(self.rank))
         raise SeveralHosts
 
@@ -359,15 +359,15 @@ class Bootstrap:
 
     def _nap(self, missing: Sequence[int]) -> None:
         """Wait a little for ranks that are missing, unless they cannot come, or it took too long already."""
-        self._look_out()
+        self._check_peers()
         waited_s = self._waited_s()
         if waited_s > self.timeout_s:
             raise not_come(missing, self.rank, self.global_ranks, self.timeout_s)
         time.sleep(min(_LONGEST_NAP_S, waited_s / 10))
 
 
-def told_error(kind: str, message: str) -> SetupError:
-    """The error of which another rank has told the class and the text."""
+def peer_error(kind: str, message: str) -> SetupError:
+    """The error that another rank published by its class and text."""
     kinds = {one.__name__: one for one in (SharedMemoryError, RendezvousError, SetupError)}
     return kinds.get(kind, RendezvousError)(message)
 
@@ -378,7 +378,7 @@ def _read_failure(text: str) -> SetupError:
         kind, message = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         kind, message = "", f"a rank could not use the segment: {text[:200]!r}"
-    return told_error(str(kind), str(message))
+    return peer_error(str(kind), str(message))
 
 
 def _failure_key(published: str) -> str:

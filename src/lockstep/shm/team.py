@@ -200,14 +200,14 @@ class SharedMemoryTeam:
         self._doorbell.ring_all()
 
     @property
-    def is_told(self) -> bool:
+    def failures_wake_waits(self) -> bool:
         """Whether a failure wakes the threads that sleep in a wait of this group."""
-        return self.waiter.is_told
+        return self.waiter.failures_wake_waits
 
     @property
-    def news(self) -> int:
-        """A number that changes when there is a failure to look at."""
-        return self.waiter.news
+    def num_alarms(self) -> int:
+        """How many alarms of this group there have been."""
+        return self.waiter.num_alarms
 
     @property
     def overseers(self) -> list[Overseer]:

@@ -74,7 +74,7 @@ _TENSORS = (
     NameRecord(
         "torch._debug_has_internal_overlap",
         Use.READ,
-        "turns away outputs whose elements lie in one place, as after expand",
+        "turns away outputs whose elements share an address, as after expand",
         "such outputs are written to as they are",
         "collectives",
     ),

@@ -7,10 +7,10 @@ The client has connected to the listener of the server::
     client → server    an HMAC over the same and the server's challenge
     server → client    whether it is admitted
 
-The key of both HMACs is derived from the job's secret and the word of the server's listener, which stands in the store.
-The secret itself does not stand there, so a process that reads the store can neither pass for a rank nor have one talk
-to it. Where the job has no secret, the word is all there is to know; a client must then also come from the address that
-its rank has published.
+The key of both HMACs is derived from the job's secret and the nonce of the server's listener, which stands in the
+store. The secret itself does not stand there, so a process that reads the store can neither pass for a rank nor have
+one talk to it. Where the job has no secret, the nonce is all there is to know; a client must then also come from the
+address that its rank has published.
 
 Nothing here waits: it reads bytes as they come, and none beyond the end of the next message.
 """

@@ -119,11 +119,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         local: the team of shared memory of this host.
         wire: the wire format of float sums between hosts.
         chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
-        hands_on: whether many ranks hand on each other's notices: always.
+        forwards_notices: whether many ranks forward each other's notices: always.
         has_symmetric_memory: whether `allocate` works: always, among the ranks of each host.
     """
 
-    hands_on = True
+    forwards_notices = True
     has_symmetric_memory = True
 
     def __init__(
