@@ -25,7 +25,7 @@ from lockstep.comm.hosts.discovery import _RankInfo
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Stranger
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
-from lockstep.launch.hosts.job_store import _read_knock
+from lockstep.launch.hosts.job_store import _read_join_request
 from lockstep.launch.hosts.membership import Host, JobTerms, Membership
 from lockstep.launch.hosts.rendezvous import _read_master
 from lockstep.launch.hosts.reports import HostReport
@@ -266,7 +266,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
         "membership": Parser(text_of(Membership.decode), [membership().encode().encode()], (ValueError,)),
         "host report": Parser(text_of(HostReport.decode), [host_report.encode().encode()], (ValueError,)),
         "master": Parser(text_of(_read_master), [b'["10.0.0.1", 29500]'], (LaunchError,)),
-        "knock": Parser(text_of(_read_knock), [b'{"host": "a", "address": "10.0.0.1"}']),
+        "knock": Parser(text_of(_read_join_request), [b'{"host": "a", "address": "10.0.0.1"}']),
         "handle": Parser(
             text_of(lambda text: Segment.attach(text, size_bytes=PAGE_BYTES).release()),
             [handle_of.handle.encode()],

@@ -61,9 +61,9 @@ class RankCommand:
         rank: global rank.
         argv: program and arguments.
         environment: all of its variables.
-        stdin: file descriptor, `subprocess.DEVNULL`, or None to inherit; likewise the next two.
-        stdout: see stdin.
-        stderr: see stdin.
+        stdin: where it reads from: a file descriptor, `subprocess.DEVNULL`, or None to inherit the launcher's.
+        stdout: where its output goes: a file descriptor, or None to inherit.
+        stderr: where its errors go: a file descriptor, or None to inherit.
         pass_fds: file descriptors that it gets under the same numbers.
     """
 

@@ -1,10 +1,10 @@
 """The output of one rank, cut into lines: from a pipe, or from a pseudo terminal.
 
 [Note: a rank's terminal] A program that finds a terminal moves the cursor: back to the start of a line (a bar), or up
-over lines that it has written (several bars, a table that changes). Going up is passed on if no other rank has written
-below, otherwise the lines are written once more. Bars of a rank that is held back do not move: text that it could still
-overwrite is kept until it writes text that stays, so nothing is lost and nothing is shown twice. Other sequences,
-colours among them, go through as they are.
+over lines that it has written (several bars, a table that changes). The launcher passes a move up on to the terminal
+only if no other rank has written below; otherwise it prints those lines again. Bars of a rank that is held back do not
+move: the launcher keeps its text until the rank can no longer overwrite it, so nothing is lost and nothing is shown
+twice. Other sequences, colours among them, go through as they are.
 """
 
 from __future__ import annotations
