@@ -298,15 +298,15 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
         ) from error
     finally:
         if not dist.is_initialized():
-            # Groups meet under a name that counts them. An attempt that failed here must not count, because
-            # for those who meet this rank in the next it never was.
+            # Groups meet under a name that counts them. An attempt that failed here must not count:
+            # the ranks that this one meets in the next attempt have not counted it.
             set_group_count(names_given)
     if topology.num_nodes > 1:
-        _tell_engines()
+        _choose_interface_of_engines()
     _num_rendezvous[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1
 
 
-def _tell_engines() -> None:
+def _choose_interface_of_engines() -> None:
     """Have Gloo and NCCL, in groups to come, use the interface by which this host reaches the others."""
     interface = interface_of(dist.group.WORLD)
     address = env.MASTER_ADDR.get()

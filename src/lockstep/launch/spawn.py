@@ -174,7 +174,7 @@ def _run(
         # ends the wait, and the caller's `close` kills them.
         with contextlib.suppress(KeyboardInterrupt):
             if attempt.is_undisturbed:
-                _tell_of_interrupt(describe_statuses(look(folder, attempt.pids)))
+                _print_interrupt(describe_statuses(look(folder, attempt.pids)))
             attempt.interrupt(signal.SIGINT)
             attempt.wait()
         return
@@ -193,7 +193,7 @@ def _run(
         )
 
 
-def _tell_of_interrupt(statuses: str) -> None:
+def _print_interrupt(statuses: str) -> None:
     """To Python's own stderr: that of a notebook's cell, where there is one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, it is closed, nobody reads it
         text = describe_interrupt(signal.SIGINT, _GRACE_S, statuses)

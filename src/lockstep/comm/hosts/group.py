@@ -237,10 +237,10 @@ def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member]
     towards = {source_towards(one.address) for one in members}
     own = sorted({one.address for one in interfaces()} | {source for source in towards if source is not None})
     sources = links.sources()
-    is_as_told = all(_is_same(source, members[peer].address) for peer, source in sources.items())
-    found = shared.share("ready", json.dumps([is_as_told, own]).encode())
+    is_as_published = all(_is_same(source, members[peer].address) for peer, source in sources.items())
+    found = shared.share("ready", json.dumps([is_as_published, own]).encode())
     published = [json.loads(value) for value in found.values()]
-    if not is_as_told or not all(one[0] for one in published):
+    if not is_as_published or not all(one[0] for one in published):
         return None
     return frozenset(own).union(*(one[1] for one in published))
 

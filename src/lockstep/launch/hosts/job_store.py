@@ -378,7 +378,7 @@ def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
         LaunchError: nothing listens there in time, or the name leads nowhere.
     """
     start_s = time.monotonic()
-    told = False
+    has_said = False
     while True:
         try:
             with socket.create_connection((config.address, config.port), _PROBE_TIMEOUT_S) as probe:
@@ -397,8 +397,8 @@ def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
                 f"this launcher, on {socket.gethostname()}, found nobody at {config.endpoint}, where the launchers "
                 f"meet, within {patience_s:g} s: {reason}; {advice}"
             )
-        if not told and waited_s > 1.0:
-            told = True
+        if not has_said and waited_s > 1.0:
+            has_said = True
             say(f"lockstep: waiting for the launcher at {config.endpoint}: {reason}\n")
         check(_POLL_S)
 
