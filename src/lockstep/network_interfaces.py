@@ -299,8 +299,8 @@ def reachable(listeners: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) ->
         pending = set(tries)
         deadline = time.monotonic() + _TRY_S
         while pending and time.monotonic() < deadline:
-            limit_s = _BETTER_ONE_MAY_FOLLOW_S if all(found.values()) else deadline - time.monotonic()
-            done, pending = wait(pending, timeout=limit_s, return_when="FIRST_COMPLETED")
+            timeout_s = _BETTER_ONE_MAY_FOLLOW_S if all(found.values()) else deadline - time.monotonic()
+            done, pending = wait(pending, timeout=timeout_s, return_when="FIRST_COMPLETED")
             for one in done:
                 host, index = tries[one]
                 if one.result():

@@ -119,7 +119,7 @@ class Section:
         memory: SECTION_BYTES that a launcher reads, or None for memory that nobody reads.
 
     Attributes:
-        words: indexed by NUMBER, FINISHED, CALL and SITE; written by whoever enters a collective.
+        words: indexed by NUMBER, FINISHED, CALL and SITE; written by the thread that enters a collective.
         times: the same memory as doubles; indexed by START.
     """
 

@@ -2,9 +2,9 @@
 
 [Note: rendezvous] Under our launcher the ranks of one host meet through a file in its private folder, and one
 process alone needs nobody: neither opens a port. Between hosts rank 0 listens on the one address that the launcher has
-given it. Under torchrun, or with `MASTER_ADDR` set by hand,
-they meet as torch does. The tasks of a Slurm step, and the ranks that mpirun starts, work out a place, which is again a
-file if they are on one host (`rendezvous/`). An explicit `store` or `init_method` always wins.
+given it. Under torchrun, or with `MASTER_ADDR` set by hand, they meet as torch does. The tasks of a Slurm step, and the
+ranks that mpirun starts, compute an address by themselves, or a file if they are on one host (`rendezvous/`). An
+explicit `store` or `init_method` always wins.
 
 [Note: mpi] `backend="mpi"` is torch's own where PyTorch was built with MPI, and else our group "mpi4py". Then MPI
 says who this rank is, and brings the ranks together.
@@ -59,7 +59,7 @@ _SHUT_DOWN = "this world was shut down; call lockstep.init() again to open anoth
 
 _current: World | None = None
 # How often this process has met others in a launcher's folder.
-_meetings: Counter[str] = Counter()
+_num_rendezvous: Counter[str] = Counter()
 # What layers above look at before a world is left.
 _checks: list[Callable[[World], None]] = []
 
@@ -261,8 +261,8 @@ def _open(
         raise SetupError("both store and init_method were given: they are two ways to meet; give one")
     limit = _as_timedelta(timeout)
     if _means_mpi4py(backend) and rank is None and world_size is None:
-        topology, place = meet_by_mpi(limit)
-        store = place if init_method is None and store is None else store
+        topology, mpi_store = meet_by_mpi(limit)
+        store = mpi_store if init_method is None and store is None else store
     else:
         topology = read_topology(env.snapshot(), rank=rank, world_size=world_size)
     torch_version.warn_if_untested(torch.__version__, topology.rank)
@@ -276,11 +276,11 @@ def _open(
 
 def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:
     """Initialise torch.distributed."""
-    if backend == _MPI:  # Torch's own needs no place, and warns of rank and world size.
+    if backend == _MPI:  # Torch's own needs no store, and warns of rank and world size.
         dist.init_process_group(backend, timeout=timeout)
         return
     if store is None and init_method is None:
-        store, init_method = _meeting_place(topology, timeout)
+        store, init_method = _find_rendezvous(topology, timeout)
     names_given = group_count()
     try:
         dist.init_process_group(
@@ -298,15 +298,15 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
         ) from error
     finally:
         if not dist.is_initialized():
-            # Groups meet under a name that counts them. An attempt that failed here must not count, because
-            # for those who meet this rank in the next it never was.
+            # Groups meet under a name that counts them. An attempt that failed here must not count:
+            # the ranks that this one meets in the next attempt have not counted it.
             set_group_count(names_given)
     if topology.num_nodes > 1:
-        _tell_engines()
-    _meetings[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1
+        _choose_interface_of_engines()
+    _num_rendezvous[env.LOCKSTEP_RENDEZVOUS.get() or ""] += 1
 
 
-def _tell_engines() -> None:
+def _choose_interface_of_engines() -> None:
     """Have Gloo and NCCL, in groups to come, use the interface by which this host reaches the others."""
     interface = interface_of(dist.group.WORLD)
     address = env.MASTER_ADDR.get()
@@ -460,7 +460,7 @@ def _hint_at_unused_allocation(topology: Topology) -> None:
         )
 
 
-def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None, str | None]:
+def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | None, str | None]:
     """Where to meet when nobody said: see [Note: rendezvous]."""
     folder = env.LOCKSTEP_RENDEZVOUS.get()
     if folder is not None and (topology.rank, topology.world_size) == (env.RANK.get(), env.WORLD_SIZE.get()):
@@ -472,7 +472,7 @@ def _meeting_place(topology: Topology, timeout: timedelta) -> tuple[Store | None
                 "for its ranks and removes it in the end: unset it, or start the script with `lockstep run`"
             )
         # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
-        number = _meetings[folder]
+        number = _num_rendezvous[folder]
         name = "store" if number == 0 else f"store-{number}"
         return FileStore(os.path.join(folder, name), topology.world_size), None
     if topology.world_size == 1:

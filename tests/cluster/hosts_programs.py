@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 import lockstep
 from lockstep import env
 from lockstep.comm.messages import arrival
-from lockstep.comm.messages.notices import NoticeKind, handed_on, notice_kind
+from lockstep.comm.messages.notices import NoticeKind, forwarded_notices, notice_kind
 from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
 from random_programs.runner import run_programs
@@ -334,7 +334,8 @@ def before_handing_on(world: lockstep.World, action: Callable[[], object]) -> No
     send = team.send_message
 
     def act_and_send(peer: int, message: bytes) -> None:
-        if notice_kind(memoryview(message)) is NoticeKind.HANDED_ON and len(list(handed_on(memoryview(message)))) > 1:
+        view = memoryview(message)
+        if notice_kind(view) is NoticeKind.FORWARDED and len(list(forwarded_notices(view))) > 1:
             action()
         send(peer, message)
 
@@ -384,7 +385,7 @@ def one_ahead(late: int) -> list[float]:
             value = torch.full((3,), float(number * opened.world_size + opened.rank))
             dist.all_reduce(value)
             found.append(value[0].item())
-        assert team.hands_on
+        assert team.forwards_notices
         return found
 
 

@@ -279,7 +279,7 @@ def raise_on_one() -> None:
     """Rank 1 raises, rank 0 comes to a collective that tells it, and rank 2 to nothing any more."""
     from lockstep.comm.mpi import departures
 
-    departures._FAREWELL_S = 2.0
+    departures._ABORT_AFTER_S = 2.0
     world = lockstep.init(backend="mpi", timeout=limit_s(60))
     dist.barrier()
     if world.rank == 1:

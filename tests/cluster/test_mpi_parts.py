@@ -17,8 +17,8 @@ from lockstep.comm.messages.notices import (
     NOTICE_BYTES,
     MessageControlBlocks,
     NoticeKind,
-    hand_on_notices,
-    handed_on,
+    forward_notices,
+    forwarded_notices,
     notice_kind,
 )
 from lockstep.comm.mpi.team import MpiTeam
@@ -142,11 +142,11 @@ def test_a_notice_that_comes_again_changes_nothing() -> None:
 @pytest.mark.parametrize("limit", [300, 8 << 10])
 def test_notices_are_handed_on_whole(limit: int) -> None:
     notices = [(rank, bytes([rank % 256]) * size) for rank, size in ((3, 40), (0, 200), (70000, 0), (2, 90))]
-    messages = list(hand_on_notices(notices, limit))
+    messages = list(forward_notices(notices, limit))
     assert len(messages) == (2 if limit == 300 else 1)
     assert all(len(message) <= limit for message in messages)
-    assert all(notice_kind(memoryview(message)) is NoticeKind.HANDED_ON for message in messages)
-    found = [(rank, bytes(notice)) for message in messages for rank, notice in handed_on(memoryview(message))]
+    assert all(notice_kind(memoryview(message)) is NoticeKind.FORWARDED for message in messages)
+    found = [(rank, bytes(notice)) for message in messages for rank, notice in forwarded_notices(memoryview(message))]
     assert found == notices
 
 
@@ -267,11 +267,11 @@ def test_one_process_is_a_world_and_several_without_mpirun_are_told() -> None:
     ],
 )
 def test_meeting_name_comes_from_the_job(variables: dict[str, str], ending: str) -> None:
-    assert meeting.meeting_name(variables).endswith(ending)
+    assert meeting.rendezvous_name(variables).endswith(ending)
 
 
 def test_meeting_name_without_a_job_is_that_of_the_parent() -> None:
-    assert "-mpi-parent" in meeting.meeting_name({})
+    assert "-mpi-parent" in meeting.rendezvous_name({})
 
 
 def test_ranks_are_placed_by_the_names_of_their_hosts() -> None:

@@ -25,7 +25,7 @@ from lockstep.comm.hosts.discovery import _RankInfo
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Stranger
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
-from lockstep.launch.hosts.job_store import _read_knock
+from lockstep.launch.hosts.job_store import _read_join_request
 from lockstep.launch.hosts.membership import Host, JobTerms, Membership
 from lockstep.launch.hosts.rendezvous import _read_master
 from lockstep.launch.hosts.reports import HostReport
@@ -34,7 +34,7 @@ from lockstep.launch.report import ErrorReport, _parse, read_reports
 from lockstep.rank_status import find_unjoined, read_positions
 from lockstep.secret import Refused, Seals, Secret, read_token_file
 from lockstep.shm.bootstrap import Bootstrap, _read_failure
-from lockstep.shm.control_blocks import ControlBlocks, Failure
+from lockstep.shm.control_blocks import Failure, SharedControlBlocks
 from lockstep.shm.liveness import own_identity
 from lockstep.shm.messages import Label
 from lockstep.shm.ring import RingReader, RingWriter, ring_bytes
@@ -187,16 +187,16 @@ def bootstrap_of(segment: Segment) -> Parser:
     error = json.dumps({"error": "SharedMemoryError", "message": "m", "boot_id": "b", "published_at_s": 1.0})
 
     def read(said: str) -> object:
-        bootstrap = Bootstrap(OneValue(said), 1, (0, 1), 1.0, terms={"layout": 1})  # type: ignore[arg-type]
+        bootstrap = Bootstrap(OneValue(said), 1, (0, 1), 1.0)  # type: ignore[arg-type]
         found = bootstrap._read(said)
-        return None if "error" in found else bootstrap._different(found)
+        return None if "error" in found else bootstrap._different(found, {"layout": 1})
 
     return Parser(text_of(read), [text.encode(), error.encode()], (RendezvousError,))
 
 
 def blocks_of(segment: Segment) -> Parser:
     """Everything that a rank reads of a peer's block, which is written over."""
-    blocks = ControlBlocks(segment, 0, 1)
+    blocks = SharedControlBlocks(segment, 0, 1)
     blocks.introduce(own_identity())
     blocks.add_call("all_reduce(float32[10], SUM)")
     blocks.add_site("train.py:3 in main")
@@ -266,7 +266,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
         "membership": Parser(text_of(Membership.decode), [membership().encode().encode()], (ValueError,)),
         "host report": Parser(text_of(HostReport.decode), [host_report.encode().encode()], (ValueError,)),
         "master": Parser(text_of(_read_master), [b'["10.0.0.1", 29500]'], (LaunchError,)),
-        "knock": Parser(text_of(_read_knock), [b'{"host": "a", "address": "10.0.0.1"}']),
+        "knock": Parser(text_of(_read_join_request), [b'{"host": "a", "address": "10.0.0.1"}']),
         "handle": Parser(
             text_of(lambda text: Segment.attach(text, size_bytes=PAGE_BYTES).release()),
             [handle_of.handle.encode()],

@@ -216,8 +216,8 @@ def test_hosts_come_and_go(launches: Launches) -> None:
         f"lockstep: {second.pid} was lost, without a sign of life{again}",
         f"lockstep: {third.pid} came{again}",
         f"{gone} left meet elsewhere",
-        f"lockstep: the host of the meeting place was lost{again}",
-        f"lockstep: the first meeting place is back{again}",
+        f"lockstep: the host of the rendezvous endpoint was lost{again}",
+        f"lockstep: the first rendezvous endpoint is back{again}",
         f"lockstep: {fourth.pid} was told to end (SIGTERM){again}",
         "lockstep: the launcher that holds the store at PLACE was told to end; the hosts that are left meet elsewhere",
     ]

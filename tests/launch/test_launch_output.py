@@ -256,7 +256,7 @@ def test_bar_in_a_notebook_is_overwritten() -> None:
     sink = FileSink(cell)
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
-    stream = streams.Stream(0, read_fd, sink)
+    stream = streams.RankStream(0, read_fd, sink)
     for text in (b"\r 100 of 200", b"\r done", b"\rlast words\nnext\n"):
         os.write(write_fd, text)
         stream.read()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.errors import CollectiveMismatch, SharedMemoryError
 from lockstep.shm import large_slots
-from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.large_slots import LargeSlots
 from lockstep.shm.segment import Segment, give_back
 from lockstep.testing import run_ranks
@@ -99,10 +99,10 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[LargeSlots]:
     monkeypatch.setattr(large_slots, "_KEPT_ON_A_HOST", 6)
     segments.clear()
     for _ in range(4):
-        control = Segment.create(ControlBlocks.size_bytes(3))
+        control = Segment.create(SharedControlBlocks.size_bytes(3))
         data = Segment.create(3 * (8 << 10))
         parts = [data.tensor(rank * (8 << 10), 8 << 10) for rank in range(3)]
-        segments[LargeSlots(parts, 4 << 10, ControlBlocks(control, 0, 3))] = control
+        segments[LargeSlots(parts, 4 << 10, SharedControlBlocks(control, 0, 3))] = control
     return list(segments)
 
 
@@ -110,7 +110,7 @@ def finish(slots: LargeSlots, step: int, *peers: int) -> None:
     """As if this rank, and these, had finished an operation at that step."""
     slots.finish(step)
     for peer in peers:
-        ControlBlocks(segments[slots], peer, 3).finish_large(step)
+        SharedControlBlocks(segments[slots], peer, 3).finish_large(step)
 
 
 def first_values(slots: list[LargeSlots]) -> list[int]:

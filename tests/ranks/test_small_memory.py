@@ -18,6 +18,7 @@ from lockstep.errors import SharedMemoryError
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.segment import Segment
 from lockstep.shm.team import SharedMemoryTeam
+from lockstep.shm.terms import Terms
 from lockstep.testing import limit_s, run_ranks
 
 
@@ -27,7 +28,7 @@ def control_kib(world_size: int) -> int:
     class Asked(Exception):
         pass
 
-    def note_size(_: Bootstrap, size_bytes: int) -> NoReturn:
+    def note_size(_: Bootstrap, size_bytes: int, _layout: Terms) -> NoReturn:
         raise Asked(size_bytes)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -69,7 +69,7 @@ def _no_looks() -> Iterator[None]:
     """Nobody wakes up by himself in this process."""
     look, look_p2p = sync.next_look, p2p.next_look  # type: ignore[attr-defined]
 
-    def never(start: float, now: float, timeout_s: float, is_told: bool = False) -> float:
+    def never(start: float, now: float, timeout_s: float, is_woken: bool = False) -> float:
         return now + _NEVER_S
 
     sync.next_look = p2p.next_look = never  # type: ignore[attr-defined]

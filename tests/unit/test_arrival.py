@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.comm.messages import arrival
 from lockstep.comm.messages.arrival import Arrival, Entries, rounds_of
-from lockstep.comm.messages.notices import NoticeKind, handed_on, notice_kind
+from lockstep.comm.messages.notices import NoticeKind, forwarded_notices, notice_kind
 
 
 @pytest.mark.parametrize("world_size", [9, 10, 15, 16, 17, 31, 33, 64])
@@ -57,8 +57,8 @@ class Rank:
             self.entries.add(rank, number, bytes([rank]) * 48, b"")
 
     def _send(self, peer: int, message: bytes) -> None:
-        is_handed_on = notice_kind(memoryview(message)) is NoticeKind.HANDED_ON
-        ranks = tuple(rank for rank, _ in handed_on(memoryview(message))) if is_handed_on else "alone"
+        is_forwarded = notice_kind(memoryview(message)) is NoticeKind.FORWARDED
+        ranks = tuple(rank for rank, _ in forwarded_notices(memoryview(message))) if is_forwarded else "alone"
         self.sent.append((peer, ranks))
 
 

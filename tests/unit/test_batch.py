@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import batch
-from lockstep.batch import Division, Source
+from lockstep.batch import Division, LoaderToken
 from lockstep.metrics import Mean
 
 
@@ -22,7 +22,7 @@ def nothing_known() -> Iterator[None]:
 def test_divisions_are_those_of_the_loaders_in_use() -> None:
     """Also when one is asked again and again, and a loader comes as another goes."""
     four, six = Division(4, 4, 2), Division(6, 6, 2)
-    first, second = Source(), Source()
+    first, second = LoaderToken(), LoaderToken()
     batch.register(first, 0, {four})
     assert batch.divisions(0, 2) == batch.divisions(0, 2) == (four,)
     assert batch.divisions(1, 2) == batch.divisions(0, 3) == ()

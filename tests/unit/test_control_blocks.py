@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.rank_status import RING, TEXT_BYTES
-from lockstep.shm.control_blocks import BLOCK_BYTES, ControlBlocks, Failure, Record
+from lockstep.shm.control_blocks import BLOCK_BYTES, Failure, Record, SharedControlBlocks
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import PAGE_BYTES, Segment
 from lockstep.shm.sync import PeerState
@@ -14,16 +14,16 @@ ME = PeerIdentity(4711, 123_456_789, "node-7.cluster", 4_026_531_836)
 
 
 @pytest.fixture
-def blocks_of() -> list[ControlBlocks]:
+def blocks_of() -> list[SharedControlBlocks]:
     """Three ranks' views of one segment, each through a mapping of its own."""
-    segment = Segment.create(ControlBlocks.size_bytes(3))
+    segment = Segment.create(SharedControlBlocks.size_bytes(3))
     views = [Segment.attach(segment.handle) for _ in range(3)]
     for one in (segment, *views):
         one.release()
-    return [ControlBlocks(view, rank, 3) for rank, view in enumerate(views)]
+    return [SharedControlBlocks(view, rank, 3) for rank, view in enumerate(views)]
 
 
-def enter(blocks: ControlBlocks, number: int, call: int, site: int) -> None:
+def enter(blocks: SharedControlBlocks, number: int, call: int, site: int) -> None:
     """Write a record as the flight record does."""
     word = blocks.record_words[blocks.rank] + (number & 1) * 8
     for offset, value in enumerate((number, call, site), 1):
@@ -32,18 +32,18 @@ def enter(blocks: ControlBlocks, number: int, call: int, site: int) -> None:
 
 
 def test_size_is_whole_pages() -> None:
-    assert ControlBlocks.size_bytes(1) % PAGE_BYTES == 0
-    assert ControlBlocks.size_bytes(5) - ControlBlocks.size_bytes(4) == BLOCK_BYTES
+    assert SharedControlBlocks.size_bytes(1) % PAGE_BYTES == 0
+    assert SharedControlBlocks.size_bytes(5) - SharedControlBlocks.size_bytes(4) == BLOCK_BYTES
 
 
-def test_ranks_introduce_themselves(blocks_of: list[ControlBlocks]) -> None:
+def test_ranks_introduce_themselves(blocks_of: list[SharedControlBlocks]) -> None:
     assert [blocks_of[0].state(rank) for rank in range(3)] == [PeerState.ABSENT] * 3
     blocks_of[1].introduce(ME)
     assert [blocks_of[2].state(rank) for rank in range(3)] == [PeerState.ABSENT, PeerState.READY, PeerState.ABSENT]
     assert blocks_of[0].identity(1) == ME
 
 
-def test_blocks_do_not_overlap(blocks_of: list[ControlBlocks]) -> None:
+def test_blocks_do_not_overlap(blocks_of: list[SharedControlBlocks]) -> None:
     """Fill every field of rank 1 to the brim: its neighbours' blocks stay zero, its own fields stay apart."""
     blocks = blocks_of[1]
     blocks.introduce(PeerIdentity(1, 2, "h" * 1000, 3))
@@ -68,7 +68,7 @@ def test_blocks_do_not_overlap(blocks_of: list[ControlBlocks]) -> None:
         assert record.site == f"{number:02d}" + "s" * (TEXT_BYTES - 4)
 
 
-def test_text_cut_inside_a_character_stays_readable(blocks_of: list[ControlBlocks]) -> None:
+def test_text_cut_inside_a_character_stays_readable(blocks_of: list[SharedControlBlocks]) -> None:
     blocks_of[0].announce("é" * 2000)
     assert blocks_of[1].announcement(0) == "é" * 511
     blocks_of[0].announce("x" + "é" * 2000)
@@ -77,7 +77,7 @@ def test_text_cut_inside_a_character_stays_readable(blocks_of: list[ControlBlock
     assert blocks_of[1].announcement(0) == "?"
 
 
-def test_shorter_text_replaces_a_longer_one(blocks_of: list[ControlBlocks]) -> None:
+def test_shorter_text_replaces_a_longer_one(blocks_of: list[SharedControlBlocks]) -> None:
     blocks_of[0].announce("a long announcement")
     blocks_of[0].announce("short")
     assert blocks_of[1].announcement(0) == "short"
@@ -85,14 +85,14 @@ def test_shorter_text_replaces_a_longer_one(blocks_of: list[ControlBlocks]) -> N
     assert blocks_of[1].announcement(0) == ""
 
 
-def test_rings_wrap(blocks_of: list[ControlBlocks]) -> None:
+def test_rings_wrap(blocks_of: list[SharedControlBlocks]) -> None:
     for number in range(1, 3 * RING):
         enter(blocks_of[0], number, blocks_of[0].add_call(f"call {number}"), blocks_of[0].add_site(f"site {number}"))
         assert blocks_of[1].record(0, number) == Record(number * 1000, number, f"call {number}", f"site {number}")
         assert blocks_of[1].latest_record(0) == blocks_of[1].record(0, number)
 
 
-def test_text_that_a_record_names_is_not_overwritten(blocks_of: list[ControlBlocks]) -> None:
+def test_text_that_a_record_names_is_not_overwritten(blocks_of: list[SharedControlBlocks]) -> None:
     """A call made once, and again after the ring is nearly full of others."""
     old_call, old_site = blocks_of[0].add_call("old call"), blocks_of[0].add_site("old site")
     enter(blocks_of[0], 1, old_call, old_site)
@@ -104,7 +104,7 @@ def test_text_that_a_record_names_is_not_overwritten(blocks_of: list[ControlBloc
         assert blocks_of[1].record(0, 2 * number + 1).call == f"new {number}"
 
 
-def test_two_collectives_have_a_record_each(blocks_of: list[ControlBlocks]) -> None:
+def test_two_collectives_have_a_record_each(blocks_of: list[SharedControlBlocks]) -> None:
     assert blocks_of[1].latest_record(0) is None
     enter(blocks_of[0], 7, blocks_of[0].add_call("seventh"), blocks_of[0].add_site("here"))
     enter(blocks_of[0], 8, blocks_of[0].add_call("eighth"), blocks_of[0].add_site("there"))
@@ -113,7 +113,7 @@ def test_two_collectives_have_a_record_each(blocks_of: list[ControlBlocks]) -> N
     assert blocks_of[1].latest_record(0) == blocks_of[1].record(0, 8)
 
 
-def test_first_failure_stays(blocks_of: list[ControlBlocks]) -> None:
+def test_first_failure_stays(blocks_of: list[SharedControlBlocks]) -> None:
     blocks_of[0].introduce(ME)
     blocks_of[0].fail(Failure("RankLost", (2,), "rank 2 died | so it was"))
     blocks_of[0].fail(Failure("", (0,), "a consequence"))
@@ -122,7 +122,7 @@ def test_first_failure_stays(blocks_of: list[ControlBlocks]) -> None:
     assert blocks_of[1].failure(0) == Failure("RankLost", (2,), "rank 2 died | so it was")
 
 
-def test_leaving_in_good_order(blocks_of: list[ControlBlocks]) -> None:
+def test_leaving_in_good_order(blocks_of: list[SharedControlBlocks]) -> None:
     blocks_of[0].introduce(ME)
     blocks_of[0].leave()
     assert blocks_of[1].state(0) == PeerState.LEFT
@@ -130,12 +130,12 @@ def test_leaving_in_good_order(blocks_of: list[ControlBlocks]) -> None:
     assert blocks_of[1].state(2) == PeerState.ABSENT, "who never came cannot leave"
 
 
-def test_failure_without_culprits(blocks_of: list[ControlBlocks]) -> None:
+def test_failure_without_culprits(blocks_of: list[SharedControlBlocks]) -> None:
     blocks_of[0].fail(Failure("", (), "raised ValueError"))
     assert blocks_of[1].failure(0) == Failure("", (), "raised ValueError")
 
 
-def test_each_wait_has_a_number_of_its_own(blocks_of: list[ControlBlocks]) -> None:
+def test_each_wait_has_a_number_of_its_own(blocks_of: list[SharedControlBlocks]) -> None:
     assert blocks_of[1].wait_of(0) is None
     for number in (1, 2):
         blocks_of[0].publish_wait("1|the default group|barrier()")

@@ -45,7 +45,7 @@ class Pair:
         self.transport = GlooTransport(connections, range(2), 0)
         self.watchdog = Watchdog(self.look, self.transport.abort)
 
-    def look(self, ranks: Sequence[int], waited_s: float, limit_s: float) -> None:
+    def look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         if self.peer.poll() is not None:
             raise PeerFailure({1: FailureKind.DEAD}, waited_s)
 

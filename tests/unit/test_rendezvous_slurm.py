@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RendezvousError
-from lockstep.rendezvous.slurm import master_address, master_port, meeting_name
+from lockstep.rendezvous.slurm import master_address, master_port, rendezvous_name
 from lockstep.testing import limit_s
 from lockstep.topology.slurm import SlurmStep
 
@@ -56,11 +56,11 @@ def test_neighbours_get_different_ports_below_those_of_the_kernel() -> None:
 
 
 def test_name_is_of_one_start_of_one_step_of_one_user() -> None:
-    names = {meeting_name(STEP)} | {
-        meeting_name(with_changes(**{field: 9})) for field in ("job_id", "step_id", "restart_count")
+    names = {rendezvous_name(STEP)} | {
+        rendezvous_name(with_changes(**{field: 9})) for field in ("job_id", "step_id", "restart_count")
     }
     assert len(names) == 4
-    assert meeting_name(STEP) == meeting_name(with_changes(rank=0, local_rank=1)), "the same for every task"
+    assert rendezvous_name(STEP) == rendezvous_name(with_changes(rank=0, local_rank=1)), "the same for every task"
     assert all(f"-{os.geteuid()}-" in name and "/" not in name for name in names)
 
 

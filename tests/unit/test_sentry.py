@@ -45,9 +45,8 @@ def sentries() -> int:
 
 def watch_both(children: list[PeerIdentity]) -> tuple[Watch, threading.Event]:
     """A watch, and what is set when it is told of a death."""
-    watch, is_told = Watch(dict(enumerate(children))), threading.Event()
-    watch.on_death = is_told.set
-    return watch, is_told
+    is_told = threading.Event()
+    return Watch(dict(enumerate(children)), is_told.set), is_told
 
 
 def test_watches_share_descriptors_and_thread(children: list[PeerIdentity]) -> None:

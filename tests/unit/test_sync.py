@@ -20,7 +20,7 @@ from lockstep.shm import sync
 from lockstep.shm.cores import Cores
 from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import PeerIdentity, Watch, _read_stat, is_running, own_identity, pid_namespace
-from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, StepCounter, Waiter
+from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, StepCounter, StepWaiter
 from lockstep.testing import limit_s
 
 RANKS = 4
@@ -33,7 +33,7 @@ class Words:
     def __init__(self) -> None:
         self.memory = memoryview(array("q", [0] * RANKS + [PeerState.READY] * RANKS))
         self.watch = Watch({})
-        self.waiter = Waiter(self.memory, range(RANKS, 2 * RANKS), 0, self.watch)
+        self.waiter = StepWaiter(self.memory, range(RANKS, 2 * RANKS), 0, self.watch)
 
     def wait(self, timeout_s: float = 30.0, target: int = 1) -> None:
         self.waiter.wait(self.memory, PENDING, target, timeout_s)
@@ -216,7 +216,7 @@ def make_channels(count: int) -> tuple[list[StepCounter], memoryview]:
     """Counts first, then states, then the gate and its bell."""
     memory = memoryview(array("q", [0] * count + [PeerState.READY] * count + [0, 0, 0]))
     gate = 2 * count
-    waiters = [Waiter(memory, range(count, gate), rank, Watch({}), gate) for rank in range(count)]
+    waiters = [StepWaiter(memory, range(count, gate), rank, Watch({}), gate) for rank in range(count)]
     return [StepCounter(memory, range(count), rank, waiter, gate + 1) for rank, waiter in enumerate(waiters)], memory
 
 
@@ -266,8 +266,8 @@ def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pyte
     assert sync.next_look(0.0, 0.0, 60.0) == sync._LOOK_EVERY_S
     assert sync.next_look(0.0, 30.0, 60.0) == 30.0 + sync._LONGEST_LOOK_S
     assert sync.next_look(0.0, 59.99, 60.0) == 60.0
-    assert sync.next_look(0.0, 30.0, 60.0, is_told=True) == 30.0 + sync._LONGEST_LOOK_IF_TOLD_S
-    assert sync.next_look(0.0, 59.99, 60.0, is_told=True) == 60.0
+    assert sync.next_look(0.0, 30.0, 60.0, is_woken=True) == 30.0 + sync._LONGEST_LOOK_IF_WOKEN_S
+    assert sync.next_look(0.0, 59.99, 60.0, is_woken=True) == 60.0
     assert sync.next_look(0.0, 61.0, 60.0) == 61.0 + sync._LOOK_EVERY_S, "a peer that is giving up will say why"
 
 
@@ -359,7 +359,7 @@ def test_futex_does_not_sleep_where_the_word_has_changed() -> None:
 # ---- alarms ----------------------------------------------------------------------------------------
 
 
-def failure_of_a_sleeper(alarm: Callable[[Waiter, memoryview], None]) -> PeerFailure:
+def failure_of_a_sleeper(alarm: Callable[[StepWaiter, memoryview], None]) -> PeerFailure:
     """What ends a wait that nobody comes to, and that would not look by itself for long."""
     (sleeper, other), memory = make_channels(2)
     threading.Timer(0.05, lambda: alarm(other.waiter, memory)).start()
@@ -369,7 +369,7 @@ def failure_of_a_sleeper(alarm: Callable[[Waiter, memoryview], None]) -> PeerFai
     return caught.value
 
 
-def fail_and_tell(waiter: Waiter, memory: memoryview) -> None:
+def fail_and_tell(waiter: StepWaiter, memory: memoryview) -> None:
     memory[3] = PeerState.FAILED
     waiter.sound_alarm()
 
@@ -382,7 +382,7 @@ def test_alarm_wakes_who_sleeps() -> None:
 
 @pytest.mark.usefixtures("neighbours")
 def test_alarm_without_failures_wakes_nobody_for_good() -> None:
-    def tell_and_fail(waiter: Waiter, memory: memoryview) -> None:
+    def tell_and_fail(waiter: StepWaiter, memory: memoryview) -> None:
         for _ in range(10):
             waiter.sound_alarm()
         fail_and_tell(waiter, memory)
@@ -394,7 +394,7 @@ def test_alarm_without_failures_wakes_nobody_for_good() -> None:
 def test_death_wakes_who_sleeps(child: int) -> None:
     (sleeper, _), _ = make_channels(2)
     watch = sleeper.waiter._watch
-    watch.on_death = sleeper.waiter.sound_alarm
+    watch._on_death = sleeper.waiter.sound_alarm
     watch.add(1, identity_of(child))
     threading.Timer(0.05, os.kill, [child, signal.SIGKILL]).start()
     with pytest.raises(PeerFailure) as caught:

@@ -18,7 +18,7 @@ import torch
 from lockstep.errors import SetupError
 from lockstep.testing import limit_s
 from lockstep.torch_private import lookup, page, patching, tensors
-from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.record import NameRecord, Use
 from lockstep.torch_private.table import make_table, record_of, table
 from package_sources import SRC, Module, modules
 
@@ -359,14 +359,14 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("torch_of_tomorrow")
     records = make_table(
         [
-            Record("torch_of_tomorrow._gone", Use.READ, "counts sheep", "nobody counts them"),
-            Record("torch_of_tomorrow.patched", Use.PATCH, "wakes them", "they sleep"),
-            Record("torch_of_tomorrow.added", Use.ADD, "more of them", "fewer"),
+            NameRecord("torch_of_tomorrow._gone", Use.READ, "counts sheep", "nobody counts them"),
+            NameRecord("torch_of_tomorrow.patched", Use.PATCH, "wakes them", "they sleep"),
+            NameRecord("torch_of_tomorrow.added", Use.ADD, "more of them", "fewer"),
         ]
     )
     monkeypatch.setitem(sys.modules, "torch_of_tomorrow", module)
 
-    def record_of(name: str, use: Use | None = None) -> Record:
+    def record_of(name: str, use: Use | None = None) -> NameRecord:
         assert use in (None, records[name].use)
         return records[name]
 

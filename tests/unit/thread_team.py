@@ -55,10 +55,10 @@ class Queues:
             self.num_changes += 1
             self.changed.notify_all()
 
-    def wait(self, seen: int, limit_s: float) -> None:
+    def wait(self, seen: int, timeout_s: float) -> None:
         """Return when more has changed than `seen`, or after so many seconds."""
         with self.changed:
-            self.changed.wait_for(lambda: self.num_changes != seen, limit_s)
+            self.changed.wait_for(lambda: self.num_changes != seen, timeout_s)
 
 
 class ThreadWaiter:
@@ -89,8 +89,12 @@ class ThreadTeam(MessageTeam[Receiving]):
     def __init__(self, queues: Queues, rank: int, world_size: int) -> None:
         super().__init__(rank, [own_identity()] * world_size, Watch({}))
         self._queues = queues
-        self.waiter: ThreadWaiter = ThreadWaiter(queues)
+        self._waiter = ThreadWaiter(queues)
         self._receiving: list[deque[Receiving]] = [deque() for _ in range(world_size)]
+
+    @property
+    def waiter(self) -> ThreadWaiter:
+        return self._waiter
 
     def send_message(self, peer: int, message: bytes) -> None:
         self._queues.put(self._queues.messages[peer], (self.rank, message))

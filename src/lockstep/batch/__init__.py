@@ -35,7 +35,7 @@ from lockstep.batch.hand import (
     latest_iteration,
     note_forward,
 )
-from lockstep.batch.plans import Division, Source, divisions, is_ambiguous, register
+from lockstep.batch.plans import Division, LoaderToken, divisions, is_ambiguous, register
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import Tag, find_tag, is_filler, note_weighed, num_weighed, purge, tag_batch
 
@@ -43,7 +43,7 @@ __all__ = [
     "BatchShare",
     "Division",
     "Iteration",
-    "Source",
+    "LoaderToken",
     "Tag",
     "active",
     "active_share",

@@ -1,6 +1,6 @@
 """Which forward passes a tensor comes from, told by its graph.
 
-An engine marks the graph nodes of its outputs. Whoever is handed a loss finds the marks by walking back from it.
+An engine marks the graph nodes of its outputs. A function that is given a loss finds the marks by walking back from it.
 """
 
 from __future__ import annotations

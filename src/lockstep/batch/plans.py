@@ -14,7 +14,7 @@ from functools import lru_cache
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import purge
 
-__all__ = ["Division", "Source", "divisions", "is_ambiguous", "register", "reset"]
+__all__ = ["Division", "LoaderToken", "divisions", "is_ambiguous", "register", "reset"]
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Division:
         return tuple(map(self.rows, range(self.world_size)))
 
 
-class Source:
+class LoaderToken:
     """Stands for one loader. It lives as long as the loader, an iteration of it, or a batch that it yielded."""
 
 
 # Of each loader in use: its divisions, and the rank it was iterated as.
-_registered: weakref.WeakKeyDictionary[Source, set[tuple[int, Division]]] = weakref.WeakKeyDictionary()
+_registered: weakref.WeakKeyDictionary[LoaderToken, set[tuple[int, Division]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _num_registrations = 0
 # By rank and world size: what `divisions` found, and for which loaders. Loaders come by a registration, and go by
@@ -65,13 +65,13 @@ _num_registrations = 0
 _found: dict[tuple[int, int], tuple[tuple[int, int], tuple[Division, ...]]] = {}
 
 
-def register(source: Source, rank: int, batches: set[Division]) -> None:
+def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
     """An iteration of a loader begins, whose batches are of these divisions. Local."""
     global _num_registrations
     purge()  # else loaders that are gone would make sizes ambiguous
     with _lock:
         _num_registrations += 1
-        _registered.setdefault(source, set()).update((rank, division) for division in batches)
+        _registered.setdefault(token, set()).update((rank, division) for division in batches)
 
 
 def divisions(rank: int, world_size: int) -> tuple[Division, ...]:

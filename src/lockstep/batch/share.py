@@ -18,7 +18,7 @@ class BatchShare:
         name: which batch it is, the same on all ranks, such as "batch 3 of epoch 0"; "" where nobody says.
         evaluation: it comes from a loader with `evaluation=True`, of which ranks may get different numbers of batches.
         rows: samples that this rank was given: its own, or those of the filler.
-        source: kept alive with the batch; see `plans.Source`.
+        source: kept alive with the batch; see `plans.LoaderToken`.
         fingerprint: a number for the samples and their order, the same on all ranks; 0 where nobody says.
     """
 

@@ -2,10 +2,10 @@
 
 [Note: frames] Python makes the object of a frame when code asks for it, which costs more than all else here. So one
 frame only is asked for, at the depth at which the last call had the user's; the frame of the user's function lives
-through many calls, so its object is mostly there already. An instruction of the user's that once led straight to a
-collective from that depth is taken to do so again. Only for an unknown instruction does a search go through all frames.
-Instructions are known by the identity of their code object, which is kept alive, because hashing a code object reads
-all of its bytecode.
+through many calls, so its object is mostly there already. If the same instruction of the user's code led to a
+collective at that depth before, that frame is taken without a search. An unknown instruction costs a search through all
+frames. Instructions are known by the identity of their code object, which is kept alive, because hashing a code object
+reads all of its bytecode.
 """
 
 from __future__ import annotations

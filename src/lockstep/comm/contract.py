@@ -173,12 +173,12 @@ class Team(Protocol):
         """Where the ranks publish their waits; None where they cannot."""
 
     @property
-    def is_told(self) -> bool:
+    def failures_wake_waits(self) -> bool:
         """Whether a failure wakes the threads that sleep in a wait of this group, so that they may look rarely."""
 
     @property
-    def news(self) -> int:
-        """A number that changes with every failure that wakes threads."""
+    def num_alarms(self) -> int:
+        """How many alarms of this group there have been: each failure that wakes threads is one."""
 
     def poll(self) -> None:
         """Receive what peers have said, where they talk in messages. Local; waits for nothing."""

@@ -120,17 +120,19 @@ class Engine:
         site = self.locate()
         if get_ident() != MAIN_THREAD:
             note_other_caller()
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
-        if self.extensions and timeout_s is None:
-            body = extended(body, self.extensions)
+        if timeout_s is None:
+            timeout_s = self.timeout_s
+            if self.extensions:
+                body = extended(body, self.extensions)
         if not is_async and not self._runner.unfinished:
-            self._run(key, describe, body, site, limit_s)
+            self._run(key, describe, body, site, timeout_s)
             return DoneWork(result)
-        call = staging.behind_caller(touched or result, lambda: self._run(key, describe, body, site, limit_s))
-        work = PendingWork(call, result, describe)
+        call = staging.behind_caller(touched or result, lambda: self._run(key, describe, body, site, timeout_s))
+        work = PendingWork(call, result, describe, self._runner)
         if self._runner.is_current_thread:
             # A callback of a finished call makes this one, and may wait for it in this very thread. Run at once, it
-            # also has the same place in the order of calls on all ranks, if the callback was added before another call.
+            # also has the same position in the order of calls on all ranks, if the callback was added before another
+            # call.
             work.run()
         else:
             self._runner.submit(work)
@@ -138,13 +140,13 @@ class Engine:
             work.wait()
         return work
 
-    def _run(self, key: object, describe: Describe, body: Body, site: CallSite, limit_s: float) -> None:
+    def _run(self, key: object, describe: Describe, body: Body, site: CallSite, timeout_s: float) -> None:
         with self._turn:
             start = perf_counter()
             try:
                 recorder = self.recorder
                 recorder.enter(key, describe, site, start)
-                body(limit_s)
+                body(timeout_s)
                 recorder.status_words[FINISHED] = recorder.number
             except PeerFailure as failure:
                 raise self.recorder.explain(failure) from None
@@ -172,17 +174,17 @@ class Engine:
             offset = self._symmetric.offset_of(tensor) if self._symmetric.starts else None
             key: object = ("all_reduce", tensor.dtype, tensor.shape, kernel.name, offset)
 
-            def body(limit_s: float) -> None:
-                self._all_reduce_one(tensor, kernel, limit_s)
+            def body(timeout_s: float) -> None:
+                self._all_reduce_one(tensor, kernel, timeout_s)
 
         else:
             kernels = [find_kernel(op, check_output(tensor, "all_reduce").dtype) for tensor in tensors]
             offsets = [self._symmetric.offset_of(tensor) for tensor in tensors] if self._symmetric.starts else ()
             key = ("all_reduce", op_name(op), *offsets, *((tensor.dtype, tensor.shape) for tensor in tensors))
 
-            def body(limit_s: float) -> None:
+            def body(timeout_s: float) -> None:
                 for tensor, kernel in zip(tensors, kernels, strict=True):
-                    self._all_reduce_one(tensor, kernel, limit_s)
+                    self._all_reduce_one(tensor, kernel, timeout_s)
 
         return self._submit(
             key, lambda: self._describe_all_reduce(tensors, op_name(op)), body, list(tensors), is_async, timeout_s
@@ -198,30 +200,30 @@ class Engine:
         return self._submit(
             ("all_reduce sparse", tensor.dtype, tensor.shape, tensor.sparse_dim(), op_name(op)),
             lambda: describe_sparse(tensor, op),
-            lambda limit_s: all_reduce_sparse(self._algorithms, self.team.world_size, tensor, op, limit_s),
+            lambda timeout_s: all_reduce_sparse(self._algorithms, self.team.world_size, tensor, op, timeout_s),
             [tensor],
             is_async,
             timeout_s,
         )
 
-    def _all_reduce_one(self, tensor: torch.Tensor, kernel: Kernel, limit_s: float) -> None:
+    def _all_reduce_one(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
         found = self._symmetric.find(tensor) if self._symmetric.starts else None
         if found is not None:
             region, offset_bytes = found
             flat = tensor.detach().view(-1)
-            self._algorithms.all_reduce_symmetric(region, offset_bytes, flat, kernel, limit_s)
+            self._algorithms.all_reduce_symmetric(region, offset_bytes, flat, kernel, timeout_s)
             return
         item = FlatTensor(tensor)
-        self._algorithms.all_reduce(item.flat, kernel, limit_s)
+        self._algorithms.all_reduce(item.flat, kernel, timeout_s)
         item.write_back()
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce into the root's `tensor`. Collective."""
         kernel = find_kernel(op, check_output(tensor, "reduce").dtype)
 
-        def body(limit_s: float) -> None:
+        def body(timeout_s: float) -> None:
             item = FlatTensor(tensor)
-            self._algorithms.reduce(item.flat, kernel, root, limit_s)
+            self._algorithms.reduce(item.flat, kernel, root, timeout_s)
             if self.team.rank == root:
                 item.write_back()
 
@@ -239,10 +241,10 @@ class Engine:
         for tensor in tensors:
             check_output(tensor, "broadcast")
 
-        def body(limit_s: float) -> None:
+        def body(timeout_s: float) -> None:
             for tensor in tensors:
                 item = FlatTensor(tensor, is_read=self.team.rank == root)
-                self._algorithms.broadcast(item.flat, root, limit_s)
+                self._algorithms.broadcast(item.flat, root, timeout_s)
                 if self.team.rank != root:
                     item.write_back()
 
@@ -277,10 +279,10 @@ class Engine:
                     "the same number of elements"
                 )
 
-        def body(limit_s: float) -> None:
+        def body(timeout_s: float) -> None:
             for row, tensor in zip(outputs, inputs, strict=True):
                 items = [FlatTensor(output, is_read=False) for output in row]
-                self._algorithms.all_gather([item.flat for item in items], FlatTensor(tensor).flat, limit_s)
+                self._algorithms.all_gather([item.flat for item in items], FlatTensor(tensor).flat, timeout_s)
                 for item in items:
                     item.write_back()
 
@@ -309,10 +311,10 @@ class Engine:
         if outputs is not None:
             check_row("gather", outputs, tensor, self.team.world_size, check=check_output, same_numel=True)
 
-        def body(limit_s: float) -> None:
+        def body(timeout_s: float) -> None:
             items = None if outputs is None else [FlatTensor(output, is_read=False) for output in outputs]
             flats = None if items is None else [item.flat for item in items]
-            self._algorithms.gather(flats, FlatTensor(tensor).flat, root, limit_s)
+            self._algorithms.gather(flats, FlatTensor(tensor).flat, root, timeout_s)
             for item in items or ():
                 item.write_back()
 
@@ -339,10 +341,10 @@ class Engine:
         if inputs is not None:
             check_row("scatter", inputs, tensor, self.team.world_size, same_numel=True)
 
-        def body(limit_s: float) -> None:
+        def body(timeout_s: float) -> None:
             flats = None if inputs is None else [FlatTensor(source).flat for source in inputs]
             item = FlatTensor(tensor, is_read=False)
-            self._algorithms.scatter(item.flat, flats, root, limit_s)
+            self._algorithms.scatter(item.flat, flats, root, timeout_s)
             item.write_back()
 
         return self._submit(
@@ -376,11 +378,11 @@ class Engine:
                     f"{describe_tensor(row[self.team.rank])}; they must hold the same number of elements"
                 )
 
-        def body(limit_s: float) -> None:
+        def body(timeout_s: float) -> None:
             for tensor, row, kernel in zip(outputs, inputs, kernels, strict=True):
                 item = FlatTensor(tensor, is_read=False)
                 flats = [FlatTensor(source).flat for source in row]
-                self._algorithms.reduce_scatter(item.flat, flats, kernel, limit_s)
+                self._algorithms.reduce_scatter(item.flat, flats, kernel, timeout_s)
                 item.write_back()
 
         sizes = [[source.numel() for source in row] for row in inputs]
@@ -411,16 +413,16 @@ class Engine:
         check_row("all_to_all", outputs, like, self.team.world_size, check=check_output)
         dtype = like.dtype
 
-        def body(limit_s: float) -> None:
+        def body(timeout_s: float) -> None:
             # Every rank learns what every rank sends and expects, so that all see a pair that disagrees.
             own = [source.numel() for source in inputs] + [output.numel() for output in outputs]
             table = [torch.empty(len(own), dtype=torch.int64) for _ in inputs]
-            self._algorithms.all_gather(table, torch.tensor(own, dtype=torch.int64), limit_s)
+            self._algorithms.all_gather(table, torch.tensor(own, dtype=torch.int64), timeout_s)
             sent, expected = torch.stack(table).chunk(2, dim=1)
             check_exchange(self.recorder, sent, expected.T)
             items = [FlatTensor(output, is_read=False) for output in outputs]
             flats = [FlatTensor(source).flat for source in inputs]
-            self._algorithms.all_to_all([item.flat for item in items], flats, int(sent.max()), limit_s)
+            self._algorithms.all_to_all([item.flat for item in items], flats, int(sent.max()), timeout_s)
             for item in items:
                 item.write_back()
 
@@ -467,7 +469,7 @@ class Engine:
         self._submit(
             ("symmetric_empty", part_bytes),
             lambda: f"symmetric_empty({part_bytes} bytes)",
-            lambda limit_s: made.append(self.team.allocate(part_bytes, limit_s)),
+            lambda timeout_s: made.append(self.team.allocate(part_bytes, timeout_s)),
             [],
             False,
             None,
@@ -499,10 +501,10 @@ class Engine:
         if not self.team.shares_memory:
             raise InputError(f"{self.recorder.group_name} has no memory that all its ranks share")
 
-        def body(limit_s: float) -> None:
-            self._algorithms.barrier(limit_s)
+        def body(timeout_s: float) -> None:
+            self._algorithms.barrier(timeout_s)
             between()
-            self._algorithms.barrier(limit_s)
+            self._algorithms.barrier(timeout_s)
 
         self._submit(key, describe, body, [], False, None)
 

@@ -1,4 +1,4 @@
-"""A longer deadline until one more collective is through: what torch calls an ephemeral timeout.
+"""torch's ephemeral timeout: it lengthens the timeout of a group until the next collective has finished.
 
 torch's checkpoints and elastic agents ask for it before a step that is known to be slow.
 """
@@ -13,21 +13,21 @@ __all__ = ["Extension", "extended"]
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """So many seconds more to wait for other ranks, until a collective that is called from now on is through.
+    """Adds seconds to the timeout of a group, until a collective that is called from now on has finished.
 
-    Collectives that were called before keep their deadline, as do those that bring one of their own. Extensions add up.
+    Collectives that were called before keep their timeout, as do those that bring one of their own. Extensions add up.
     """
 
     extra_s: float
 
 
 def extended(body: Callable[[float], None], extensions: set[Extension]) -> Callable[[float], None]:
-    """A collective's body with the extensions that there are now. It takes them out of the set when it is through."""
+    """A collective's body with the present extensions, which it removes from the set when it has finished."""
     mine = tuple(extensions)
 
-    def run(limit_s: float) -> None:
+    def run(timeout_s: float) -> None:
         try:
-            body(limit_s + sum(extension.extra_s for extension in mine))
+            body(timeout_s + sum(extension.extra_s for extension in mine))
         finally:
             extensions.difference_update(mine)
 

@@ -341,13 +341,13 @@ class FlightRecorder:
             if not reported.culprits or self.global_ranks[rank] in reported.culprits
         ]
         dead, left = failure.ranks(FailureKind.DEAD), failure.ranks(FailureKind.LEFT)
-        told = raised or dead or list(failures)[:1] or left
-        if told == list(failures)[:1] and told != raised:
+        named = raised or dead or list(failures)[:1] or left
+        if named == list(failures)[:1] and named != raised:
             culprits = tuple(sorted({culprit for reported in failures.values() for culprit in reported.culprits}))
         else:
-            culprits = self._globals(told)
-        stories = [self._story(rank, failure.kinds[rank], failures.get(rank)) for rank in told]
-        advice = self._advice_against(told)
+            culprits = self._globals(named)
+        stories = [self._story(rank, failure.kinds[rank], failures.get(rank)) for rank in named]
+        advice = self._advice_against(named)
         return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}{advice}", culprits)
 
     def _advice_against(self, missing: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a new group needs until its ranks have met: torch's store as bootstrap takes it, and a liveness check."""
+"""Helpers for creating a group: its parameters, its store with sealed values, and a check that its ranks are alive."""
 
 from __future__ import annotations
 

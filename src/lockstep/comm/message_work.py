@@ -25,7 +25,7 @@ def source_of(operation: Send | Receive) -> int:
 
 
 class _Owner(Protocol):
-    def drive(self, work: MessageWork, limit_s: float | None) -> None: ...
+    def drive(self, work: MessageWork, timeout_s: float | None) -> None: ...
 
     def name_of(self, operation: Send | Receive) -> str: ...
 
@@ -75,10 +75,10 @@ class MessageWork(PendingWork):
         self._error = error
         self._finish()
 
-    def _await(self, limit_s: float | None) -> bool:
+    def _await(self, timeout_s: float | None) -> bool:
         """Whether it has finished by then. The thread that waits moves the messages of the group."""
         if not self.is_completed():
-            self._owner.drive(self, limit_s)
+            self._owner.drive(self, timeout_s)
         return self.is_completed()
 
     def get_future(self) -> Future[list[torch.Tensor]]:

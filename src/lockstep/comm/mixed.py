@@ -3,8 +3,8 @@
 [Note: mixed groups] torch keeps one backend for each kind of device inside of a group of its own, but lets a group
 written in Python replace the whole: tensors of GPUs would come to ours, though the user has named NCCL for them. So
 torch's function that makes groups is called again for each of the other kinds, and our group (`mixed_group.py`) hands
-the tensors of those kinds on to the groups that it returns. torch knows such a group by the name of ours with the
-device added, and destroys it with all groups; or ours does, when it is destroyed alone.
+the tensors of those kinds on to the groups that it returns. The name of such a group is ours plus the device.
+`destroy_process_group()` destroys it with all groups; destroying our group alone destroys it, too.
 """
 
 from __future__ import annotations

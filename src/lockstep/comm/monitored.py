@@ -23,17 +23,17 @@ __all__ = ["monitored_barrier", "register"]
 
 def monitored_barrier(engine: Engine, timeout: timedelta | None, wait_all_ranks: bool) -> None:
     """Wait for all ranks of a group; see `EngineProcessGroup.monitored_barrier`. Collective."""
-    limit_s = engine.timeout_s if timeout is None else timeout.total_seconds()
+    timeout_s = engine.timeout_s if timeout is None else timeout.total_seconds()
     was_broken = engine.recorder.broken is not None
     try:
-        engine.barrier(False, limit_s)
+        engine.barrier(False, timeout_s)
     except (CollectiveTimeout, RankLost) as error:
         if was_broken:
             raise
-        raise type(error)(f"{_gloo_words(engine, error, limit_s, wait_all_ranks)}: {error}", error.culprits) from None
+        raise type(error)(f"{_gloo_words(engine, error, timeout_s, wait_all_ranks)}: {error}", error.culprits) from None
 
 
-def _gloo_words(engine: Engine, error: CollectiveError, limit_s: float, wait_all_ranks: bool) -> str:
+def _gloo_words(engine: Engine, error: CollectiveError, timeout_s: float, wait_all_ranks: bool) -> str:
     """The words of gloo, which scripts and torch's tests look for: rank 0 names the culprits, the others name rank 0.
 
     Ranks are global ones, as in all our errors.
@@ -49,7 +49,7 @@ def _gloo_words(engine: Engine, error: CollectiveError, limit_s: float, wait_all
     words = f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass monitoredBarrier"
     if isinstance(error, RankLost):
         return words
-    limit = f"{limit_s * 1000:.0f} ms"
+    limit = f"{timeout_s * 1000:.0f} ms"
     return f"Rank {own} timed out in monitoredBarrier after {limit}. {words} in {limit}"
 
 

@@ -1,4 +1,4 @@
-"""How groups of this package are told from others: by the names that torch.distributed knows, or by an attribute."""
+"""The backend names that Lockstep registers with torch.distributed, and `is_ours`, which recognises its groups."""
 
 from __future__ import annotations
 

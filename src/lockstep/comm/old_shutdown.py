@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.comm import gloo
+from lockstep.comm import gloo_threads
 from lockstep.comm.names import is_ours
 from lockstep.torch_private.patching import wrap_once
 
@@ -24,7 +24,7 @@ def _knowing_ours(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
             pg.shutdown()
         else:
             torchs_own(pg)
-            gloo.await_rest_at_end()
+            gloo_threads.await_rest_at_end()
 
     return shut_down
 

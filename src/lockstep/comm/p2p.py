@@ -1,10 +1,10 @@
 """Point to point, for one group on one rank: which thread moves messages, deadlines, errors.
 
-A mailbox (`shm/mailbox.py`) moves messages only while a thread calls it. A thread that waits for a message calls it
-(`PointToPoint.drive`), so that a message that is there costs no change of threads. While none waits, a thread of the
-group calls it; it starts with the first operation that cannot finish at once. So operations go on while this rank
-computes or is in a collective. Both kinds of thread sleep when nothing has moved for a while, until a peer rings
-(`shm/doorbell.py`), and look at the peers as rarely as a collective does.
+A mailbox (`shm/mailbox.py`) moves messages only while a thread calls it. A thread that waits for a message drives the
+mailbox itself (`PointToPoint.drive`): a message that is already there costs no change of threads. While no thread
+waits, a background thread of the group drives it; that thread starts with the first operation that cannot finish at
+once. So operations go on while this rank computes or is in a collective. Both kinds of thread sleep when nothing has
+moved for a while, until a peer rings (`shm/doorbell.py`), and look at the peers as rarely as a collective does.
 
 [Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment at which a
 thread waits for it. An operation that no thread waits for ends with its peer, or with the group.
@@ -30,7 +30,7 @@ from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
 from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.base_mailbox import BaseMailbox
-from lockstep.shm.cores import LONGEST_NAP_S, SHARED_CORE_S, own_cores
+from lockstep.shm.cores import LONG_YIELD_S, LONGEST_NAP_S, own_cores
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, next_look
 
@@ -170,8 +170,8 @@ class PointToPoint:
 
     # ---- moving along --------------------------------------------------------------------------------
 
-    def drive(self, work: MessageWork, limit_s: float | None) -> None:
-        """Move all messages along until `work` has finished, or `limit_s` seconds have passed. Local."""
+    def drive(self, work: MessageWork, timeout_s: float | None) -> None:
+        """Move all messages along until `work` has finished, or `timeout_s` seconds have passed. Local."""
         work.start_deadline()
         started = time.perf_counter()
         thread = threading.get_ident()
@@ -181,24 +181,23 @@ class PointToPoint:
                 self._advance()
                 if work.is_completed():
                     return
-            self._drive_slowly(work, limit_s)
+            self._drive_slowly(work, timeout_s)
         finally:
             self._drivers.discard(thread)
             if self._works and not self._has_work.is_set():
                 self._has_work.set()
             clock.add(time.perf_counter() - started)
 
-    def _drive_slowly(self, work: MessageWork, limit_s: float | None) -> None:
+    def _drive_slowly(self, work: MessageWork, timeout_s: float | None) -> None:
         began = moved_at = now = time.monotonic()
         since_s = began if work.awaited_since_s is None else work.awaited_since_s
         left_s = since_s + work.timeout_s - began
-        if limit_s is not None:
-            left_s = min(left_s, limit_s)
-        news, is_told = self._team.news, self._team.is_told
-        look_at = next_look(began, began, left_s, is_told)
+        if timeout_s is not None:
+            left_s = min(left_s, timeout_s)
+        num_alarms = self._team.num_alarms
+        look_at = next_look(began, began, left_s, self._team.failures_wake_waits)
         may_yield = own_cores.may_yield(began)
-        is_said = False
-        try:
+        with _PublishedWait(self._team, self._recorder) as published:
             while not work.is_completed():
                 if self._closed:  # In a fork of the rank: a rank that shuts down ends its messages.
                     raise CollectiveAborted(f"{self.name_of(work.operation)}: not in this process")
@@ -207,36 +206,28 @@ class PointToPoint:
                 if has_moved:
                     moved_at, may_yield = now, own_cores.may_yield(now)
                 if now >= look_at:
-                    if not is_said:
-                        text = _call_at(work.operation, self._recorder)
-                        self._team.publish_waiting(text)
-                        self._recorder.publish_waiting(text)
-                        is_said = True
-                    news = self._team.news
-                    look_at = next_look(began, now, left_s, is_told) if self._look() else now + _TRY_AGAIN_S
-                if limit_s is not None and now - began >= limit_s:
+                    published.publish(work.operation)
+                    num_alarms = self._team.num_alarms
+                    look_at = self._look_and_plan(began, now, left_s)
+                if timeout_s is not None and now - began >= timeout_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
                     before = now
                     now = own_cores.give_up(before)
-                    may_yield = now - before <= SHARED_CORE_S
+                    may_yield = now - before <= LONG_YIELD_S
                 else:
-                    if self._sleep(work.is_completed, news, look_at - now, now - moved_at):
+                    if self._sleep(work.is_completed, num_alarms, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
-                    if news != self._team.news:
+                    if num_alarms != self._team.num_alarms:
                         look_at = now
-        finally:
-            if is_said:
-                self._team.publish_waiting("")
-                self._recorder.publish_waiting("")
 
-    def _sleep(self, is_over: Callable[[], bool], news: int, limit_s: float, waited_s: float) -> bool:
-        """Sleep until a peer rings or `limit_s` is over, unless something moves now: then True, at once."""
+    def _sleep(self, is_over: Callable[[], bool], num_alarms: int, timeout_s: float, waited_s: float) -> bool:
+        """Sleep until a peer rings or `timeout_s` is over, unless something moves now: then True, at once."""
         seen = self._mailbox.arm()
         if self._advance():
             return True
-        if not is_over() and news == self._team.news:
-            self._mailbox.sleep(seen, limit_s, waited_s / 20)
+        if not is_over() and num_alarms == self._team.num_alarms:
+            self._mailbox.sleep(seen, timeout_s, waited_s / 20)
         return False
 
     def _is_needed(self) -> bool:
@@ -246,22 +237,18 @@ class PointToPoint:
     def _loop(self) -> None:
         """The thread: moves messages along while nobody waits for one."""
         needed_at = moved_at = look_at = time.monotonic()
-        news = self._team.news
+        num_alarms = self._team.num_alarms
         while not self._closed:
             now = time.monotonic()
             if self._is_needed():
                 needed_at = now
                 if self._advance():
                     moved_at = now
-                if now >= look_at or news != self._team.news:
-                    news = self._team.news
-                    forever = threading.TIMEOUT_MAX
-                    has_looked = self._look()
-                    look_at = (
-                        next_look(moved_at, now, forever, self._team.is_told) if has_looked else now + _TRY_AGAIN_S
-                    )
+                if now >= look_at or num_alarms != self._team.num_alarms:
+                    num_alarms = self._team.num_alarms
+                    look_at = self._look_and_plan(moved_at, now, threading.TIMEOUT_MAX)
                 if now - moved_at > _THREAD_NAPS_FOR_S:
-                    if self._sleep(lambda: not self._is_needed(), news, look_at - now, now - moved_at):
+                    if self._sleep(lambda: not self._is_needed(), num_alarms, look_at - now, now - moved_at):
                         moved_at = time.monotonic()
                     continue
             elif now - needed_at > (_THREAD_RESTS_BESIDE_DRIVER_S if self._drivers else _THREAD_RESTS_AFTER_S):
@@ -347,6 +334,12 @@ class PointToPoint:
             self._end(work, self._recorder.repeat() if failure is None else self._explain(work, failure))
         return True
 
+    def _look_and_plan(self, began: float, now: float, timeout_s: float) -> float:
+        """Look at the peers; returns the monotonic time of the next look."""
+        if not self._look():
+            return now + _TRY_AGAIN_S
+        return next_look(began, now, timeout_s, self._team.failures_wake_waits)
+
     def _gone(self, peers: Iterable[int]) -> dict[int, FailureKind]:
         """Those of `peers` that will not send or receive any more."""
         dead = self._team.watch.dead()
@@ -425,6 +418,32 @@ class PointToPoint:
     def disown(self) -> None:
         """In a forked child: touch nothing shared any more. Local."""
         self._closed = True
+
+
+class _PublishedWait:
+    """Shows to the peers and in the status file which message a thread waits for, until the block is left."""
+
+    def __init__(self, team: Team, recorder: FlightRecorder) -> None:
+        self._team = team
+        self._recorder = recorder
+        self._is_published = False
+
+    def publish(self, operation: Send | Receive) -> None:
+        """Show it, once."""
+        if not self._is_published:
+            self._is_published = True
+            self._show(_call_at(operation, self._recorder))
+
+    def _show(self, text: str) -> None:
+        self._team.publish_waiting(text)
+        self._recorder.publish_waiting(text)
+
+    def __enter__(self) -> _PublishedWait:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_published:
+            self._show("")
 
 
 def _call(operation: Send | Receive, recorder: FlightRecorder) -> str:

@@ -50,7 +50,7 @@ def _warn_if_untested(options: Any) -> None:
 
 def _register(module: ModuleType) -> None:
     # Not before torch is there: the launcher and `lockstep --help` need none of them.
-    from lockstep.comm import gloo, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
+    from lockstep.comm import gloo_threads, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
     from lockstep.comm.mpi import name as mpi_name
 
     torch_version.check_oldest(sys.modules["torch"].__version__)
@@ -64,7 +64,7 @@ def _register(module: ModuleType) -> None:
     torch_record.register(module)
     recorder_hook.register()
     old_shutdown.register()
-    gloo.await_rest_at_exit()
+    gloo_threads.await_rest_at_exit()
     for registrar in _registrars:
         registrar(module)
 

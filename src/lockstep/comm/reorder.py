@@ -5,9 +5,8 @@ counterpart in all that can be compared, and every result is the sum of two unre
 rank 0 came from A and then from B, rank 1 from B and then from A.
 
 [Note: lines may differ] Ranks may come to one collective from different lines, each in its branch, so that alone
-means nothing. Nor does it where a loop gives each rank a turn in a branch of its own; there the lines change places
-too. So a reordering is an error only if both lines had been common to all ranks until then. Otherwise it is a warning,
-once.
+means nothing. Nor does it where a loop gives each rank a turn in a branch of its own; there the lines swap, too. So a
+reordering is an error only if both lines had been common to all ranks until then. Otherwise it is a warning, once.
 
 All ranks see the same lines of every collective in which lines differ, and come to the same judgement.
 """
@@ -50,9 +49,9 @@ class ReorderDetector:
         """Judge a collective for which all ranks came with the same fingerprint, but from different lines.
 
         Args:
-            number: of the collective.
-            fingerprint: of what they came for.
-            lines: one for each rank.
+            number: the number of the collective.
+            fingerprint: the fingerprint of its description.
+            lines: the line from which each rank came.
         """
         order = Order.ORDINARY
         if (number, fingerprint) == (self._last_number + 1, self._last_fingerprint):

@@ -15,8 +15,8 @@ class SymmetricRegions:
     """Regions by address, to recognise tensors that lie in one.
 
     Attributes:
-        starts: the address of this rank's part of each region, in order. Empty while there is none: whoever asks for
-            every tensor looks at this first.
+        starts: the address of this rank's part of each region, in order. Empty while there is none: a caller that
+            has to ask for every tensor looks at this first.
     """
 
     def __init__(self) -> None:

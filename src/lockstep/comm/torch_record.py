@@ -70,7 +70,7 @@ _CLASSES = "torch._C._distributed_c10d"
 _C10D = "torch.distributed.distributed_c10d"
 
 
-class _Record:
+class _GroupRecord:
     """What this rank does in one group of torch's.
 
     Args:
@@ -115,10 +115,10 @@ class _Record:
         self._status.publish_waiting(text)
 
 
-_records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
-_numbers: WeakKeyDictionary[Any, tuple[_Record, int]] = WeakKeyDictionary()
-_messages: WeakKeyDictionary[Any, tuple[_Record, str]] = WeakKeyDictionary()
-_passes: list[_Record] = []
+_records: WeakKeyDictionary[Any, _GroupRecord] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Any, tuple[_GroupRecord, int]] = WeakKeyDictionary()
+_messages: WeakKeyDictionary[Any, tuple[_GroupRecord, str]] = WeakKeyDictionary()
+_passes: list[_GroupRecord] = []
 _module: ModuleType | None = None
 
 
@@ -155,7 +155,7 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_process_group
 
 
-def _record_of(group: Any) -> _Record:
+def _record_of(group: Any) -> _GroupRecord:
     record = _records.get(group)
     if record is None:
         assert _module is not None
@@ -163,7 +163,7 @@ def _record_of(group: Any) -> _Record:
         is_default = group is _module.GroupMember.WORLD
         # Only other groups are asked for torch's name.
         name = describe_group("" if is_default else group.group_name, ranks, is_default)
-        record = _records[group] = _Record(name)
+        record = _records[group] = _GroupRecord(name)
     return record
 
 
@@ -243,7 +243,7 @@ def _recorded_pass(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def prepare(reducer: Any, *values: Any, **options: Any) -> Any:
         if not _passes:
-            _passes.append(_Record(_DDP))
+            _passes.append(_GroupRecord(_DDP))
         record = _passes[0]
         record.finish(record.enter("forward pass", call_site()))
         return original(reducer, *values, **options)

@@ -75,9 +75,12 @@ class PendingWork(_TorchWork):
         call: does the work; runs in the group's thread.
         result: the tensors that it writes.
         describe: names the call, for errors.
+        runner: what will run it; None if the thread that waits for it does what it takes.
     """
 
-    def __init__(self, call: Callable[[], None], result: Result, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, call: Callable[[], None], result: Result, describe: Callable[[], str], runner: Runner | None = None
+    ) -> None:
         super().__init__()
         self._call = call
         self._result = result
@@ -87,7 +90,7 @@ class PendingWork(_TorchWork):
         self._trigger: Future[None] | None = None
         self._future: Future[Result] | None = None
         self._lock = threading.Lock()
-        self.runner: Runner | None = None
+        self._runner = runner
 
     def run(self) -> None:
         """Run the call and keep its outcome. By the group's thread, once."""
@@ -125,21 +128,21 @@ class PendingWork(_TorchWork):
             CollectiveTimeout: it has not within `timeout` (zero or None: the group's own timeout rules).
             CollectiveError: the error that the call raised.
         """
-        limit_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
-        if not self._await(limit_s):
+        timeout_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+        if not self._await(timeout_s):
             raise CollectiveTimeout(
-                f"{self._describe()} had not finished when wait(timeout={limit_s:g} s) ran out; it goes on, and the "
+                f"{self._describe()} had not finished when wait(timeout={timeout_s:g} s) ran out; it goes on, and the "
                 "group's own deadline will say which rank is missing"
             )
         if self._error is not None:
             raise self._error
         return True
 
-    def _await(self, limit_s: float | None) -> bool:
+    def _await(self, timeout_s: float | None) -> bool:
         """Whether it has finished by then. Without a limit, the runner knows that the main thread waits for it."""
-        runner = self.runner
-        if runner is None or limit_s is not None or threading.current_thread() is not threading.main_thread():
-            return self._finished.wait(limit_s)
+        runner = self._runner
+        if runner is None or timeout_s is not None or threading.current_thread() is not threading.main_thread():
+            return self._finished.wait(timeout_s)
         runner.is_awaited_by_main = True
         try:
             return self._finished.wait()
@@ -235,7 +238,6 @@ class Runner:
 
     def submit(self, work: PendingWork) -> None:
         """Queue `work`."""
-        work.runner = self
         if self._kept is not None:
             self._kept[work.result_numel() > _MAX_KEPT_NUMEL].append(work)
         with self._lock:

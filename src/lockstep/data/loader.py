@@ -166,7 +166,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory = self.device is not None and self.device.type == "cuda"
         self._place = check_place(rank, world_size)
         self._rank_batches = RankBatchSampler()
-        self._batch_source = batch.Source()
+        self._batch_source = batch.LoaderToken()
         super().__init__(
             dataset,
             batch_sampler=cast(Any, self._rank_batches),

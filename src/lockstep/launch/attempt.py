@@ -161,7 +161,7 @@ class Attempt:
     def settle(self) -> None:
         """Give the ranks `settle_s` to notice that a rank here or elsewhere has failed, and then ask them to stop."""
         if self._phase is AttemptPhase.RUNNING:
-            self._tell_of_failure()
+            self._note_failure()
             self._phase = AttemptPhase.SETTLING
             self._deadline = time.monotonic() + self._settle_s
 
@@ -221,10 +221,10 @@ class Attempt:
         # It should exit within moments. If it cannot (a thread of it blocks, a destructor hangs), nobody else would
         # ever know that it failed, so its exit is not waited for without end.
         if failures and self._phase is AttemptPhase.RUNNING and self._deadline is None:
-            self._tell_of_failure()
+            self._note_failure()
             self._deadline = time.monotonic() + self._grace_s
 
-    def _tell_of_failure(self) -> None:
+    def _note_failure(self) -> None:
         callback, self._on_failure = self._on_failure, None
         if callback is not None:
             callback()

@@ -1,4 +1,4 @@
-"""How every command line of Lockstep's ends: an exit code, and one line for what cannot be started."""
+"""Runs a command and returns its exit code; an error that stops it before the start is one line on stderr."""
 
 from __future__ import annotations
 

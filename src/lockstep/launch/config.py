@@ -41,7 +41,7 @@ class LaunchConfig:
             `args`. None for no such option.
         on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
         explained_code: exit code of ranks that have told the user what is wrong: no failure summary follows.
-        tells_unjoined: warn at a good end if several ranks imported torch and none of them joined a process group.
+        warns_unjoined: warn at a good end if several ranks imported torch and none of them joined a process group.
     """
 
     target: str
@@ -61,7 +61,7 @@ class LaunchConfig:
     local_rank_option: str | None = None
     on_end: Callable[[Path], None] | None = None
     explained_code: int | None = None
-    tells_unjoined: bool = True
+    warns_unjoined: bool = True
 
     @property
     def rehearsable(self) -> str | None:

@@ -171,7 +171,7 @@ class LocalWorkers:
                 continue
             if number != signal.SIGTSTP:
                 if self.attempt.is_undisturbed:
-                    self._tell_of_interrupt(number)
+                    self._print_interrupt(number)
                 self.attempt.interrupt(number)
                 continue
             # The ranks are not in the terminal's session, so Ctrl-Z reaches only us.
@@ -179,7 +179,7 @@ class LocalWorkers:
             os.kill(os.getpid(), signal.SIGSTOP)
             self.attempt.resume()
 
-    def _tell_of_interrupt(self, number: int) -> None:
+    def _print_interrupt(self, number: int) -> None:
         """Say in one sentence which signal came, how to end the ranks sooner, and where they were."""
         behind_key = "\n" if number == signal.SIGINT and os.isatty(2) else ""  # the terminal's ^C
         statuses = describe_statuses(look(self.folder, self.attempt.pids))

@@ -26,7 +26,7 @@ import time
 from typing import TextIO
 
 from lockstep.launch.screen import FileSink, Screen, Sink
-from lockstep.launch.streams import PARTIAL_S, Stream, TerminalStream
+from lockstep.launch.streams import PARTIAL_S, RankStream, TerminalStream
 from lockstep.launch.terminal import fit, open_terminal
 
 __all__ = ["Relay"]
@@ -39,11 +39,13 @@ def _prefix_columns(rank: int) -> int:
     return len(f"[{rank}] ") + 1
 
 
-def _open_sink(target: int | TextIO) -> Sink:
-    return Sink(target, Screen()) if isinstance(target, int) else FileSink(target)
+def _open_sink(target: int | TextIO, screen: Screen) -> Sink:
+    return Sink(target, screen) if isinstance(target, int) else FileSink(target)
 
 
-def _same_terminal(first: int, second: int) -> bool:
+def _are_one_terminal(first: int | TextIO, second: int | TextIO) -> bool:
+    if not (isinstance(first, int) and isinstance(second, int)):
+        return False
     try:
         return os.isatty(first) and os.path.sameopenfile(first, second)
     except OSError:
@@ -68,12 +70,11 @@ class Relay:
 
     def __init__(self, stdout: int | TextIO = 1, stderr: int | TextIO = 2, *, all_bars: bool = False) -> None:
         self._all_bars = all_bars
-        self._stdout = _open_sink(stdout)
-        self._stderr = _open_sink(stderr)
-        if isinstance(stdout, int) and isinstance(stderr, int) and _same_terminal(stdout, stderr):
-            self._stderr.screen = self._stdout.screen
+        screen = Screen()
+        self._stdout = _open_sink(stdout, screen)
+        self._stderr = _open_sink(stderr, screen if _are_one_terminal(stdout, stderr) else Screen())
         self._writers: list[int] = []
-        self._streams: list[Stream] = []
+        self._streams: list[RankStream] = []
         self._first_rank = -1
         self._finish_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self.broken_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -99,7 +100,7 @@ class Relay:
 
     def _open(self, rank: int, sink: Sink, has_bars: bool) -> int:
         ends = open_terminal(sink.fd, _prefix_columns(rank)) if sink.is_terminal else None
-        kind = Stream if ends is None else TerminalStream
+        kind = RankStream if ends is None else TerminalStream
         read_fd, write_fd = ends or os.pipe()
         os.set_blocking(read_fd, False)
         self._streams.append(kind(rank, read_fd, sink, has_bars=has_bars))
@@ -159,7 +160,7 @@ class Relay:
             has_partial = any(stream.has_partial for stream in self._streams)
             ready = selector.select(PARTIAL_S if has_partial else None)
             for key, _ in ready:
-                stream: Stream | None = key.data
+                stream: RankStream | None = key.data
                 if stream is None:
                     return
                 if not stream.read():

@@ -61,9 +61,9 @@ class RankCommand:
         rank: global rank.
         argv: program and arguments.
         environment: all of its variables.
-        stdin: file descriptor, `subprocess.DEVNULL`, or None to inherit; likewise the next two.
-        stdout: see stdin.
-        stderr: see stdin.
+        stdin: where it reads from: a file descriptor, `subprocess.DEVNULL`, or None to inherit the launcher's.
+        stdout: where its output goes: a file descriptor, or None to inherit.
+        stderr: where its errors go: a file descriptor, or None to inherit.
         pass_fds: file descriptors that it gets under the same numbers.
     """
 
@@ -120,7 +120,7 @@ class RankProcess:
         rank: global rank.
         pid: pid of the process, and id of its group and session.
         pidfd: readable once it has exited.
-        told_to_stop: whether this launcher has sent it a signal.
+        was_signalled: whether this launcher has sent it a signal.
 
     Raises:
         LaunchError: the process cannot be started.
@@ -128,7 +128,7 @@ class RankProcess:
 
     def __init__(self, command: RankCommand) -> None:
         self.rank = command.rank
-        self.told_to_stop = False
+        self.was_signalled = False
         try:
             with _sigint_held_back():
                 self._popen = subprocess.Popen(
@@ -154,7 +154,7 @@ class RankProcess:
 
     def send(self, number: int) -> None:
         """Send a signal to the rank's whole process group."""
-        self.told_to_stop = self.told_to_stop or number not in (signal.SIGCONT, signal.SIGSTOP)
+        self.was_signalled = self.was_signalled or number not in (signal.SIGCONT, signal.SIGSTOP)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -163,13 +163,13 @@ class RankProcess:
         try:
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
-            return RankExit(self.rank, self.pid, _UNKNOWN_CODE, None, time.time(), self.told_to_stop)
+            return RankExit(self.rank, self.pid, _UNKNOWN_CODE, None, time.time(), self.was_signalled)
         if found is None:
             return None
         killed = found.si_code != os.CLD_EXITED
         number = found.si_status if killed else None
         code = 128 + found.si_status if killed else found.si_status
-        return RankExit(self.rank, self.pid, code, number, time.time(), self.told_to_stop)
+        return RankExit(self.rank, self.pid, code, number, time.time(), self.was_signalled)
 
     def reap(self) -> None:
         """Release the pid. Only after the last signal to the group."""

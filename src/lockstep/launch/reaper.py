@@ -148,13 +148,13 @@ class Reaper:
 
     def watch_session(self, session: int) -> None:
         """Have the session killed if this process dies."""
-        self._tell(f"session {session}")
+        self._send(f"session {session}")
 
     def watch_folder(self, folder: str) -> None:
         """Have the folder removed if this process dies."""
-        self._tell(f"folder {folder}")
+        self._send(f"folder {folder}")
 
-    def _tell(self, record: str) -> None:
+    def _send(self, record: str) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(os.fsencode(record) + b"\0")
@@ -187,17 +187,17 @@ def _read_records(launcher: int) -> list[str]:
     gone = pidfd < 0 or os.getppid() != launcher
     if not gone:
         poll.register(pidfd, select.POLLIN)
-    heard = b""
+    received = b""
     while True:
         ready = {fd for fd, _ in poll.poll(0 if gone else None)}
         if 0 in ready:
             text = os.read(0, 65536)
             if not text:
                 break
-            heard += text
+            received += text
         elif gone or pidfd in ready:
             break
-    return [os.fsdecode(record) for record in heard.split(b"\0")[:-1]]
+    return [os.fsdecode(record) for record in received.split(b"\0")[:-1]]
 
 
 def _main(launcher: int, job: str) -> None:

@@ -180,13 +180,13 @@ def _fate_of_others(failures: list[RankFailure], num_ranks: int) -> str:
         return f"; {statuses}"
     if not others:
         return "; the other ranks had finished"
-    untold = [one for one in others if one not in _causes_among(failures)]
-    if not untold:
+    secondary = [one for one in others if one not in _causes_among(failures)]
+    if not secondary:
         return ""
-    are_all = len(untold) == num_ranks - 1
-    who = "the other ranks" if are_all else name_ranks(sorted(one.rank for one in untold))
-    if any(one.ended.stopped for one in untold):
-        return f"; {who} {'were' if are_all or len(untold) > 1 else 'was'} stopped"
+    are_all = len(secondary) == num_ranks - 1
+    who = "the other ranks" if are_all else name_ranks(sorted(one.rank for one in secondary))
+    if any(one.ended.stopped for one in secondary):
+        return f"; {who} {'were' if are_all or len(secondary) > 1 else 'was'} stopped"
     return f"; {who} failed after it"
 
 
@@ -248,7 +248,7 @@ def _after(failures: list[RankFailure]) -> list[str]:
     return lines
 
 
-def _teller(failures: list[RankFailure]) -> RankFailure:
+def _failure_to_show(failures: list[RankFailure]) -> RankFailure:
     """The failure whose traceback leads to the cause: on a mismatch, that of a rank that came for something else."""
     first = failures[0]
     if not _is_mismatch(first):
@@ -260,17 +260,17 @@ def _teller(failures: list[RankFailure]) -> RankFailure:
 def _tracebacks(failures: list[RankFailure], ranks: Collection[int] | None) -> list[str]:
     """The traceback that leads to the cause, then those of others that failed of themselves in another way."""
     first, others = failures[0], failures[1:]
-    teller = _teller(failures)
+    shown_first = _failure_to_show(failures)
     shown = []
-    if teller.report is not None:
-        is_here = _is_here(teller, ranks)
-        elsewhere = f"lockstep: the launcher on {teller.ended.host} shows the traceback of rank {teller.rank}"
-        shown = ["", _without_what_was_said(teller)] if is_here else [elsewhere]
-    told = [one for one in others if one.report is not None and _is_here(one, ranks)]
-    if first.is_blamed and told:  # it has no traceback, and another shows what it was needed for
-        shown += _traceback_of(told[0])
-    ways = {_way_of(one) for one in (teller, first)}
-    for other in [one for one in _causes_among(failures) if one in told][:_MAX_OTHERS]:
+    if shown_first.report is not None:
+        is_here = _is_here(shown_first, ranks)
+        elsewhere = f"lockstep: the launcher on {shown_first.ended.host} shows the traceback of rank {shown_first.rank}"
+        shown = ["", _without_what_was_said(shown_first)] if is_here else [elsewhere]
+    with_traceback = [one for one in others if one.report is not None and _is_here(one, ranks)]
+    if first.is_blamed and with_traceback:  # it has no traceback, and another shows what it was needed for
+        shown += _traceback_of(with_traceback[0])
+    ways = {_way_of(one) for one in (shown_first, first)}
+    for other in [one for one in _causes_among(failures) if one in with_traceback][:_MAX_OTHERS]:
         if not other.is_like(first) and _way_of(other) not in ways:
             ways.add(_way_of(other))
             shown += _traceback_of(other)

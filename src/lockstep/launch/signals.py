@@ -1,4 +1,4 @@
-"""Turns signals to the launcher into something that a selector can wait for, and Ctrl-C before that into one line."""
+"""Makes the launcher's signals readable from a descriptor; during imports Ctrl-C ends the command with one line."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ def spawn(
         KeyboardInterrupt: after Ctrl-C, which all ranks get. If one could not do then what it had to (save, say),
             what it raised is the `__cause__`.
     """
-    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if limit_s is not None and not limit_s > 0:
-        raise InputError(f"timeout is {limit_s} s; expected more than 0, or None for no limit")
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if timeout_s is not None and not timeout_s > 0:
+        raise InputError(f"timeout is {timeout_s} s; expected more than 0, or None for no limit")
     support.check()
     check_main_is_ready()
     variables = {**snapshot(), **(env or {})}
@@ -125,7 +125,7 @@ def spawn(
                 on_failure=lambda: statuses.update(look(folder.path, attempt.pids)),
             )
             processes.callback(attempt.close)
-            _run(attempt, _commands(call, shared, relay), relay, limit_s, folder.path)
+            _run(attempt, _commands(call, shared, relay), relay, timeout_s, folder.path)
         reports = read_reports(folder.path, attempt.pids)
         failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, statuses)
         if attempt.interrupted_by == signal.SIGINT:
@@ -157,7 +157,7 @@ def _commands(call: PackedCall, shared: AttemptEnvironment, relay: Relay | None)
 
 
 def _run(
-    attempt: Attempt, commands: list[RankCommand], relay: Relay | None, limit_s: float | None, folder: Path
+    attempt: Attempt, commands: list[RankCommand], relay: Relay | None, timeout_s: float | None, folder: Path
 ) -> None:
     """Start the ranks and wait for their end; returns after Ctrl-C, too.
 
@@ -168,13 +168,13 @@ def _run(
         attempt.start(commands)
         if relay is not None:
             relay.close_writers()
-        is_over = attempt.wait(limit_s)
+        is_over = attempt.wait(timeout_s)
     except KeyboardInterrupt:
         # The ranks are not in the terminal's session: this is the only Ctrl-C they get. A second one
         # ends the wait, and the caller's `close` kills them.
         with contextlib.suppress(KeyboardInterrupt):
             if attempt.is_undisturbed:
-                _tell_of_interrupt(describe_statuses(look(folder, attempt.pids)))
+                _print_interrupt(describe_statuses(look(folder, attempt.pids)))
             attempt.interrupt(signal.SIGINT)
             attempt.wait()
         return
@@ -186,14 +186,14 @@ def _run(
     attempt.wait()
     if attempt.is_cut_short:
         raise WorkerFailed(
-            f"{name_ranks(late)} {'were' if len(late) > 1 else 'was'} not done after {limit_s:g} s, and all ranks were "
-            "stopped; give a longer timeout if that is to be expected",
+            f"{name_ranks(late)} {'were' if len(late) > 1 else 'was'} not done after {timeout_s:g} s, and all ranks "
+            "were stopped; give a longer timeout if that is to be expected",
             rank=late[0],
             exit_code=_TIMEOUT_CODE,
         )
 
 
-def _tell_of_interrupt(statuses: str) -> None:
+def _print_interrupt(statuses: str) -> None:
     """To Python's own stderr: that of a notebook's cell, where there is one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, it is closed, nobody reads it
         text = describe_interrupt(signal.SIGINT, _GRACE_S, statuses)

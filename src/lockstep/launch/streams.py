@@ -1,10 +1,10 @@
 """The output of one rank, cut into lines: from a pipe, or from a pseudo terminal.
 
 [Note: a rank's terminal] A program that finds a terminal moves the cursor: back to the start of a line (a bar), or up
-over lines that it has written (several bars, a table that changes). Going up is passed on if no other rank has written
-below, otherwise the lines are written once more. Bars of a rank that is held back do not move: text that it could still
-overwrite is kept until it writes text that stays, so nothing is lost and nothing is shown twice. Other sequences,
-colours among them, go through as they are.
+over lines that it has written (several bars, a table that changes). The launcher passes a move up on to the terminal
+only if no other rank has written below; otherwise it prints those lines again. Bars of a rank that is held back do not
+move: the launcher keeps its text until the rank can no longer overwrite it, so nothing is lost and nothing is shown
+twice. Other sequences, colours among them, go through as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 
 from lockstep.launch.screen import Sink
 
-__all__ = ["PARTIAL_S", "Stream", "TerminalStream"]
+__all__ = ["PARTIAL_S", "RankStream", "TerminalStream"]
 
 PARTIAL_S = 0.1
 """After so long without a word the beginning of a line is shown, as it may be a question."""
@@ -34,7 +34,7 @@ _RESET = b"\x1b[0m"
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-class Stream:
+class RankStream:
     """One pipe from one rank: bytes in, lines out.
 
     Args:
@@ -116,7 +116,7 @@ class Stream:
             self._shown_at = now
 
 
-class TerminalStream(Stream):
+class TerminalStream(RankStream):
     """The terminal of one rank: see [Note: a rank's terminal]."""
 
     def __init__(self, rank: int, fd: int, sink: Sink, *, has_bars: bool = True) -> None:

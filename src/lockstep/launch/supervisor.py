@@ -104,11 +104,11 @@ class Supervisor:
             outcome = workers.end()
             if config.on_end is not None:
                 config.on_end(workers.folder)
-            if not outcome.failures and outcome.interrupted_by is None and config.tells_unjoined:
-                self._tell_unjoined(workers.folder)
+            if not outcome.failures and outcome.interrupted_by is None and config.warns_unjoined:
+                self._warn_unjoined(workers.folder)
             return outcome
 
-    def _tell_unjoined(self, folder: Path) -> None:
+    def _warn_unjoined(self, folder: Path) -> None:
         """Warn if no rank joined a group: each rank may then have run the whole training."""
         count = self._num_ranks
         if count > 1 and len(find_unjoined(folder, range(count))) == count:

@@ -1,6 +1,6 @@
 """A torch store for processes of one host that know a common name, and no port.
 
-[Note: meeting in a folder] Rank 0 makes a folder of that name, mode 0700, where temporary files go, and a
+[Note: rendezvous in a folder] Rank 0 makes a folder of that name, mode 0700, where temporary files go, and a
 file in it. The others wait for it and open the file. Every rank signs the file, which is a torch FileStore.
 When all have signed, rank 0 marks it as complete and removes file and folder; the ranks go on through
 their open descriptors, so nothing is left behind however they end.
@@ -9,7 +9,7 @@ their open descriptors, so nothing is left behind however they end.
   name where temporary files go. It is checked, and then used, through one descriptor.
 * A rank goes on when its file has lost its name. If the file was not marked complete, or bears another's
   signature, it was left over from ranks that were killed while they met, and rank 0 has replaced it: the
-  rank looks again. So no rank takes an old meeting for its own, in whichever order they come.
+  rank looks again. So no rank takes an old rendezvous for its own, in whichever order they come.
 * A second world in the same process uses the store of the first, with other keys. So a descriptor is never
   closed: torch may open it by its number at any time.
 """
@@ -64,7 +64,7 @@ def open_store(name: str, rank: int, world_size: int, timeout: timedelta) -> Sto
 
 
 def _publish(path: str, world_size: int, timeout: timedelta) -> Store:
-    """Rank 0's part of [Note: meeting in a folder]."""
+    """Rank 0's part of [Note: rendezvous in a folder]."""
     with contextlib.suppress(FileExistsError), _explained(path, FileExistsError):
         os.mkdir(path, 0o700)
     with _opened(path) as folder:
@@ -96,7 +96,7 @@ def _await_signatures(store: Store, world_size: int, timeout: timedelta) -> None
 
 
 def _join(path: str, rank: int, timeout: timedelta, deadline: float) -> Store:
-    """The part of every other rank in [Note: meeting in a folder]."""
+    """The part of every other rank in [Note: rendezvous in a folder]."""
     while True:
         fd = _find(path, rank, timeout, deadline)
         store = _store_on(fd, timeout)

@@ -1,6 +1,6 @@
 """Where the ranks of an MPI job meet: with MPI's help, or without it on one host.
 
-[Note: with MPI] Every rank sends its host to rank 0. Rank 0 then opens a meeting point, a folder if all are on one
+[Note: with MPI] Every rank sends its host to rank 0. Rank 0 then opens a rendezvous, a folder if all are on one
 host (`folder.py`) and else a port (`tcp.py`), and sends that, and the host of each rank, to all. All of that has a
 deadline, which MPI's own collectives have not.
 
@@ -33,15 +33,15 @@ from lockstep.torch_private.stores import HashStore, Store
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["meet_by_mpi", "meet_under_mpirun", "meeting_name"]
+__all__ = ["meet_by_mpi", "meet_under_mpirun", "rendezvous_name"]
 
 _TAG = 19027  # on MPI's own communicator, where a script may have messages too
 _HOST_BYTES = 256
 _POLL_S = 0.001
 _LAUNCHER = "mpirun"
 
-# On rank 0: the meeting point, and the socket that listens there until the store takes it over.
-_meeting_point: dict[str, Any] = {}
+# On rank 0: the rendezvous, and the socket that listens there until the store takes it over.
+_rendezvous: dict[str, Any] = {}
 _listeners: dict[int, socket.socket] = {}
 
 
@@ -62,11 +62,11 @@ def meet_under_mpirun(variables: Mapping[str, str], topology: Topology, timeout:
     if topology.launcher != "mpirun":
         return None
     if topology.num_nodes == 1:
-        return folder.open_store(meeting_name(variables), topology.rank, topology.world_size, timeout)
+        return folder.open_store(rendezvous_name(variables), topology.rank, topology.world_size, timeout)
     return meet_by_mpi(timeout)[1] if is_installed() else None
 
 
-def meeting_name(variables: Mapping[str, str]) -> str:
+def rendezvous_name(variables: Mapping[str, str]) -> str:
     """A name that on this host belongs to this job alone. See [Note: without MPI].
 
     Where the launcher tells no number of the job (MPICH), it is the launcher's own process, which is the
@@ -99,16 +99,14 @@ def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
     if world_size == 1:
         return Topology(0, 1, 0, 1), HashStore()
     deadline = _Deadline(timeout)
-    meeting_point = _publish(world, deadline) if rank == 0 else _join(world, deadline)
-    if meeting_point.get("token"):
-        env.LOCKSTEP_TOKEN.set(str(meeting_point["token"]))
-    topology = _locate(rank, meeting_point["hosts"])
-    if "name" in meeting_point:
-        return topology, folder.open_store(meeting_point["name"], rank, world_size, timeout)
-    listener = _listeners.pop(meeting_point["port"], None) if rank == 0 else None
-    return topology, tcp.open_store(
-        meeting_point["address"], meeting_point["port"], rank, world_size, timeout, listener
-    )
+    rendezvous = _publish(world, deadline) if rank == 0 else _join(world, deadline)
+    if rendezvous.get("token"):
+        env.LOCKSTEP_TOKEN.set(str(rendezvous["token"]))
+    topology = _locate(rank, rendezvous["hosts"])
+    if "name" in rendezvous:
+        return topology, folder.open_store(rendezvous["name"], rank, world_size, timeout)
+    listener = _listeners.pop(rendezvous["port"], None) if rank == 0 else None
+    return topology, tcp.open_store(rendezvous["address"], rendezvous["port"], rank, world_size, timeout, listener)
 
 
 class _Deadline:
@@ -152,11 +150,11 @@ def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
             request.Cancel()
         raise
     hosts = [socket.gethostname(), *(bytes(buffer).rstrip(b"\0").decode() for buffer in buffers)]
-    meeting_point = {"hosts": hosts, **_open_meeting_point(hosts)}
-    message = json.dumps(meeting_point).encode()
+    rendezvous = {"hosts": hosts, **_open_rendezvous(hosts)}
+    message = json.dumps(rendezvous).encode()
     answers = [world.Isend([message, mpi.BYTE], peer, _TAG) for peer in peers]
     deadline.wait(lambda: bool(mpi.Request.Testall(answers)), lambda: "the other ranks came, and did not go on")
-    return meeting_point
+    return rendezvous
 
 
 def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
@@ -171,23 +169,23 @@ def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
     )
     message = bytearray(status.Get_count(mpi.BYTE))
     world.Recv([message, mpi.BYTE], 0, _TAG)
-    meeting_point: dict[str, Any] = json.loads(message)
-    return meeting_point
+    rendezvous: dict[str, Any] = json.loads(message)
+    return rendezvous
 
 
-def _open_meeting_point(hosts: Sequence[str]) -> dict[str, Any]:
-    """The meeting point, one for all worlds of this process."""
-    if not _meeting_point and len(set(hosts)) == 1:
-        _meeting_point["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
-    elif not _meeting_point:
+def _open_rendezvous(hosts: Sequence[str]) -> dict[str, Any]:
+    """The rendezvous, one for all worlds of this process."""
+    if not _rendezvous and len(set(hosts)) == 1:
+        _rendezvous["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
+    elif not _rendezvous:
         address = _address_towards(host for host in hosts if host != hosts[0])
         listener = tcp.listen(address, 0)
         port = listener.getsockname()[1]
-        _meeting_point.update(address=address, port=port)
+        _rendezvous.update(address=address, port=port)
         if env.LOCKSTEP_TOKEN.get() is None:
-            _meeting_point["token"] = new_token()  # by MPI's own messages, which no store sees
+            _rendezvous["token"] = new_token()  # by MPI's own messages, which no store sees
         _listeners[port] = listener
-    return _meeting_point
+    return _rendezvous
 
 
 def _address_towards(hosts: Iterable[str]) -> str:

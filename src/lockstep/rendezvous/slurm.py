@@ -1,4 +1,4 @@
-"""A meeting point that every task of a Slurm step works out alone, without asking another. No torch.
+"""The rendezvous of a Slurm step, which every task computes alone, without asking another. No torch.
 
 [Note: port] `20000 + (SLURM_JOB_ID + 997 * SLURM_STEP_ID) mod 12768`. It lies in 20000 … 32767, below
 the ports that Linux hands out by itself. Jobs that follow each other get different ports until 12768 of
@@ -14,7 +14,7 @@ import subprocess
 from lockstep.errors import RendezvousError
 from lockstep.topology.slurm import SlurmStep
 
-__all__ = ["master_address", "master_port", "meeting_name"]
+__all__ = ["master_address", "master_port", "rendezvous_name"]
 
 _FIRST_PORT = 20_000
 _NUM_PORTS = 32_768 - _FIRST_PORT
@@ -27,7 +27,7 @@ def master_port(step: SlurmStep) -> int:
     return _FIRST_PORT + (step.job_id + _STEP_STRIDE * step.step_id) % _NUM_PORTS
 
 
-def meeting_name(step: SlurmStep) -> str:
+def rendezvous_name(step: SlurmStep) -> str:
     """A name that on this host belongs to this step alone, also among starts of the same job."""
     return f"lockstep-{os.geteuid()}-slurm-{step.job_id}.{step.step_id}.{step.restart_count}"
 

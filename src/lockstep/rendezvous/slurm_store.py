@@ -37,7 +37,7 @@ def meet_in_slurm(variables: Mapping[str, str], topology: Topology, timeout: tim
         return None
     address, port = env.MASTER_ADDR.get(variables), env.MASTER_PORT.get(variables)
     if topology.num_nodes == 1 and address is None and port is None:
-        return folder.open_store(slurm.meeting_name(step), topology.rank, topology.world_size, timeout)
+        return folder.open_store(slurm.rendezvous_name(step), topology.rank, topology.world_size, timeout)
     return tcp.open_store(
         address if address is not None else slurm.master_address(step),
         port if port is not None else slurm.master_port(step),

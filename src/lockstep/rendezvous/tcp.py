@@ -56,10 +56,10 @@ def open_store(
     Raises:
         RendezvousError: the port is taken, or not all came in time; names those who did not.
     """
-    meeting = _Meeting(address, port, world_size, timeout)
+    rendezvous = _Rendezvous(address, port, world_size, timeout)
     if rank == 0:
-        return meeting.invite(_serve(address, port, timeout, listener))
-    return meeting.accept(rank)
+        return rendezvous.admit_all(_serve(address, port, timeout, listener))
+    return rendezvous.join(rank)
 
 
 def stop_serving() -> None:
@@ -89,14 +89,14 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
     return server
 
 
-class _Meeting:
-    """Ranks that come to one port for one store: [Note: invitations].
+class _Rendezvous:
+    """Ranks that come to one port for one store: [Note: numbered rendezvous].
 
-    [Note: invitations] A server that stays holds the keys of earlier meetings, and a rank does not know how many there
-    were: it may be new, or have missed one that failed. So rank 0 numbers them. It leaves an invitation with the
-    number for every rank; a rank takes its own away and signs. When all have signed, rank 0 marks the meeting as
-    complete, and all go on, with a store whose keys begin with the number. If they do not come in time, rank 0 takes
-    back the invitations, so that nobody who comes later waits for the others in a meeting that has failed.
+    [Note: numbered rendezvous] A server that stays holds the keys of earlier rendezvous, and a rank does not know how
+    many there were: it may be new, or have missed one that failed. So rank 0 numbers them. It writes the number for
+    each rank under a key of that rank; a rank removes its key and signs. When all have signed, rank 0 marks the
+    rendezvous as complete, and all go on, with a store whose keys begin with the number. If they do not come in time,
+    rank 0 removes the keys, so that no rank that comes later waits for the others in a rendezvous that has failed.
 
     Args:
         address: of rank 0's host.
@@ -112,34 +112,34 @@ class _Meeting:
         self._timeout = timeout
         self._end_s = time.monotonic() + timeout.total_seconds()
 
-    def invite(self, server: Store) -> Store:
-        """Rank 0's part."""
+    def admit_all(self, server: Store) -> Store:
+        """Rank 0's part: number the rendezvous, and wait for all ranks."""
         server.set_timeout(self._timeout)
-        meetings = PrefixStore("lockstep", server)
-        number = str(meetings.add("meetings", 1))
+        numbers = PrefixStore("lockstep", server)
+        number = str(numbers.add("meetings", 1))
         others = range(1, self._world_size)
         for rank in others:
-            meetings.set(_invitation(rank), number)
+            numbers.set(_number_key(rank), number)
         try:
             met = self._wait_for_all(server, number, [str(rank) for rank in others])
         except RendezvousError:
             with contextlib.suppress(RuntimeError):
                 for rank in others:
-                    meetings.delete_key(_invitation(rank))
+                    numbers.delete_key(_number_key(rank))
             raise
-        meetings.set(f"meeting{number}/{_COMPLETE}", "1")
+        numbers.set(f"meeting{number}/{_COMPLETE}", "1")
         return met
 
-    def accept(self, rank: int) -> Store:
-        """The part of every other rank."""
+    def join(self, rank: int) -> Store:
+        """The part of every other rank: read the number, sign, and wait until all have."""
         try:
             client = TCPStore(
                 self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
             )
-            meetings = PrefixStore("lockstep", client)
-            meetings.wait([_invitation(rank)], self._time_left())
-            number = meetings.get(_invitation(rank)).decode()
-            meetings.delete_key(_invitation(rank))
+            numbers = PrefixStore("lockstep", client)
+            numbers.wait([_number_key(rank)], self._time_left())
+            number = numbers.get(_number_key(rank)).decode()
+            numbers.delete_key(_number_key(rank))
         except RuntimeError as error:
             raise RendezvousError(
                 f"rank {rank} of {self._world_size} did not meet the others at {self._address}, port {self._port}, "
@@ -149,30 +149,30 @@ class _Meeting:
         return self._wait_for_all(client, number, [_COMPLETE])
 
     def _wait_for_all(self, store: Store, number: str, signs: list[str]) -> Store:
-        """Wait for what others write into this meeting; returns the store to go on with."""
-        meeting = PrefixStore(f"lockstep/meeting{number}", store)
+        """Wait for what others write into this rendezvous; returns the store to go on with."""
+        values = PrefixStore(f"lockstep/meeting{number}", store)
         try:
-            meeting.wait(signs, self._time_left())
+            values.wait(signs, self._time_left())
         except RuntimeError as error:
-            raise RendezvousError(self._explain(error, meeting)) from error
+            raise RendezvousError(self._explain(error, values)) from error
         return PrefixStore(f"world{number}", store)
 
-    def _explain(self, error: RuntimeError, meeting: Store) -> str:
-        place = f"{self._address}, port {self._port}, where rank 0 listens"
+    def _explain(self, error: RuntimeError, values: Store) -> str:
+        endpoint = f"{self._address}, port {self._port}, where rank 0 listens"
         try:
-            missing = name_each(rank for rank in range(1, self._world_size) if not meeting.check([str(rank)]))
+            missing = name_each(rank for rank in range(1, self._world_size) if not values.check([str(rank)]))
         except RuntimeError:
-            return f"the connection to {place}, is lost: {str(error).splitlines()[0]}"
+            return f"the connection to {endpoint}, is lost: {str(error).splitlines()[0]}"
         return (
-            f"{missing or 'rank 0'} did not come to {place}, within {self._timeout.total_seconds():g} s. Did all ranks "
-            "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+            f"{missing or 'rank 0'} did not come to {endpoint}, within {self._timeout.total_seconds():g} s. Did all "
+            "ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
         )
 
     def _time_left(self) -> timedelta:
         return timedelta(seconds=max(self._end_s - time.monotonic(), 0.001))
 
 
-def _invitation(rank: int) -> str:
+def _number_key(rank: int) -> str:
     return f"invitation/{rank}"
 
 

@@ -2,7 +2,7 @@
 
 torch looks a handler up by the scheme of `init_method`. `mpi://` is ours: ranks, their number and a store
 come from MPI. `env://`, the default, is torch's own, and stays so wherever torch's variables are set. Under mpirun they
-are not set, and torch would raise: there rank and number come from mpirun's variables, and the meeting point from
+are not set, and torch would raise: there rank and number come from mpirun's variables, and the rendezvous from
 MASTER_ADDR and MASTER_PORT or, without these, from the job.
 """
 

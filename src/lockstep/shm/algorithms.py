@@ -182,10 +182,10 @@ class SharedMemoryAlgorithms:
             mine = views[rank]
             for peer, source in enumerate(inputs):
                 piece = source[start:stop]
-                place = mine[peer * length : peer * length + piece.numel()]
-                place.copy_(piece)
+                target = mine[peer * length : peer * length + piece.numel()]
+                target.copy_(piece)
                 if kernel.factor is not None:
-                    place.mul_(kernel.factor)
+                    target.mul_(kernel.factor)
             team.step(timeout_s)
             out = tensor[start:stop]
             kernel.reduce([view[rank * length : rank * length + out.numel()] for view in views], out)
@@ -252,17 +252,17 @@ def reduce_in_place(
     scratch: torch.Tensor | None = None
     for start in range(low, high, chunk):
         stop = min(start + chunk, high)
-        places = [part[start:stop] for part in parts]
-        sources = list(places)
+        pieces = [part[start:stop] for part in parts]
+        sources = list(pieces)
         if own is not None:
             sources[rank] = own[start - low : stop - low]
-        if len(places) == 2:
+        if len(pieces) == 2:
             # Write this rank's part first and copy from it while it is in cache.
-            kernel.reduce(sources, places[rank])
-            places[1 - rank].copy_(places[rank])
+            kernel.reduce(sources, pieces[rank])
+            pieces[1 - rank].copy_(pieces[rank])
             continue
         if scratch is None or scratch.numel() != stop - start:
-            scratch = torch.empty_like(places[0])
+            scratch = torch.empty_like(pieces[0])
         kernel.reduce(sources, scratch)
-        for place in places:
-            place.copy_(scratch)
+        for piece in pieces:
+            piece.copy_(scratch)

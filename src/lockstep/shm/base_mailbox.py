@@ -82,15 +82,15 @@ class BaseMailbox(abc.ABC):
         """
         return 0
 
-    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
+    def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
         """Sleep until there may be something for `progress` to do. Local; may return early for no reason.
 
         Args:
             seen: what `arm` returned.
-            limit_s: the longest sleep, in seconds.
+            timeout_s: the longest sleep, in seconds.
             poll_s: the longest sleep where this system cannot wake a sleeper.
         """
-        nap(min(limit_s, poll_s))
+        nap(min(timeout_s, poll_s))
 
     def wake_here(self) -> None:  # noqa: B027
         """End the sleep of this rank's other threads. Local."""

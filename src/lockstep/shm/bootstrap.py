@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 from lockstep.errors import LockstepError, RankLost, RendezvousError, SetupError, SharedMemoryError
 from lockstep.shm import descriptors
-from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.liveness import (
     PeerIdentity,
     Watch,
@@ -39,7 +39,7 @@ from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.terms import Terms, disagreement
 from lockstep.topology import name_each
 
-__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come", "told_error"]
+__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come", "peer_error"]
 
 _SEGMENT = "segment"
 _SEVERAL_HOSTS = "several hosts"
@@ -103,10 +103,7 @@ class Bootstrap:
         global_ranks: the global rank of each rank of the group.
         timeout_s: seconds to wait for the last of them.
         check_peers: called while waiting; raises if a rank that is awaited cannot come.
-        terms: what all ranks must have alike.
-
-    Attributes:
-        terms: as given; `SharedMemoryTeam.connect` adds its own before `open_segment`.
+        terms: what all ranks must have alike, besides the layout of the segment.
     """
 
     def __init__(
@@ -119,11 +116,11 @@ class Bootstrap:
         terms: Terms | None = None,
     ) -> None:
         self._store = store
-        self.terms: dict[str, str | int] = dict(terms or {})
+        self._terms = dict(terms or {})
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.timeout_s = timeout_s
-        self._look_out = check_peers
+        self._check_peers = check_peers
         self._start_s = time.monotonic()
 
     @property
@@ -138,7 +135,7 @@ class Bootstrap:
     def _lost(self, ranks: Sequence[int], what: str) -> RankLost:
         return lost_meanwhile([self.global_ranks[rank] for rank in ranks], what)
 
-    def explain(self, failure: PeerFailure, blocks: ControlBlocks) -> RankLost | RendezvousError:
+    def explain(self, failure: PeerFailure, blocks: SharedControlBlocks) -> RankLost | RendezvousError:
         """The error for ranks that came and then did not go on."""
         gone = failure.ranks(FailureKind.DEAD) + failure.ranks(FailureKind.LEFT)
         if gone:
@@ -152,8 +149,12 @@ class Bootstrap:
         names = ", ".join(map(self.name, failure.ranks(FailureKind.LATE)))
         return RendezvousError(f"{names} came and then did not go on within {self.timeout_s:g} s")
 
-    def open_segment(self, size_bytes: int) -> Segment:
+    def open_segment(self, size_bytes: int, layout: Terms) -> Segment:
         """The control segment of the new group, in which all ranks have introduced themselves. Collective.
+
+        Args:
+            size_bytes: size of the segment.
+            layout: what all ranks must have alike to find the same things in it.
 
         Raises:
             RendezvousError: a rank did not come in time, or two came as the same; names it.
@@ -163,10 +164,11 @@ class Bootstrap:
             SeveralHosts: not all of them are on one host; on every rank.
         """
         self._require_descriptors()
+        terms = self._terms | dict(layout)
         if self.rank != 0:
-            return self._introduce(*self._find(size_bytes))
+            return self._introduce(*self._find(size_bytes, terms))
         try:
-            return self._introduce(*self._publish(size_bytes))
+            return self._introduce(*self._publish(size_bytes, terms))
         except LockstepError as error:
             self._give_up(error)
             raise
@@ -197,7 +199,7 @@ class Bootstrap:
 
     def _introduce(self, segment: Segment, published: str) -> Segment:
         try:
-            blocks = ControlBlocks(segment, self.rank, self.world_size)
+            blocks = SharedControlBlocks(segment, self.rank, self.world_size)
             if blocks.state(self.rank) != PeerState.ABSENT:
                 other = blocks.identity(self.rank)
                 raise RendezvousError(
@@ -219,14 +221,14 @@ class Bootstrap:
         self.forget_segment()
         self._store.delete(_SEVERAL_HOSTS)
 
-    def _publish(self, size_bytes: int) -> tuple[Segment, str]:
+    def _publish(self, size_bytes: int, terms: Terms) -> tuple[Segment, str]:
         # Sparse, since most of it is rings and texts that most groups never use.
         segment = Segment.create(size_bytes, is_sparse=True)
         published = json.dumps(
             {
                 "handle": segment.handle,
                 "world_size": self.world_size,
-                "terms": self.terms,
+                "terms": terms,
                 "maker": asdict(own_identity()),
                 "published_at_s": seconds_since_boot(),
             }
@@ -234,7 +236,7 @@ class Bootstrap:
         self._store.set(_SEGMENT, published)
         return segment, published
 
-    def _find(self, size_bytes: int) -> tuple[Segment, str]:
+    def _find(self, size_bytes: int, terms: Terms) -> tuple[Segment, str]:
         while True:
             published = self._await_published()
             found = self._read(published)
@@ -242,10 +244,10 @@ class Bootstrap:
                 if found["boot_id"] == boot_id() and found["published_at_s"] < started_at_s():
                     self._nap([0])
                     continue
-                raise told_error(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
+                raise peer_error(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
             if found["boot_id"] != boot_id():
-                self._tell_several_hosts()
-            different = self._different(found)
+                self._publish_several_hosts()
+            different = self._different(found, terms)
             if different is not None and is_running(found["maker"]):
                 self._store.set(_failure_key(published), json.dumps([type(different).__name__, str(different)]))
                 raise different
@@ -280,14 +282,14 @@ class Bootstrap:
             ) from None
         return dict(found)
 
-    def _different(self, found: dict[str, Any]) -> SetupError | None:
+    def _different(self, found: dict[str, Any], terms: Terms) -> SetupError | None:
         """The error if rank 0 goes by other terms than this rank."""
         if found["world_size"] != self.world_size:
             return SetupError(
                 f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} {found['world_size']}: "
                 "give all ranks the same"
             )
-        return disagreement(self.name(self.rank), self.terms, self.name(0), found.get("terms"))
+        return disagreement(self.name(self.rank), terms, self.name(0), found.get("terms"))
 
     def _explain_unmapped(self, error: SharedMemoryError, found: dict[str, Any], published: str) -> None:
         """Raise why the segment cannot be mapped here, unless it may be replaced soon."""
@@ -295,13 +297,13 @@ class Bootstrap:
             raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
         if found["maker"].pid_namespace != pid_namespace() and error.errno not in (errno.ENOMEM, errno.EINVAL):
             # Two containers of one machine that share neither processes nor a folder are two hosts.
-            self._tell_several_hosts()
+            self._publish_several_hosts()
         if error.errno not in _STALE or not self._may_be_replaced(found):
             text = f"{self.name(self.rank)}: {error}"
             self._store.set(_failure_key(published), json.dumps([SharedMemoryError.__name__, text]))
             raise SharedMemoryError(error.errno, text) from None
 
-    def _tell_several_hosts(self) -> NoReturn:
+    def _publish_several_hosts(self) -> NoReturn:
         self._store.set(_SEVERAL_HOSTS, self.name(self.rank))
         raise SeveralHosts
 
@@ -323,7 +325,7 @@ class Bootstrap:
                 raise lost_store(self.global_ranks[self.rank], error) from None
             self._nap([0])
 
-    def _await_all(self, blocks: ControlBlocks, published: str) -> None:
+    def _await_all(self, blocks: SharedControlBlocks, published: str) -> None:
         """Wait until every rank has introduced itself."""
         failure_key = _failure_key(published)
         ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
@@ -357,15 +359,15 @@ class Bootstrap:
 
     def _nap(self, missing: Sequence[int]) -> None:
         """Wait a little for ranks that are missing, unless they cannot come, or it took too long already."""
-        self._look_out()
+        self._check_peers()
         waited_s = self._waited_s()
         if waited_s > self.timeout_s:
             raise not_come(missing, self.rank, self.global_ranks, self.timeout_s)
         time.sleep(min(_LONGEST_NAP_S, waited_s / 10))
 
 
-def told_error(kind: str, message: str) -> SetupError:
-    """The error of which another rank has told the class and the text."""
+def peer_error(kind: str, message: str) -> SetupError:
+    """The error that another rank published by its class and text."""
     kinds = {one.__name__: one for one in (SharedMemoryError, RendezvousError, SetupError)}
     return kinds.get(kind, RendezvousError)(message)
 
@@ -376,7 +378,7 @@ def _read_failure(text: str) -> SetupError:
         kind, message = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         kind, message = "", f"a rank could not use the segment: {text[:200]!r}"
-    return told_error(str(kind), str(message))
+    return peer_error(str(kind), str(message))
 
 
 def _failure_key(published: str) -> str:

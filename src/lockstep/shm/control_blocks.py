@@ -43,7 +43,7 @@ from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import PeerState, fence
 
-__all__ = ["ControlBlocks", "Failure", "Record", "damage_text"]
+__all__ = ["Failure", "Record", "SharedControlBlocks", "damage_text"]
 
 BLOCKS_START = 4096
 BLOCK_BYTES = SECTION_BYTES
@@ -94,26 +94,22 @@ class Failure:
     message: str
 
 
-def _nobody_waits() -> None:
-    """Stand in for `on_end` while the group is being made."""
-
-
-class ControlBlocks:
+class SharedControlBlocks:
     """Typed access to the blocks of the control segment.
 
     Args:
         segment: the mapped control segment.
         rank: this rank; the only one whose block is written here.
         world_size: number of blocks.
+        on_end: called when this rank has left or failed and its block says so. See [Note: alarm] in `sync.py`.
 
     Attributes:
-        on_end: called when this rank has left or failed and its block says so. See [Note: alarm] in `sync.py`.
         can_be_damaged: whether something other than ranks can have written into them: always.
     """
 
     can_be_damaged = True
 
-    def __init__(self, segment: Segment, rank: int, world_size: int) -> None:
+    def __init__(self, segment: Segment, rank: int, world_size: int, on_end: Callable[[], None] | None = None) -> None:
         self._bytes = segment.memory
         self.words = segment.memory.cast("q")
         self.rank = rank
@@ -126,7 +122,7 @@ class ControlBlocks:
         self.fingerprint_words = [(start // 8 + 1, start // 8 + 2) for start in self._starts]
         self._ring_counts = {_CALL_WORD: 0, _SITE_WORD: 0}
         self._num_blocked = 0
-        self.on_end: Callable[[], None] = _nobody_waits
+        self._on_end = on_end
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
@@ -170,8 +166,7 @@ class ControlBlocks:
         """Mark this rank as gone in good order; a failure stays a failure."""
         state = self.state_words[self.rank]
         if self.words[state] in (PeerState.READY, PeerState.GIVING_UP):
-            self.words[state] = PeerState.LEFT
-            self.on_end()
+            self._end(PeerState.LEFT)
 
     def fail(self, failure: Failure) -> None:
         """Mark this rank as failed. The first failure stays, because it is the cause of the others."""
@@ -181,8 +176,12 @@ class ControlBlocks:
         culprits = ",".join(map(str, failure.culprits))
         self._write_text(*_FAILURE, f"{failure.kind}|{culprits}|{failure.message}")
         fence()
-        self.words[state] = PeerState.FAILED
-        self.on_end()
+        self._end(PeerState.FAILED)
+
+    def _end(self, state: PeerState) -> None:
+        self.words[self.state_words[self.rank]] = state
+        if self._on_end is not None:
+            self._on_end()
 
     def failure(self, rank: int) -> Failure:
         """Why that rank failed."""

@@ -21,12 +21,12 @@ import time
 
 from lockstep import libc
 
-__all__ = ["LONGEST_NAP_S", "LOST_AFTER_S", "LOST_BY_OWNER_AFTER_S", "SHARED_CORE_S", "Cores", "nap", "own_cores"]
+__all__ = ["LONGEST_NAP_S", "LONG_YIELD_S", "LOST_AFTER_S", "LOST_BY_OWNER_AFTER_S", "Cores", "nap", "own_cores"]
 
 _SHORTEST_NAP_S, LONGEST_NAP_S = 0.000001, 0.0005
 # A yield of a wait for messages that takes this long has gone to another process. A thread that wakes up from sleep
 # runs before that one.
-SHARED_CORE_S = 0.00002
+LONG_YIELD_S = 0.00002
 # Peers that share the core give it back earlier, the more so if each should have one of its own.
 LOST_AFTER_S = 0.001
 LOST_BY_OWNER_AFTER_S = 0.0003

@@ -49,18 +49,18 @@ class Doorbell:
         fence()
         return seen
 
-    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
+    def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
         """Sleep until a peer rings. Local; may return early for no reason.
 
         Args:
             seen: what `arm` returned.
-            limit_s: the longest sleep, in seconds.
+            timeout_s: the longest sleep, in seconds.
             poll_s: the longest sleep where this system cannot wake a sleeper.
         """
         if self._futex is None:
-            nap(min(limit_s, poll_s))
-        elif limit_s > 0:
-            self._futex.sleep(self._area.bell_word(self._local_rank), seen, limit_s)
+            nap(min(timeout_s, poll_s))
+        elif timeout_s > 0:
+            self._futex.sleep(self._area.bell_word(self._local_rank), seen, timeout_s)
 
     def ring(self, local_rank: int, *, wrote: bool) -> None:
         """Wake a rank that sleeps until something like this has been done for it. Local.

@@ -16,7 +16,7 @@ import weakref
 
 import torch
 
-from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.segment import give_back, populate
 
 __all__ = ["LargeSlots"]
@@ -35,7 +35,7 @@ class LargeSlots:
         blocks: the control blocks of the group.
     """
 
-    def __init__(self, parts: list[torch.Tensor], slot_bytes: int, blocks: ControlBlocks) -> None:
+    def __init__(self, parts: list[torch.Tensor], slot_bytes: int, blocks: SharedControlBlocks) -> None:
         self.parts = parts
         self.slot_bytes = slot_bytes
         self._blocks = blocks

@@ -119,17 +119,15 @@ class Watch:
 
     Args:
         peers: rank -> identity, without the calling process.
-
-    Attributes:
         on_death: called after a process has ended, in any thread, unless `must_ask`; may not wait for anything.
     """
 
-    def __init__(self, peers: Mapping[int, PeerIdentity]) -> None:
+    def __init__(self, peers: Mapping[int, PeerIdentity], on_death: Callable[[], None] | None = None) -> None:
         self._ranks: dict[ProcessKey, set[int]] = {}
         self._without_pidfd: dict[int, PeerIdentity] = {}
         self._read_proc_at_s = 0.0
         self._dead: set[int] = set()
-        self.on_death: Callable[[], None] | None = None
+        self._on_death = on_death
         for rank, peer in peers.items():
             self.add(rank, peer)
 
@@ -174,9 +172,9 @@ class Watch:
     def note_end(self, process: ProcessKey) -> None:
         """Note that a process that the sentry watches has ended."""
         self._dead.update(self._ranks[process])
-        tell = self.on_death
-        if tell is not None:
-            tell()
+        on_death = self._on_death
+        if on_death is not None:
+            on_death()
 
     def dead(self) -> set[int]:
         """Ranks whose process has ended. Takes a microsecond while all are alive."""
@@ -190,5 +188,5 @@ class Watch:
     def close(self) -> None:
         """Stop watching."""
         sentry().leave(self)
-        self.on_death = None
+        self._on_death = None
         self._without_pidfd.clear()

@@ -47,7 +47,7 @@ _RECORDS_PER_READ = 64
 _NO_CHUNK = -1
 
 
-class _Kind(IntEnum):
+class _RecordKind(IntEnum):
     """Records. The fields behind the kind are: number, tag, num_bytes, label, chunk, chunk_bytes."""
 
     LABEL = 1  # the payload is what that label stands for from here on
@@ -60,7 +60,7 @@ class _Kind(IntEnum):
 
 
 @dataclass(eq=False)
-class _Peer:
+class _RingPeer:
     """What this rank knows of another."""
 
     rank: int
@@ -113,7 +113,7 @@ class Mailbox(BaseMailbox):
         self._bell = Doorbell(area, self._local_ranks[rank]) if bell is None else bell
         self._touched: dict[int, bool] = {}  # peers to ring for, and whether there is a record for them
         self._others = [peer for peer in self._local_ranks if peer != rank]
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _RingPeer] = {}
         self._streams: deque[Send] = deque()  # granted, and not all of it written yet
         self.pending: dict[Send | Receive, None] = {}
         self._pending_with: Counter[int] = Counter()  # by rank or ANY_SOURCE
@@ -139,11 +139,11 @@ class Mailbox(BaseMailbox):
         cost = flat.numel() + _OVERHEAD_BYTES
         if flat.numel() <= self._eager_bytes and to.eager_bytes + cost - to.writer.settled <= _LARGEST_DEBT_BYTES:
             to.eager_bytes += cost
-            self._write(to, (_Kind.EAGER, send.number, tag, flat.numel(), number, _NO_CHUNK, 0), flat, send)
+            self._write(to, (_RecordKind.EAGER, send.number, tag, flat.numel(), number, _NO_CHUNK, 0), flat, send)
         else:
             to.announced[send.number] = send
             chunk = self._fill_chunk(to, send, unclaimed=True) if flat.numel() else _NO_CHUNK
-            self._write(to, (_Kind.ANNOUNCE, send.number, tag, flat.numel(), number, chunk, send.num_sent))
+            self._write(to, (_RecordKind.ANNOUNCE, send.number, tag, flat.numel(), number, chunk, send.num_sent))
         self.ring()
         return send
 
@@ -177,8 +177,8 @@ class Mailbox(BaseMailbox):
         wants_room = bool(self._streams) or any(peer.backlog for peer in self._peers.values())
         return self._bell.arm(wants_room)
 
-    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
-        self._bell.sleep(seen, limit_s, poll_s)
+    def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
+        self._bell.sleep(seen, timeout_s, poll_s)
 
     def wake_here(self) -> None:
         self._bell.ring_here()
@@ -190,14 +190,14 @@ class Mailbox(BaseMailbox):
 
     # ---- bookkeeping ---------------------------------------------------------------------------------
 
-    def _peer(self, rank: int) -> _Peer:
+    def _peer(self, rank: int) -> _RingPeer:
         peer = self._peers.get(rank)
         if peer is None:
             area = self._area
             own, its = self._local_ranks[self._rank], self._local_ranks[rank]
             writer = RingWriter(area.segment, area.ring_start(own, its), area.capacity)
             reader = RingReader(area.segment, area.ring_start(its, own), area.capacity)
-            peer = self._peers[rank] = _Peer(rank, writer, reader)
+            peer = self._peers[rank] = _RingPeer(rank, writer, reader)
         return peer
 
     def forget(self, operation: Send | Receive) -> None:
@@ -209,7 +209,7 @@ class Mailbox(BaseMailbox):
         if not self._pending_with[peer]:
             del self._pending_with[peer]
 
-    def _label_number(self, to: _Peer, label: Label) -> int:
+    def _label_number(self, to: _RingPeer, label: Label) -> int:
         """The number by which that peer knows a label. See [Note: labels]."""
         number = to.label_numbers.get(label)
         if number is None:
@@ -218,7 +218,7 @@ class Mailbox(BaseMailbox):
                 number = to.label_numbers.pop(next(iter(to.label_numbers)))
             to.label_numbers[label] = number
             data = label.encode()[: to.writer.largest_payload]
-            self._write_text(to, (_Kind.LABEL, 0, 0, len(data), number, _NO_CHUNK, 0), data)
+            self._write_text(to, (_RecordKind.LABEL, 0, 0, len(data), number, _NO_CHUNK, 0), data)
         return number
 
     # ---- matching ------------------------------------------------------------------------------------
@@ -255,11 +255,11 @@ class Mailbox(BaseMailbox):
             peer.pool.hand_back(arrival.chunk)
         if not fits:
             number = self._label_number(peer, receive.label)
-            self._write(peer, (_Kind.REFUSE, arrival.number, 0, 0, number, _NO_CHUNK, 0))
+            self._write(peer, (_RecordKind.REFUSE, arrival.number, 0, 0, number, _NO_CHUNK, 0))
             return
         if receive.num_received < arrival.num_bytes:
             peer.granted[arrival.number] = receive
-        self._write(peer, (_Kind.GRANT, arrival.number, 0, 0, 0, _NO_CHUNK, 0))
+        self._write(peer, (_RecordKind.GRANT, arrival.number, 0, 0, 0, _NO_CHUNK, 0))
 
     def _settle(self, arrival: Incoming) -> None:
         peer = self._peer(arrival.peer)
@@ -268,7 +268,7 @@ class Mailbox(BaseMailbox):
 
     # ---- reading -------------------------------------------------------------------------------------
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: _RingPeer) -> None:
         """Handle what has come from a peer.
 
         Raises:
@@ -287,34 +287,34 @@ class Mailbox(BaseMailbox):
             self.num_records += 1
             self._touched.setdefault(peer.rank, False)
 
-    def _take(self, peer: _Peer, fields: Fields) -> None:
+    def _take(self, peer: _RingPeer, fields: Fields) -> None:
         """Handle one record."""
         reader = peer.reader
         kind, number, tag, num_bytes, label, chunk, chunk_bytes = fields
-        if kind == _Kind.EAGER:
+        if kind == _RecordKind.EAGER:
             data = reader.payload(num_bytes)
             self._match(Incoming(peer.rank, tag, peer.labels[label], num_bytes, number, data))
-        elif kind == _Kind.ANNOUNCE:
+        elif kind == _RecordKind.ANNOUNCE:
             arrival = Incoming(peer.rank, tag, peer.labels[label], num_bytes, number, announced=True)
             if chunk != _NO_CHUNK:
                 if peer.pool is None or chunk_bytes > num_bytes:
                     raise ValueError(chunk)  # The handle of a pool comes before its first chunk.
                 arrival.chunk, arrival.data = chunk, peer.pool.view(chunk, chunk_bytes)
             self._match(arrival)
-        elif kind == _Kind.CHUNK:
+        elif kind == _RecordKind.CHUNK:
             self._read_piece(peer, number, num_bytes, chunk)
-        elif kind == _Kind.GRANT:
+        elif kind == _RecordKind.GRANT:
             self._go_on(peer.announced.pop(number))
-        elif kind == _Kind.REFUSE:
+        elif kind == _RecordKind.REFUSE:
             self._finish(peer.announced.pop(number), peer.labels[label])
-        elif kind == _Kind.LABEL:
+        elif kind == _RecordKind.LABEL:
             peer.labels[label] = Label.decode(bytes(reader.payload(num_bytes).numpy()))
-        elif kind == _Kind.POOL:
+        elif kind == _RecordKind.POOL:
             peer.pool = PoolView(bytes(reader.payload(num_bytes).numpy()).decode())
         else:
             raise ValueError(kind)
 
-    def _read_piece(self, peer: _Peer, number: int, num_bytes: int, chunk: int) -> None:
+    def _read_piece(self, peer: _RingPeer, number: int, num_bytes: int, chunk: int) -> None:
         """The next piece of a granted message."""
         receive = peer.granted[number]
         if num_bytes > receive.flat.numel() - receive.num_received:
@@ -333,15 +333,17 @@ class Mailbox(BaseMailbox):
 
     # ---- writing -------------------------------------------------------------------------------------
 
-    def _write(self, to: _Peer, fields: Fields, payload: torch.Tensor | None = None, send: Send | None = None) -> None:
+    def _write(
+        self, to: _RingPeer, fields: Fields, payload: torch.Tensor | None = None, send: Send | None = None
+    ) -> None:
         """Write a record, behind those that wait for room; `send` is done once it is written."""
         to.backlog.append((fields, payload, send))
         self._flush(to)
 
-    def _write_text(self, to: _Peer, fields: Fields, data: bytes) -> None:
+    def _write_text(self, to: _RingPeer, fields: Fields, data: bytes) -> None:
         self._write(to, fields, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def _flush(self, to: _Peer) -> None:
+    def _flush(self, to: _RingPeer) -> None:
         """Write the records for which there is room."""
         backlog = to.backlog
         while backlog:
@@ -372,19 +374,19 @@ class Mailbox(BaseMailbox):
                 self._write_piece(to, send)
             self._go_on(send)
 
-    def _write_piece(self, to: _Peer, send: Send) -> None:
+    def _write_piece(self, to: _RingPeer, send: Send) -> None:
         start = send.num_sent
         chunk = self._fill_chunk(to, send, unclaimed=False)
         if chunk != _NO_CHUNK:
-            self._write(to, (_Kind.CHUNK, send.number, 0, send.num_sent - start, 0, chunk, 0))
+            self._write(to, (_RecordKind.CHUNK, send.number, 0, send.num_sent - start, 0, chunk, 0))
         elif self._pool is None:
             piece = send.flat[start : start + self._eager_bytes]
-            if to.writer.write((_Kind.CHUNK, send.number, 0, piece.numel(), 0, _NO_CHUNK, 0), piece):
+            if to.writer.write((_RecordKind.CHUNK, send.number, 0, piece.numel(), 0, _NO_CHUNK, 0), piece):
                 send.num_sent += piece.numel()
                 self.num_records += 1
                 self._touched[to.rank] = True
 
-    def _fill_chunk(self, to: _Peer, send: Send, *, unclaimed: bool) -> int:
+    def _fill_chunk(self, to: _RingPeer, send: Send, *, unclaimed: bool) -> int:
         """Copy the next piece of a message into a chunk of the pool: its number, or `_NO_CHUNK`."""
         pool = self._open_pool()
         chunk = None if pool is None else pool.take(unclaimed=unclaimed)
@@ -392,7 +394,7 @@ class Mailbox(BaseMailbox):
             return _NO_CHUNK
         if not to.knows_pool:
             to.knows_pool = True
-            self._write_text(to, (_Kind.POOL, 0, 0, len(pool.handle), 0, _NO_CHUNK, 0), pool.handle.encode())
+            self._write_text(to, (_RecordKind.POOL, 0, 0, len(pool.handle), 0, _NO_CHUNK, 0), pool.handle.encode())
         piece = send.flat[send.num_sent : send.num_sent + CHUNK_BYTES]
         copy_bytes(piece, pool.view(chunk, piece.numel()))
         send.num_sent += piece.numel()

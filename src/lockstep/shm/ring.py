@@ -61,7 +61,7 @@ def ring_bytes(capacity: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _RingMemory:
     """Where a ring lies."""
 
     words: memoryview  # of the whole segment, 64 bit each
@@ -72,9 +72,9 @@ class _Memory:
     settled: int
 
 
-def _map(segment: Segment, start: int, capacity: int) -> _Memory:
+def _map(segment: Segment, start: int, capacity: int) -> _RingMemory:
     first = start + _RING_START
-    return _Memory(
+    return _RingMemory(
         segment.memory.cast("q"),
         segment.memory[first : first + capacity],
         segment.tensor(first, capacity),

@@ -17,21 +17,21 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
-__all__ = ["Listener", "ProcessKey", "Sentry", "sentry"]
+__all__ = ["DeathListener", "ProcessKey", "Sentry", "sentry"]
 
 # Pid and start time: a pid alone may mean another process later.
 ProcessKey = tuple[int, int]
 _END_PATIENCE_S = 1.0
 
 
-class Listener(Protocol):
+class DeathListener(Protocol):
     """What wants to learn of the end of processes."""
 
     def note_end(self, process: ProcessKey) -> None:
         """Note that the process has ended. Called in any thread, once for each process at most; may not wait."""
 
 
-class _Post:
+class _WatchedProcess:
     """One process under watch."""
 
     __slots__ = ("fd", "listeners", "process")
@@ -39,7 +39,7 @@ class _Post:
     def __init__(self, process: ProcessKey, fd: int) -> None:
         self.process = process
         self.fd = fd
-        self.listeners: weakref.WeakSet[Listener] = weakref.WeakSet()  # a group may go without being closed
+        self.listeners: weakref.WeakSet[DeathListener] = weakref.WeakSet()  # a group may go without being closed
 
 
 class Sentry:
@@ -47,23 +47,23 @@ class Sentry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._posts: dict[ProcessKey, _Post] = {}
-        self._by_fd: dict[int, _Post] = {}
-        # While there are posts, and until the thread has seen that there are none.
+        self._watched: dict[ProcessKey, _WatchedProcess] = {}
+        self._by_fd: dict[int, _WatchedProcess] = {}
+        # While there are watched processes, and until the thread has seen that there are none.
         self._epoll: select.epoll | None = None
         self._bell = -1
         self._reserve = -1  # a descriptor for when there is no other left; see `lend`
         self._thread: threading.Thread | None = None
 
-    def join(self, process: ProcessKey, listener: Listener) -> bool:
+    def join(self, process: ProcessKey, listener: DeathListener) -> bool:
         """Listen for the end of a process that is watched already; False if it is not. Local."""
         with self._lock:
-            post = self._posts.get(process)
-            if post is not None:
-                post.listeners.add(listener)
-            return post is not None
+            watched = self._watched.get(process)
+            if watched is not None:
+                watched.listeners.add(listener)
+            return watched is not None
 
-    def watch(self, process: ProcessKey, pidfd: int, listener: Listener) -> bool:
+    def watch(self, process: ProcessKey, pidfd: int, listener: DeathListener) -> bool:
         """Listen for the end of a process. Local.
 
         Args:
@@ -75,26 +75,26 @@ class Sentry:
             Whether the sentry can watch it: not where there is no descriptor or thread left.
         """
         with self._lock:
-            post = self._posts.get(process)
-            if post is not None:
+            watched = self._watched.get(process)
+            if watched is not None:
                 os.close(pidfd)  # Another thread was faster.
-            elif not self._mount():
+            elif not self._start():
                 return False
             else:
                 assert self._epoll is not None
                 self._epoll.register(pidfd, select.EPOLLIN)
-                post = self._posts[process] = self._by_fd[pidfd] = _Post(process, pidfd)
-            post.listeners.add(listener)
+                watched = self._watched[process] = self._by_fd[pidfd] = _WatchedProcess(process, pidfd)
+            watched.listeners.add(listener)
             return True
 
-    def leave(self, listener: Listener) -> None:
+    def leave(self, listener: DeathListener) -> None:
         """Tell this listener nothing more. Local; where nothing is left to watch, the thread ends."""
         with self._lock:
-            for post in list(self._posts.values()):
-                post.listeners.discard(listener)
-                if not post.listeners:
-                    self._dismiss(post)
-            thread = None if self._posts else self._thread
+            for watched in list(self._watched.values()):
+                watched.listeners.discard(listener)
+                if not watched.listeners:
+                    self._forget(watched)
+            thread = None if self._watched else self._thread
             if thread is not None:
                 os.eventfd_write(self._bell, 1)
         if thread is not None and thread is not threading.current_thread():
@@ -102,7 +102,7 @@ class Sentry:
 
     def look(self) -> None:
         """Tell the listeners of processes that have ended. Local; takes a microsecond while none has."""
-        ended: list[_Post] = []
+        ended: list[_WatchedProcess] = []
         with self._lock:
             if self._epoll is None:
                 return
@@ -110,10 +110,10 @@ class Sentry:
             for fd, _ in self._epoll.poll(0):
                 if fd != self._bell:
                     ended.append(self._by_fd[fd])
-                    self._dismiss(self._by_fd[fd])
-        for post in ended:
-            for listener in list(post.listeners):
-                listener.note_end(post.process)
+                    self._forget(self._by_fd[fd])
+        for watched in ended:
+            for listener in list(watched.listeners):
+                listener.note_end(watched.process)
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[None]:
@@ -136,14 +136,14 @@ class Sentry:
             os.close(self._reserve)
             self._reserve = -1
 
-    def _dismiss(self, post: _Post) -> None:
+    def _forget(self, watched: _WatchedProcess) -> None:
         """Watch a process no more. Under the lock."""
         assert self._epoll is not None
-        del self._posts[post.process], self._by_fd[post.fd]
-        self._epoll.unregister(post.fd)
-        os.close(post.fd)
+        del self._watched[watched.process], self._by_fd[watched.fd]
+        self._epoll.unregister(watched.fd)
+        os.close(watched.fd)
 
-    def _mount(self) -> bool:
+    def _start(self) -> bool:
         """Start the thread, and make what it sleeps on. Under the lock."""
         if self._epoll is not None:
             return True
@@ -152,7 +152,7 @@ class Sentry:
             epoll = select.epoll()
             bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             epoll.register(bell, select.EPOLLIN)
-            thread = threading.Thread(target=self._sleep_and_tell, args=[epoll], name="lockstep-sentry", daemon=True)
+            thread = threading.Thread(target=self._run, args=[epoll], name="lockstep-sentry", daemon=True)
             self._epoll, self._bell, self._thread = epoll, bell, thread
             thread.start()
             self._keep_reserve()
@@ -165,13 +165,13 @@ class Sentry:
             return False
         return True
 
-    def _sleep_and_tell(self, epoll: select.epoll) -> None:
+    def _run(self, epoll: select.epoll) -> None:
         """Sleep until processes end, and tell the listeners: what the thread runs."""
         while True:
             epoll.poll()
             self.look()
             with self._lock:
-                if not self._posts:
+                if not self._watched:
                     epoll.close()
                     os.close(self._bell)
                     self._give_up_reserve()

@@ -67,7 +67,7 @@ __all__ = [
     "PeerFailure",
     "PeerState",
     "StepCounter",
-    "Waiter",
+    "StepWaiter",
     "fence",
     "next_look",
     "random_word",
@@ -76,12 +76,12 @@ __all__ = [
 _SPINS_OF_MANY = 4
 _SLEEP_AFTER_S = 0.0003
 _NAP_AFTER_S = 0.002
-_SHARED_CORE_S = 0.000005  # a yield that takes longer than this has let somebody else run on this core
+_UNCONTENDED_YIELD_S = 0.000005  # a yield of a step that takes longer has let somebody else run on this core
 _LOOK_EVERY_S = 0.002
 # Between two looks passes at most this multiple of the time waited so far, and at most so many seconds. The second of
 # two values holds where an alarm wakes the wait.
-_LOOKS_OF_WAITED, _LOOKS_OF_WAITED_IF_TOLD = 0.3, 4.0
-_LONGEST_LOOK_S, _LONGEST_LOOK_IF_TOLD_S = 0.2, 0.5
+_LOOKS_OF_WAITED, _LOOKS_OF_WAITED_IF_WOKEN = 0.3, 4.0
+_LONGEST_LOOK_S, _LONGEST_LOOK_IF_WOKEN_S = 0.2, 0.5
 _RANDOM_BITS = 62
 _REASON_FOLLOWS_WITHIN_S = 5.0
 
@@ -141,18 +141,18 @@ else:
             pass
 
 
-def next_look(start: float, now: float, timeout_s: float, is_told: bool = False) -> float:
+def next_look(start: float, now: float, timeout_s: float, is_woken: bool = False) -> float:
     """When a wait that began at `start` looks at its peers again: rarely in the end. See [Note: looks].
 
     Args:
         start: monotonic time at which the wait began, in seconds.
         now: monotonic time, in seconds.
         timeout_s: seconds from `start` to the deadline, at which there is a look in any case.
-        is_told: an alarm wakes this wait, so that its looks may be rarer.
+        is_woken: an alarm wakes this wait, so that its looks may be rarer.
     """
     soon = now + _LOOK_EVERY_S
-    if is_told:
-        pause_s = min((now - start) * _LOOKS_OF_WAITED_IF_TOLD, _LONGEST_LOOK_IF_TOLD_S)
+    if is_woken:
+        pause_s = min((now - start) * _LOOKS_OF_WAITED_IF_WOKEN, _LONGEST_LOOK_IF_WOKEN_S)
     else:
         pause_s = min((now - start) * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
     return max(soon, min(now + pause_s, start + timeout_s))
@@ -182,7 +182,7 @@ class Overseer(Protocol):
         """Note that the wait is over."""
 
 
-class Waiter:
+class StepWaiter:
     """Waits for words of shared memory to reach a value, and notices when they never will.
 
     Args:
@@ -255,8 +255,8 @@ class Waiter:
         self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float
     ) -> None:
         start = now = time.monotonic()
-        news, is_told = self.news, self.is_told
-        look_at = next_look(start, start, timeout_s, is_told)
+        num_alarms, is_woken = self.num_alarms, self.failures_wake_waits
+        look_at = next_look(start, start, timeout_s, is_woken)
         may_yield = own_cores.may_yield(start)
         position, count = 0, len(pending)  # ranks before `position` have come
         while True:
@@ -268,33 +268,33 @@ class Waiter:
                         return
                     position = 0
             if now >= look_at:
-                news = self.news
+                num_alarms = self.num_alarms
                 again_s = self.look(words, pending, target, now - start, timeout_s)
-                look_at = min(next_look(start, now, timeout_s, is_told), now + again_s)
+                look_at = min(next_look(start, now, timeout_s, is_woken), now + again_s)
             if may_yield and now - start < self._yield_for_s:
                 before = now
                 now = own_cores.give_up(before, self._lost_after_s)
-                may_yield = now - before < (_SHARED_CORE_S if self._has_own_core else _SLEEP_AFTER_S)
+                may_yield = now - before < (_UNCONTENDED_YIELD_S if self._has_own_core else _SLEEP_AFTER_S)
             else:
                 if self._futex is None:
                     nap((now - start) / 20)
                 else:
-                    self._sleep(words, pending, target, news, look_at - now)
+                    self._sleep(words, pending, target, num_alarms, look_at - now)
                 now = time.monotonic()
-                if news != self.news:
+                if num_alarms != self.num_alarms:
                     look_at = now
 
     def _sleep(
-        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, news: int, limit_s: float
+        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, num_alarms: int, timeout_s: float
     ) -> None:
-        """Sleep until the gate opens, or for `limit_s`. See [Note: gate] and [Note: alarm]."""
+        """Sleep until the gate opens, or for `timeout_s`. See [Note: gate] and [Note: alarm]."""
         assert self._futex is not None
         gate = self._words[self._gate]
         fence()
         self._words[self._gate + 1] = target
         fence()
-        if news == self.news and any(words[index] < target for _, index in pending):
-            self._futex.sleep(self._gate, gate, max(limit_s, 0.0))
+        if num_alarms == self.num_alarms and any(words[index] < target for _, index in pending):
+            self._futex.sleep(self._gate, gate, max(timeout_s, 0.0))
 
     def open_gate(self, count: int) -> None:
         """Wake the ranks that sleep, because all have come to step `count`. Local."""
@@ -305,13 +305,13 @@ class Waiter:
             self._futex.wake(self._gate)
 
     @property
-    def is_told(self) -> bool:
+    def failures_wake_waits(self) -> bool:
         """Whether a failure wakes a wait, so that it need not look often."""
         return self._futex is not None and not self.polls_in_looks and not self._watch.must_ask
 
     @property
-    def news(self) -> int:
-        """Changes with every alarm."""
+    def num_alarms(self) -> int:
+        """Counts the alarms of the group."""
         return self._words[self._gate + 2] if self._has_alarm else 0
 
     def sound_alarm(self) -> None:
@@ -390,7 +390,9 @@ class StepCounter:
         waiter: waits for words of the segment.
     """
 
-    def __init__(self, words: memoryview, step_words: Sequence[int], rank: int, waiter: Waiter, bell_word: int) -> None:
+    def __init__(
+        self, words: memoryview, step_words: Sequence[int], rank: int, waiter: StepWaiter, bell_word: int
+    ) -> None:
         self._words = words
         self._mine = step_words[rank]
         self._bell = bell_word

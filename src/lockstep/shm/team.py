@@ -17,14 +17,14 @@ from lockstep.errors import RankLost, SharedMemoryError
 from lockstep.log import get_logger
 from lockstep.rank_status import RING
 from lockstep.shm.bootstrap import Bootstrap
-from lockstep.shm.control_blocks import BLOCK_BYTES, ControlBlocks, Failure
+from lockstep.shm.control_blocks import BLOCK_BYTES, Failure, SharedControlBlocks
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.large_slots import LargeSlots
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.pool import CHUNK_BYTES
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
-from lockstep.shm.sync import Overseer, PeerFailure, StepCounter, Waiter
+from lockstep.shm.sync import Overseer, PeerFailure, StepCounter, StepWaiter
 from lockstep.shm.terms import common_terms
 
 __all__ = ["Region", "SharedMemoryTeam"]
@@ -90,8 +90,8 @@ def _terms(world_size: int) -> dict[str, str | int]:
     }
 
 
-def _plain_waiter(blocks: ControlBlocks, watch: Watch) -> Waiter:
-    return Waiter(blocks.words, blocks.state_words, blocks.rank, watch, blocks.gate_word)
+def _plain_waiter(blocks: SharedControlBlocks, watch: Watch) -> StepWaiter:
+    return StepWaiter(blocks.words, blocks.state_words, blocks.rank, watch, blocks.gate_word)
 
 
 class SharedMemoryTeam:
@@ -129,28 +129,28 @@ class SharedMemoryTeam:
         segment: Segment,
         rank: int,
         world_size: int,
-        make_waiter: Callable[[ControlBlocks, Watch], Waiter] = _plain_waiter,
+        make_waiter: Callable[[SharedControlBlocks, Watch], StepWaiter] = _plain_waiter,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.blocks = ControlBlocks(segment, rank, world_size)
-        peers = {peer: self.blocks.identity(peer) for peer in range(world_size) if peer != rank}
-        self.watch = Watch(peers)
-        blocks = self.blocks
-        self.waiter = make_waiter(blocks, self.watch)
-        self._step_counter = StepCounter(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
-        self.is_entering = False
-        self.on_arrival: list[Callable[[], None]] = []
-        self._transfers = 0
-        start = ControlBlocks.size_bytes(world_size)
+        start = SharedControlBlocks.size_bytes(world_size)
         self._small = [
             segment.tensor(start + peer * 2 * SMALL_SLOT_BYTES, 2 * SMALL_SLOT_BYTES) for peer in range(world_size)
         ]
         self.mail_area = MailArea(segment, start + world_size * 2 * SMALL_SLOT_BYTES, world_size)
         self._doorbell = Doorbell(self.mail_area, rank)
+        self.blocks = blocks = SharedControlBlocks(segment, rank, world_size, on_end=self._sound_alarm)
+        self.watch = Watch({}, on_death=self._sound_alarm)
+        self.waiter = make_waiter(blocks, self.watch)
+        self._step_counter = StepCounter(blocks.words, blocks.step_words, rank, self.waiter, blocks.bell_word)
+        self.is_entering = False
+        self.on_arrival: list[Callable[[], None]] = []
+        self._transfers = 0
         self._large: LargeSlots | None = None
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
-        self.blocks.on_end = self.watch.on_death = self._sound_alarm
+        for peer in range(world_size):
+            if peer != rank:
+                self.watch.add(peer, blocks.identity(peer))  # From here on a death sounds the alarm.
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> SharedMemoryTeam:
@@ -178,10 +178,9 @@ class SharedMemoryTeam:
     @classmethod
     def _connect(cls, bootstrap: Bootstrap) -> tuple[Segment, SharedMemoryTeam]:
         world_size = bootstrap.world_size
-        bootstrap.terms |= _terms(world_size)
         slots_bytes = world_size * 2 * SMALL_SLOT_BYTES
-        size_bytes = ControlBlocks.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
-        segment = bootstrap.open_segment(size_bytes)
+        size_bytes = SharedControlBlocks.size_bytes(world_size) + slots_bytes + MailArea.size_bytes(world_size)
+        segment = bootstrap.open_segment(size_bytes, _terms(world_size))
         team = cls(segment, bootstrap.rank, world_size)
         if bootstrap.rank == 0:
             bootstrap.forget_segment()
@@ -201,14 +200,14 @@ class SharedMemoryTeam:
         self._doorbell.ring_all()
 
     @property
-    def is_told(self) -> bool:
+    def failures_wake_waits(self) -> bool:
         """Whether a failure wakes the threads that sleep in a wait of this group."""
-        return self.waiter.is_told
+        return self.waiter.failures_wake_waits
 
     @property
-    def news(self) -> int:
-        """A number that changes when there is a failure to look at."""
-        return self.waiter.news
+    def num_alarms(self) -> int:
+        """How many alarms of this group there have been."""
+        return self.waiter.num_alarms
 
     @property
     def overseers(self) -> list[Overseer]:
@@ -216,7 +215,7 @@ class SharedMemoryTeam:
         return self.waiter.overseers
 
     @property
-    def published_waits(self) -> ControlBlocks:
+    def published_waits(self) -> SharedControlBlocks:
         """Where the ranks publish their waits: their control blocks."""
         return self.blocks
 

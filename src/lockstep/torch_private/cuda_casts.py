@@ -95,7 +95,7 @@ class _Kernel:
         self._name = name
         self._casts_cpu = casts_cpu
         names = [argument.name for argument in self._operator._schema.arguments]
-        self._place_of_dtype = names.index("dtype") if "dtype" in names else None
+        self._index_of_dtype = names.index("dtype") if "dtype" in names else None
         self._off = off
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,9 +144,9 @@ class _Kernel:
         return lambda tensor: tensor.to(target) if id(tensor) in chosen else tensor
 
     def _names_dtype(self, args: Any, kwargs: Any) -> bool:
-        place = self._place_of_dtype
-        by_place = place is not None and place < len(args) and args[place] is not None
-        return by_place or kwargs.get("dtype") is not None
+        index = self._index_of_dtype
+        is_positional = index is not None and index < len(args) and args[index] is not None
+        return is_positional or kwargs.get("dtype") is not None
 
 
 def _casts_off() -> Callable[[], AbstractContextManager[None]] | None:

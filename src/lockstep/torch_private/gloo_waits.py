@@ -1,9 +1,9 @@
 """Ends a wait for a send or receive of Gloo from another thread.
 
 [Note: waits that no error ends] When a connection breaks, Gloo wakes the threads that wait for a transfer which has not
-begun, and forgets the one that was in the middle of its bytes: whoever waits for that waits for ever. The class of
-such transfers has a method that ends the wait, and torch does not hand it to Python. So it is called where the library
-has it, after a look whether the object is one of that class: its first word says so.
+begun, and forgets the one that was in the middle of its bytes: a thread that waits for that one waits for ever. The
+class of such transfers has a method that ends the wait, and torch does not hand it to Python. So it is called where the
+library has it, after a look whether the object is one of that class: its first word says so.
 """
 
 from __future__ import annotations

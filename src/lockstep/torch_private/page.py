@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.record import NameRecord, Use
 from lockstep.torch_private.table import table
 
 __all__ = ["render"]
@@ -26,7 +26,7 @@ _SECTIONS = (
 )
 
 
-def _row(record: Record) -> str:
+def _row(record: NameRecord) -> str:
     until = f" to {record.until}" if record.until else ""
     cells = (f"`{record.name}`", record.when, record.why, f"{record.since}{until}", record.without)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

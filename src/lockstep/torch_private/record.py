@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Record", "Use"]
+__all__ = ["NameRecord", "Use"]
 
 
 class Use(enum.Enum):
@@ -26,7 +26,7 @@ class Use(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Record:
+class NameRecord:
     """One name.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.record import NameRecord, Use
 
 __all__ = ["RECORDS"]
 
@@ -10,8 +10,8 @@ _NEEDED = "in a script that needs it, or with --compat; never with --no-compat"
 _OLD = "old scripts fail as they do without Lockstep"
 
 
-def _old(name: str, use: Use, why: str) -> Record:
-    return Record(name, use, why, _OLD, _NEEDED, since="none" if use is Use.ADD else Record.since)
+def _old(name: str, use: Use, why: str) -> NameRecord:
+    return NameRecord(name, use, why, _OLD, _NEEDED, since="none" if use is Use.ADD else NameRecord.since)
 
 
 RECORDS = (
@@ -26,28 +26,28 @@ RECORDS = (
     _old("torch._six", Use.ADD, "names for Python 2 and 3, until torch 1.13"),
     _old("torch.cuda.comm", Use.ADD, "torch.nn.parallel.comm under its old name"),
     _old("torch.distributed.deprecated", Use.ADD, "torch.distributed under another name, in torch 1.0"),
-    Record(
+    NameRecord(
         "torch.nn.functional.binary_cross_entropy",
         Use.PATCH,
         "apex.amp raises for it in float16, as Apex does",
         "it computes what torch computes",
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
-    Record(
+    NameRecord(
         "torch.Tensor.cpu",
         Use.PATCH,
         "apex.amp gives float32 to the host, as Apex does",
         "16 bits stay 16 bits",
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
-    Record(
+    NameRecord(
         "torch.Tensor.*_",
         Use.PATCH,
         "apex.amp refuses functions that run in float32 and write to 16 bits, as Apex does: exp_, log_ and their like",
         "they compute in 16 bits",
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
-    Record(
+    NameRecord(
         "the modules of amp.register_*_function",
         Use.BEHAVIOUR,
         "a script names functions of any module, which apex.amp wraps while it is on",
@@ -55,7 +55,7 @@ RECORDS = (
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
     *(
-        Record(
+        NameRecord(
             f"torch._C.{name}",
             Use.READ,
             "CUDA's list of what autocast casts, for tensors on the CPU: cuda_casts.py",
@@ -69,14 +69,14 @@ RECORDS = (
             "_dispatch_get_registrations_for_dispatch_key",
         )
     ),
-    Record(
+    NameRecord(
         "torch.library.Library._destroy",
         Use.READ,
         "takes that list back",
         "it stays",
         "when apex.amp is switched off",
     ),
-    Record(
+    NameRecord(
         "torch.* in rehearsing processes",
         Use.PATCH,
         "GPUs that are not there: torch.cuda, devices of tensors, generators, nccl; and what watchers listen to",

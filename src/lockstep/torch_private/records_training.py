@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.record import NameRecord, Use
 
 __all__ = ["RECORDS"]
 
@@ -16,56 +16,56 @@ _COPIES = "every gradient is copied out of its bucket: slower"
 _SLOWER = "one call for each tensor: slower"
 
 _AUTOGRAD = (
-    Record(
+    NameRecord(
         "torch._C._current_graph_task_id",
         Use.READ,
         "tells backward passes apart: one in another, and one per micro-batch",
         _NO_DDP,
         _DDP,
     ),
-    Record(
+    NameRecord(
         "torch._C._will_engine_execute_node",
         Use.READ,
         "whether the backward pass under way reaches the model's parameters",
         _NO_DDP,
         _DDP,
     ),
-    Record(
+    NameRecord(
         "torch._C._functorch.peek_interpreter_stack",
         Use.READ,
         "whether a forward pass runs inside of torch.func.grad or the like",
         _NO_DDP,
         _DDP,
     ),
-    Record(
+    NameRecord(
         "torch._C._DisableFuncTorch",
         Use.READ,
         "watches parameters and asks other ranks while torch.func.grad runs a backward pass",
         _NO_DDP,
         _DDP,
     ),
-    Record(
+    NameRecord(
         "torch.autograd.Variable._execution_engine.queue_callback",
         Use.READ,
         "the end of a backward pass, at which gradients are reduced",
         _NO_DDP,
         f"{_DDP}, hvd.DistributedOptimizer",
     ),
-    Record(
+    NameRecord(
         "torch.Tensor._version",
         Use.READ,
         "whether a gradient has been changed since it was reduced",
         "changes between backward pass and step go unnoticed",
         f"{_DDP}, hvd.DistributedOptimizer",
     ),
-    Record(
+    NameRecord(
         "torch.autograd.graph.Node._saved_*",
         Use.ATTRIBUTE,
         "divisor, reduction, targets and weights of a loss: is it a mean over samples?",
         "nobody is warned of a loss that is none",
         _DDP,
     ),
-    Record(
+    NameRecord(
         "torch.Tensor._base",
         Use.READ,
         "hooks of a view are lost when it is written to; those of its base are not",
@@ -75,37 +75,43 @@ _AUTOGRAD = (
 )
 
 _TENSORS = (
-    Record("torch._foreach_copy_", Use.READ, "gradients into buckets, in one call", _SLOWER, _DDP),
-    Record("torch._foreach_mul_", Use.READ, "gradients divided by the loss scale", _SLOWER, "apex.fp16_utils"),
-    Record("torch._foreach_norm", Use.READ, "norms of all gradients in one call", _SLOWER, "apex's FusedLAMB"),
-    Record(
+    NameRecord("torch._foreach_copy_", Use.READ, "gradients into buckets, in one call", _SLOWER, _DDP),
+    NameRecord("torch._foreach_mul_", Use.READ, "gradients divided by the loss scale", _SLOWER, "apex.fp16_utils"),
+    NameRecord("torch._foreach_norm", Use.READ, "norms of all gradients in one call", _SLOWER, "apex's FusedLAMB"),
+    NameRecord(
         "torch._amp_foreach_non_finite_check_and_unscale_",
         Use.READ,
         "divides gradients and finds overflow in one pass, as torch's GradScaler",
         "apex.amp with a loss scale refuses; use torch.amp.GradScaler",
         "apex.amp",
     ),
-    Record(
+    NameRecord(
         "torch._debug_has_internal_overlap",
         Use.READ,
-        "turns away outputs whose elements lie in one place, as after expand",
+        "turns away outputs whose elements share an address, as after expand",
         "such outputs are written to as they are",
         "collectives",
     ),
-    Record("torch.Tensor._use_count", Use.READ, "whether somebody still holds a gradient", _COPIES, _DDP),
-    Record("torch._C._storage_Use_Count", Use.READ, "whether somebody holds a view of a gradient", _COPIES, _DDP),
-    Record("torch.UntypedStorage._cdata", Use.READ, "names a gradient's memory, to count its holders", _COPIES, _DDP),
-    Record("torch.Tensor._values", Use.READ, "values of sparse tensors that are not coalesced", _NO_SPARSE, _SPARSE),
-    Record("torch.Tensor._indices", Use.READ, "indices of sparse tensors that are not coalesced", _NO_SPARSE, _SPARSE),
-    Record("torch.Tensor._nnz", Use.READ, "how many entries ranks contribute", _NO_SPARSE, _SPARSE),
-    Record(
+    NameRecord("torch.Tensor._use_count", Use.READ, "whether somebody still holds a gradient", _COPIES, _DDP),
+    NameRecord("torch._C._storage_Use_Count", Use.READ, "whether somebody holds a view of a gradient", _COPIES, _DDP),
+    NameRecord(
+        "torch.UntypedStorage._cdata", Use.READ, "names a gradient's memory, to count its holders", _COPIES, _DDP
+    ),
+    NameRecord(
+        "torch.Tensor._values", Use.READ, "values of sparse tensors that are not coalesced", _NO_SPARSE, _SPARSE
+    ),
+    NameRecord(
+        "torch.Tensor._indices", Use.READ, "indices of sparse tensors that are not coalesced", _NO_SPARSE, _SPARSE
+    ),
+    NameRecord("torch.Tensor._nnz", Use.READ, "how many entries ranks contribute", _NO_SPARSE, _SPARSE),
+    NameRecord(
         "torch.ops.quantized.embedding_bag_byte_prepack",
         Use.READ,
         "encodes wire format int8 in one pass over memory; torch retires its quantized operators",
         "the same by plain operators, about ten times as slow",
         "wire='int8'",
     ),
-    Record(
+    NameRecord(
         "torch.ops.quantized.embedding_bag_byte_unpack",
         Use.READ,
         "decodes wire format int8",
@@ -115,72 +121,76 @@ _TENSORS = (
 )
 
 _MODULES = (
-    Record(
+    NameRecord(
         "torch.nn.Module._modules",
         Use.ATTRIBUTE,
         "children under every name: public iterators leave out a child's second name, and None",
         _NO_REPLICAS,
         f"{_REPLICAS}, convert_sync_batchnorm",
     ),
-    Record(
+    NameRecord(
         "torch.nn.Module._parameters",
         Use.ATTRIBUTE,
         "parameters under every name, None included",
         _NO_REPLICAS,
         f"{_REPLICAS}, convert_sync_batchnorm",
     ),
-    Record(
+    NameRecord(
         "torch.nn.Module._buffers",
         Use.ATTRIBUTE,
         "buffers can be replaced by scripts at any time, so where they stand is kept and not what",
         "the engine leaves buffers alone",
         f"{_DDP}, {_REPLICAS}, convert_sync_batchnorm, apex",
     ),
-    Record(
+    NameRecord(
         "torch.nn.Module._replicate_for_data_parallel",
         Use.READ,
         "modules copy themselves for a replica, as under torch's DataParallel; apex.amp's casts go along",
         _NO_REPLICAS,
         f"{_REPLICAS}, apex.amp",
     ),
-    Record(
+    NameRecord(
         "torch.nn.modules.batchnorm._BatchNorm",
         Use.READ,
         "base of all batch normalizations: convert_sync_batchnorm takes each",
         "the base class of nn.BatchNorm1d",
         "SyncBatchNorm, apex",
     ),
-    Record(
+    NameRecord(
         "torch.nn.modules.batchnorm._BatchNorm._check_input_dim",
         Use.OVERRIDE,
         "SyncBatchNorm takes inputs of any number of dimensions",
         "none: nobody asks",
         "SyncBatchNorm",
     ),
-    Record(
+    NameRecord(
         "torch.nn.modules.dropout._DropoutNd",
         Use.READ,
         "base of all dropouts, which draw random numbers",
         "the base class of nn.Dropout",
         _REPLICAS,
     ),
-    Record(
+    NameRecord(
         "torch._utils.ExceptionWrapper",
         Use.READ,
         "an exception of a replica's thread keeps its type and traceback",
         _NO_REPLICAS,
         _REPLICAS,
     ),
-    Record("torch.nn.parallel._functions.Scatter", Use.READ, "batches onto GPUs", _NO_REPLICAS, f"{_REPLICAS} on GPUs"),
-    Record("torch.nn.parallel._functions.Gather", Use.READ, "outputs from GPUs", _NO_REPLICAS, f"{_REPLICAS} on GPUs"),
-    Record(
+    NameRecord(
+        "torch.nn.parallel._functions.Scatter", Use.READ, "batches onto GPUs", _NO_REPLICAS, f"{_REPLICAS} on GPUs"
+    ),
+    NameRecord(
+        "torch.nn.parallel._functions.Gather", Use.READ, "outputs from GPUs", _NO_REPLICAS, f"{_REPLICAS} on GPUs"
+    ),
+    NameRecord(
         "torch.utils._pytree.tree_*",
         Use.READ,
         "tensors in containers of containers, also those that scripts have registered with torch",
         "models that take or return containers are refused",
         f"{_DDP}, apex",
     ),
-    Record(
+    NameRecord(
         "torch.Optimizer._opt_called",
         Use.ATTRIBUTE,
         "schedulers warn if they step before the optimizer; a step that an overflow skipped counts as one",
@@ -190,14 +200,14 @@ _MODULES = (
 )
 
 _LOADER = (
-    Record(
+    NameRecord(
         "torch.utils.data.DataLoader._get_iterator",
         Use.OVERRIDE,
         "torch's iterators are made over a view of the loader whose data are seeded per sample",
         "lockstep.DataLoader refuses; use torch's with a DistributedSampler",
         "lockstep.DataLoader",
     ),
-    Record(
+    NameRecord(
         "torch.utils.data.DataLoader.__setattr__",
         Use.BEHAVIOUR,
         "it guards batch_size, drop_last, sampler and dataset; object.__setattr__ goes past it",

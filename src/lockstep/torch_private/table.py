@@ -11,18 +11,18 @@ import functools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from lockstep.torch_private.record import Record, Use
+from lockstep.torch_private.record import NameRecord, Use
 
 __all__ = ["make_table", "record_of", "table"]
 
 
-def make_table(records: Iterable[Record]) -> Mapping[str, Record]:
+def make_table(records: Iterable[NameRecord]) -> Mapping[str, NameRecord]:
     """Records by name.
 
     Raises:
         AssertionError: a name stands twice.
     """
-    found: dict[str, Record] = {}
+    found: dict[str, NameRecord] = {}
     for record in records:
         assert record.name not in found, f"{record.name} stands in the table twice"
         found[record.name] = record
@@ -30,7 +30,7 @@ def make_table(records: Iterable[Record]) -> Mapping[str, Record]:
 
 
 @functools.cache
-def table() -> Mapping[str, Record]:
+def table() -> Mapping[str, NameRecord]:
     """All records, by name, in the order of the page."""
     from lockstep.torch_private import records_compat, records_groups, records_training
 
@@ -38,7 +38,7 @@ def table() -> Mapping[str, Record]:
 
 
 @functools.cache
-def record_of(name: str, use: Use | None = None) -> Record:
+def record_of(name: str, use: Use | None = None) -> NameRecord:
     """The record of a name.
 
     Args:

@@ -32,9 +32,9 @@ _LEAST_RANGE = 1e-8  # what torch's kernel adds to the range of a row
 _Tensors = Sequence[torch.Tensor]
 
 
-def _copy_one_by_one(places: _Tensors, tensors: _Tensors) -> None:
-    for place, tensor in zip(places, tensors, strict=True):
-        place.copy_(tensor)
+def _copy_one_by_one(targets: _Tensors, tensors: _Tensors) -> None:
+    for target, tensor in zip(targets, tensors, strict=True):
+        target.copy_(tensor)
 
 
 def _mul_one_by_one(tensors: _Tensors, factor: Any) -> None:
@@ -62,7 +62,7 @@ def _unpack_by_operators(rows: torch.Tensor) -> torch.Tensor:
 
 
 foreach_copy_: Callable[..., Any] = find("torch._foreach_copy_") or _copy_one_by_one
-"""`foreach_copy_(places, tensors)`: each tensor into its place."""
+"""`foreach_copy_(targets, tensors)`: each tensor into its target."""
 
 foreach_mul_: Callable[..., Any] = find("torch._foreach_mul_") or _mul_one_by_one
 """`foreach_mul_(tensors, factor)`, in place."""
@@ -103,7 +103,7 @@ _nnz: Callable[[torch.Tensor], int] = need("torch.Tensor._nnz")
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a tensor surely lie at one place in memory, as after `expand`."""
+    """Whether several elements of a tensor surely share an address, as after `expand`."""
     return _internal_overlap(tensor) == 1
 
 

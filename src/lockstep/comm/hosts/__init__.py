@@ -4,16 +4,17 @@ General layout:
 
 * `layout`: who shares a host with whom. Pure data.
 * `discovery`: finds that out, and the address of each host; `store_exchange`: what ranks tell each other meanwhile.
-* `connections`: a connection for each pair of ranks, which all their groups share; news of deaths.
+* `connections`: a connection for each pair of ranks, which all their groups share; reports the end of a process.
 * `links`: the connections as one group uses them, for short messages.
 * `peer_listener`: where they connect; `handshake`: how they prove to each other who they are.
-* `link_store`: what ranks tell each other over their new connections; `gloo_door`: keeps strangers from Gloo's port.
+* `link_store`: the values that ranks exchange over their new connections.
+* `gloo_port_filter`: keeps strangers from the port at which Gloo listens.
 * `gloo_connections`: those of Gloo, which all groups share; `gloo_transport`: as a group uses them.
 * `gloo_transfers`: what Gloo has under way, and who waits for it.
 * `watchdog`: a thread that looks after the peers while a rank waits for Gloo.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.
 * `pipeline`: large reductions in chunks, each of which is in another stage.
-* `small`: the collectives of small tensors, which come with the notices.
+* `small_tensors`: the collectives of small tensors, which come with the notices.
 * `algorithms`: the collectives.
 * `mailbox`: point to point.
 * `group`: how a group comes to be, and its engine.

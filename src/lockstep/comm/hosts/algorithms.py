@@ -15,7 +15,7 @@ import torch
 from lockstep.comm.contract import Algorithms
 from lockstep.comm.hosts.layout import LARGEST_CHUNK_BYTES, num_chunks
 from lockstep.comm.hosts.pipeline import Reduction, reduce_pipelined
-from lockstep.comm.hosts.small import SmallAlgorithms
+from lockstep.comm.hosts.small_tensors import SmallTensorAlgorithms
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.shm.algorithms import SharedMemoryAlgorithms
 from lockstep.shm.kernels import Kernel
@@ -38,7 +38,7 @@ class HostsAlgorithms(Algorithms):
     def __init__(self, team: HostsTeam) -> None:
         self._team = team
         self._local = SharedMemoryAlgorithms(team.local)
-        self._small = SmallAlgorithms(team)
+        self._small = SmallTensorAlgorithms(team)
 
     def barrier(self, timeout_s: float) -> None:
         """Every rank waits for every other."""

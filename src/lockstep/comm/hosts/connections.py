@@ -334,9 +334,9 @@ class Connections:
             self._closed.add(group)
             self._early.pop(group, None)
             if not self._poll.closed:
-                self._tell_left(group, peers)
+                self._send_left(group, peers)
 
-    def _tell_left(self, group: int, peers: Collection[int]) -> None:
+    def _send_left(self, group: int, peers: Collection[int]) -> None:
         for peer in set(peers) - self._lost:
             self._send(self._connections[peer], _HEAD.pack(_LEFT, group))
 
@@ -350,7 +350,7 @@ class Connections:
         with self._lock:
             _, peers = self._inboxes.pop(group)
             self._closed.add(group)
-            self._tell_left(group, peers)
+            self._send_left(group, peers)
             is_last = not self._inboxes
         deadline = time.monotonic() + patience_s
         while is_last and self._full and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ that its host ranks first. A host that nobody reaches is an error that names wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
 
 __all__ = ["find_members"]
+
+_Endpoint = tuple[str, str, int]  # interface, address, port
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,27 @@ def _find_addresses(
     exchange: StoreExchange, rank: int, hosts: Sequence[int], names: Sequence[str]
 ) -> dict[int, tuple[str, str]]:
     """Find the address and interface of each host: first rank of the host -> both. Collective."""
+    endpoints, reached = _probe(exchange, rank, hosts)
+    named = dict(zip(hosts, names, strict=True))
+    chosen: dict[int, tuple[str, str]] = {}
+    for host in hosts:
+        votes = [sum(index in found.get(str(host), ()) for found in reached) for index in range(len(endpoints[host]))]
+        if not votes or max(votes) < len(hosts) - 1:
+            raise _unreachable(host, endpoints[host], dict(zip(hosts, reached, strict=True)), named)
+        interface, address, _ = endpoints[host][votes.index(max(votes))]
+        chosen[host] = (address, interface)
+    return chosen
+
+
+def _probe(
+    exchange: StoreExchange, rank: int, hosts: Sequence[int]
+) -> tuple[dict[int, list[_Endpoint]], list[Mapping[str, Sequence[int]]]]:
+    """Let each host try the endpoints of all others. Collective.
+
+    Returns:
+        The endpoints of each host, by its first rank; and for each host, in the order of `hosts`, the indices of the
+        endpoints that it reached, by the first rank of the other host (in text).
+    """
     listener: ProbeListener | None = None
     try:
         if rank in hosts:
@@ -107,19 +130,20 @@ def _find_addresses(
     finally:
         if listener is not None:
             listener.close()
-    chosen: dict[int, tuple[str, str]] = {}
-    for host, name in zip(hosts, names, strict=True):
-        endpoints = listeners[host]["endpoints"]
-        votes = [sum(index in found.get(str(host), ()) for found in reached) for index in range(len(endpoints))]
-        if not votes or max(votes) < len(hosts) - 1:
-            tried = ", ".join(f"{interface} {address}" for interface, address, _ in endpoints) or "no address"
-            deaf = [
-                other for other, found in zip(names, reached, strict=True) if not found.get(str(host)) and other != name
-            ]
-            raise RendezvousError(
-                f"host {name} cannot be reached from {', '.join(deaf) or 'all others at one address'}; tried {tried}. "
-                "Is there a firewall between them? GLOO_SOCKET_IFNAME chooses the network interface"
-            )
-        interface, address, _ = endpoints[votes.index(max(votes))]
-        chosen[host] = (address, interface)
-    return chosen
+    return {host: found["endpoints"] for host, found in listeners.items()}, reached
+
+
+def _unreachable(
+    host: int,
+    endpoints: Sequence[_Endpoint],
+    reached: Mapping[int, Mapping[str, Sequence[int]]],
+    names: Mapping[int, str],
+) -> RendezvousError:
+    """The error for a host that others cannot reach, or not all at the same address."""
+    name = names[host]
+    deaf = [names[other] for other, found in reached.items() if not found.get(str(host)) and names[other] != name]
+    tried = ", ".join(f"{interface} {address}" for interface, address, _ in endpoints) or "no address"
+    return RendezvousError(
+        f"host {name} cannot be reached from {', '.join(deaf) or 'all others at one address'}; tried {tried}. "
+        "Is there a firewall between them? GLOO_SOCKET_IFNAME chooses the network interface"
+    )

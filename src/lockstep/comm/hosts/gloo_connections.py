@@ -2,9 +2,10 @@
 
 [Note: shared Gloo] The default group connects its ranks by Gloo; groups that are made of them later send and receive
 over the same connections, under tags of their own. So a further group takes no time to connect, no descriptors and no
-threads. What one group gives up must then not close the connections: it ends its waits ([Note: waits that no error
-ends] in `torch_private/gloo_waits.py`), and what is under way stays where Gloo may touch it, until the connections go.
-With a torch in which waits cannot be ended, each group has connections of its own.
+threads. A group that gives up must not close connections that others use. It ends its own waits ([Note: waits that no
+error ends] in `torch_private/gloo_waits.py`), and keeps the memory of unfinished transfers until the connections are
+closed, because Gloo may still write to it. With a torch in which waits cannot be ended, each group has connections of
+its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.hosts.gloo_door import GlooDoor
+from lockstep.comm.hosts.gloo_port_filter import GlooPortFilter
 from lockstep.comm.torch_version import joins_gloo_with_gil
 from lockstep.errors import LockstepError, RendezvousError
 from lockstep.torch_private.gloo_waits import can_end_waits
@@ -109,7 +110,7 @@ class GlooConnections:
         rank: this rank in the group that connects.
         world_size: number of ranks of that group.
         address: address of this host; Gloo listens and connects there only.
-        admitted: the addresses from which ranks connect; None for any. See [Note: Gloo's door].
+        admitted: the addresses from which ranks connect; None for any. See [Note: Gloo's port].
         timeout_s: seconds until missing connections are an error.
         check_peers: called while ranks connect; raises if one of them is gone.
 
@@ -133,13 +134,13 @@ class GlooConnections:
     ) -> None:
         what = f"rank {rank} of {world_size} could not connect to all others by Gloo at {address}"
         try:
-            door = GlooDoor(address, admitted)
+            port_filter = GlooPortFilter(address, admitted)
             limit = timedelta(seconds=timeout_s)
-            connecting = _Connecting(lambda: gloo_group(store, rank, world_size, door.device, limit))
+            connecting = _Connecting(lambda: gloo_group(store, rank, world_size, port_filter.device, limit))
             try:
                 self._group: Any = connecting.wait(timeout_s, check_peers)
             finally:
-                door.close()
+                port_filter.close()
         except LockstepError:
             raise
         except TimeoutError:

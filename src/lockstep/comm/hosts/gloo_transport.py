@@ -4,10 +4,10 @@ Only sends and receives of Gloo are used: they go straight from one memory to an
 what, and in which order, stays Lockstep's business (`wire.py`, `pipeline.py`).
 
 [Note: waits] A thread can wait for a send or receive of Gloo, but not ask whether it is done; and a wait that reaches a
-deadline closes the connection for good. So a thread that needs data waits without a deadline, which costs nothing
-while all is well, and a second thread, the `Watchdog`, watches the peers meanwhile. If one of them fails, the watchdog
-closes the connections, which ends the waits of this group if it is the only one; and it ends the waits that this does
-not end ([Note: waits that no error ends] in `torch_private/gloo_waits.py`).
+deadline closes the connection for good. So a thread that needs data waits without a deadline, which costs nothing while
+all is well, and a second thread, the `Watchdog`, watches the peers meanwhile. When a peer fails, the watchdog closes
+the connections if no other group uses them, and the waits end with an error. It ends the remaining waits one by one
+([Note: waits that no error ends] in `torch_private/gloo_waits.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Makes a group over several hosts, and its engine."""
+"""Connects the ranks of a new group over several hosts, and returns its engine.
+
+In this order: discovery, connections, shared memory of each host, Gloo.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
         engine: Engine = make_engine(SharedMemoryTeam.connect(bootstrap), new)
     else:
         shared = LinkStore(links, new.rank, new.ranks, exchange.remaining_s(), check_peers)
-        with _told_to_all(shared, links):
+        with _failures_published(shared, links):
             make_gloo = functools.partial(_connect_gloo, new, layout, links, shared)
             engine = _make(new, layout, links, shared, bootstrap, make_gloo)
     exchange.erase()
@@ -104,7 +107,7 @@ def connect_over(
     except OSError as error:
         raise SetupError(f"rank {new.ranks[new.rank]} cannot join a new group: {error}") from None
     shared = LinkStore(own, new.rank, new.ranks, new.timeout_s, check_peers)
-    with _told_to_all(shared, own):
+    with _failures_published(shared, own):
         number = _agree_on_terms(shared, new, gloo)
         if gloo is None or number is None:
             make_gloo = functools.partial(_connect_gloo, new, layout, own, shared)
@@ -114,8 +117,8 @@ def connect_over(
 
 
 @contextlib.contextmanager
-def _told_to_all(shared: LinkStore, links: Links) -> Iterator[None]:
-    """While the group is being made: where this rank fails, the others learn why."""
+def _failures_published(shared: LinkStore, links: Links) -> Iterator[None]:
+    """If this rank fails while the group is being made, send the others the reason."""
     try:
         yield
     except BaseException as error:
@@ -139,14 +142,14 @@ def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections | No
     if gloo is not None and gloo.can_be_shared:
         number = gloo.number() if new.rank == 0 else 0
     own = {"terms": terms, "number": number if number is None or is_number(number) else None}
-    told: dict[int, dict[str, Any]] = {new.rank: own}
+    published: dict[int, dict[str, Any]] = {new.rank: own}
     for peer, value in shared.share("terms", json.dumps(own).encode()).items():
-        told[peer] = json.loads(value)
-        different = disagreement(name, terms, f"rank {new.ranks[peer]}", told[peer]["terms"])
+        published[peer] = json.loads(value)
+        different = disagreement(name, terms, f"rank {new.ranks[peer]}", published[peer]["terms"])
         if different is not None:
             raise different
-    found: int | None = told[0]["number"]
-    return None if any(one["number"] is None for one in told.values()) else found
+    found: int | None = published[0]["number"]
+    return None if any(one["number"] is None for one in published.values()) else found
 
 
 def _terms() -> dict[str, Any]:
@@ -234,12 +237,12 @@ def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member]
     towards = {source_towards(one.address) for one in members}
     own = sorted({one.address for one in interfaces()} | {source for source in towards if source is not None})
     sources = links.sources()
-    is_as_told = all(_is_same(source, members[peer].address) for peer, source in sources.items())
-    found = shared.share("ready", json.dumps([is_as_told, own]).encode())
-    told = [json.loads(value) for value in found.values()]
-    if not is_as_told or not all(one[0] for one in told):
+    is_as_published = all(_is_same(source, members[peer].address) for peer, source in sources.items())
+    found = shared.share("ready", json.dumps([is_as_published, own]).encode())
+    published = [json.loads(value) for value in found.values()]
+    if not is_as_published or not all(one[0] for one in published):
         return None
-    return frozenset(own).union(*(one[1] for one in told))
+    return frozenset(own).union(*(one[1] for one in published))
 
 
 def _is_same(address: str, other: str) -> bool:

@@ -7,10 +7,10 @@ The client has connected to the listener of the server::
     client → server    an HMAC over the same and the server's challenge
     server → client    whether it is admitted
 
-The key of both HMACs is derived from the job's secret and the word of the server's listener, which stands in the store.
-The secret itself does not stand there, so a process that reads the store can neither pass for a rank nor have one talk
-to it. Where the job has no secret, the word is all there is to know; a client must then also come from the address that
-its rank has published.
+The key of both HMACs is derived from the job's secret and the nonce of the server's listener, which stands in the
+store. The secret itself does not stand there, so a process that reads the store can neither pass for a rank nor have
+one talk to it. Where the job has no secret, the nonce is all there is to know; a client must then also come from the
+address that its rank has published.
 
 Nothing here waits: it reads bytes as they come, and none beyond the end of the next message.
 """
@@ -46,7 +46,7 @@ class Stranger(Exception):
     """The process at the other end is no rank that is awaited. The message is a clause."""
 
 
-class _Reader:
+class _SocketReader:
     """Collects the bytes of a message of known size."""
 
     def __init__(self, link: socket.socket) -> None:
@@ -96,7 +96,7 @@ class IncomingHandshake:
         self._rank = rank
         self._key = key
         self._admits = admits
-        self._reader = _Reader(link)
+        self._reader = _SocketReader(link)
         self._hello: tuple[int, bytes, bytes] | None = None
 
     def advance(self) -> int | None:
@@ -171,7 +171,7 @@ class OutgoingHandshake:
         link.setblocking(False)
         with contextlib.suppress(OSError):  # then from whichever address the kernel chooses
             link.bind((self._source, 0))
-        self._step, self._reader = _Step.CONNECT, _Reader(link)
+        self._step, self._reader = _Step.CONNECT, _SocketReader(link)
         with contextlib.suppress(BlockingIOError):
             link.connect(self._endpoint)
 

@@ -1,4 +1,4 @@
-"""A store over the new connections of a group, for what its ranks tell each other until the group is made.
+"""A store over the new connections of a group, for the values that its ranks exchange until the group is made.
 
 Gloo's addresses go this way, too: nobody but the ranks can read or write it, while the store in which they found each
 other is open to everybody who reaches its port.
@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import LockstepError, RankLost
-from lockstep.shm.bootstrap import lost_meanwhile, not_come, told_error
+from lockstep.shm.bootstrap import lost_meanwhile, not_come, peer_error
 from lockstep.torch_private.stores import Store
 
 __all__ = ["LinkStore"]
@@ -48,17 +48,17 @@ class LinkStore(Store):
         self._peers = frozenset(peer for peer in range(len(ranks)) if peer != rank)
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
-        self._look_out = check_peers
+        self._check_awaited = check_peers
         self._values: dict[str, bytes] = {}
         self._pieces: dict[tuple[int, str], bytearray] = {}
-        self._num_told = dict.fromkeys(self._peers, 0)  # values, by rank
+        self._num_received = dict.fromkeys(self._peers, 0)  # values, by rank
         self._others: list[tuple[int, memoryview]] = []
         self._lock = threading.RLock()
         self._is_closed = False
-        self._was_told = False  # why the group is not made
+        self._peer_gave_up = False
 
     def share(self, topic: str, value: bytes) -> dict[int, bytes]:
-        """Tell all ranks a value, and wait for theirs. Collective.
+        """Send a value to all ranks, and wait for theirs. Collective.
 
         Returns:
             The values of the other ranks, by rank.
@@ -66,7 +66,7 @@ class LinkStore(Store):
         Raises:
             RendezvousError: a rank did not come in time; names it.
             SetupError: a rank gave up; says why.
-            RankLost: a rank is gone, or did not tell its value in time.
+            RankLost: a rank is gone, or did not send its value in time.
         """
         self.set(f"{topic} {self._rank}", value)
         keys = {peer: f"{topic} {peer}" for peer in self._peers}
@@ -74,13 +74,13 @@ class LinkStore(Store):
         return {peer: self._values[key] for peer, key in keys.items()}
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others why this rank will not be in the group, unless one of them said so, and close. Local."""
+        """Send the others the reason why this rank cannot join, unless one of them sent one; close. Local."""
         name = f"rank {self._ranks[self._rank]}"
         text = str(error) or type(error).__name__
         culprits = error.culprits if isinstance(error, RankLost) else ()
         if not culprits:
             text = f"{name} could not join: {text.splitlines()[0]}"
-        if not self._was_told:
+        if not self._peer_gave_up:
             self.set(f"{_FAILURE} {self._rank}", json.dumps([type(error).__name__, text, culprits]).encode())
         self._is_closed = True
 
@@ -100,7 +100,7 @@ class LinkStore(Store):
         while awaited := missing():
             self._check(awaited)
             if time.monotonic() > self._deadline_s:
-                silent = sorted(peer for peer in awaited if not self._num_told[peer])
+                silent = sorted(peer for peer in awaited if not self._num_received[peer])
                 if silent:
                     raise not_come(silent, self._rank, self._ranks, self._timeout_s)
                 raise lost_meanwhile([self._ranks[peer] for peer in sorted(awaited)], "came and did not go on")
@@ -109,17 +109,17 @@ class LinkStore(Store):
 
     def _check(self, awaited: Collection[int]) -> None:
         for peer in sorted(self._peers):
-            told = self._values.get(f"{_FAILURE} {peer}")
-            if told is not None:
-                self._was_told = True
-                kind, text, culprits = json.loads(told)
-                raise RankLost(text, tuple(culprits)) if culprits else told_error(kind, text)
+            failure = self._values.get(f"{_FAILURE} {peer}")
+            if failure is not None:
+                self._peer_gave_up = True
+                kind, text, culprits = json.loads(failure)
+                raise RankLost(text, tuple(culprits)) if culprits else peer_error(kind, text)
         gone = sorted(self._links.lost.intersection(awaited))
         if gone:
             raise lost_meanwhile([self._ranks[peer] for peer in gone], "came and was gone again")
         if self._is_closed:
             raise LockstepError("the group is not being made any more")  # to a thread of Gloo's
-        self._look_out()
+        self._check_awaited()
 
     def _receive(self) -> None:
         with self._lock:
@@ -136,7 +136,7 @@ class LinkStore(Store):
             pieces += message[_HEAD.size + name_bytes :]
             if len(pieces) >= total:
                 self._values[key] = bytes(self._pieces.pop((peer, key)))
-                self._num_told[peer] += 1
+                self._num_received[peer] += 1
 
     def remaining_s(self) -> float:
         """Seconds until the limit."""
@@ -152,7 +152,7 @@ class LinkStore(Store):
     # ---- what Gloo asks a store ------------------------------------------------------------------------
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what torch hands over, whatever it says
-        """Tell all ranks a value. Local."""
+        """Send a value to all ranks. Local."""
         self._values[key] = value = bytes(value)
         name = key.encode()
         for start in range(0, max(len(value), 1), _PIECE_BYTES):
@@ -183,6 +183,6 @@ class LinkStore(Store):
         self._await(lambda: () if self._values.keys() >= set(keys) else self._furthest_behind())
 
     def _furthest_behind(self) -> list[int]:
-        """The ranks that have told the fewest values: Gloo's keys do not say of whom they are."""
-        fewest = min(self._num_told.values(), default=0)
-        return [peer for peer, told in self._num_told.items() if told == fewest]
+        """The ranks of which the fewest values have come: Gloo's keys do not say of whom they are."""
+        fewest = min(self._num_received.values(), default=0)
+        return [peer for peer, number in self._num_received.items() if number == fewest]

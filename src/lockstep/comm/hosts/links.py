@@ -1,7 +1,7 @@
-"""The links of a group over several hosts: a connection to each other rank, for short messages.
+"""Short messages between the ranks of one group over several hosts.
 
-The connections tell of the end of a process as well (`connections.py`). `peer_listener.py` makes them for the first
-group; groups that are made of its ranks share them.
+`Links` is the view that one group has of the connections (`connections.py`), which all groups of the process share.
+They also report that a process has ended. `peer_listener.py` makes them, for the first group.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class _LinkBell(Doorbell):
         self._team = team
         self._ranks = {local_rank: rank for rank, local_rank in team.local_rank_of.items()}
 
-    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
+    def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
         """Sleep until a message comes; one that only wakes counts, too."""
-        self._team.sleep(limit_s)
+        self._team.sleep(timeout_s)
 
     def ring_here(self) -> None:
         """Wake the threads of this rank that sleep."""
@@ -83,8 +83,8 @@ class HostsMailbox(BaseMailbox):
     def ring(self) -> None:
         self._near.ring()
 
-    def sleep(self, seen: int, limit_s: float, poll_s: float) -> None:
-        self._near.sleep(seen, limit_s, poll_s)
+    def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
+        self._near.sleep(seen, timeout_s, poll_s)
 
     def wake_here(self) -> None:
         self._near.wake_here()

@@ -25,7 +25,7 @@ from lockstep.secret import Secret, secret_of_ranks
 
 __all__ = ["PeerListener"]
 
-_WORD_BYTES = 16
+_NONCE_BYTES = 16
 _POLL_MS = 50
 _MOST_STRANGERS = 64
 
@@ -40,16 +40,16 @@ class PeerListener:
         secret: the secret of the job; default that of the environment.
 
     Attributes:
-        endpoint: what the other ranks must know, for the caller to publish: address, port and word.
+        endpoint: what the other ranks must know, for the caller to publish: address, port and nonce.
     """
 
     def __init__(self, address: str, secret: Secret | None = None) -> None:
-        word = secrets.token_hex(_WORD_BYTES)
+        nonce = secrets.token_hex(_NONCE_BYTES)
         self._secret = secret_of_ranks() if secret is None else secret
-        self._key = self._secret.derive("handshake", word)
+        self._key = self._secret.derive("handshake", nonce)
         self._listener = listen_on(address)
         self._listener.setblocking(False)
-        self.endpoint: _Endpoint = (address, int(self._listener.getsockname()[1]), word)
+        self.endpoint: _Endpoint = (address, int(self._listener.getsockname()[1]), nonce)
 
     def connect(
         self, rank: int, endpoints: Mapping[int, _Endpoint], timeout_s: float, check_peers: Callable[[], None]
@@ -66,9 +66,9 @@ class PeerListener:
             RendezvousError: a rank cannot be reached, or did not come, or is another job's.
         """
         with _Handshakes(self._listener, self._key, rank, endpoints, self.endpoint[0]) as handshakes:
-            for peer, (address, port, word) in endpoints.items():
+            for peer, (address, port, nonce) in endpoints.items():
                 if peer < rank:
-                    handshakes.begin(peer, (address, port), self._secret.derive("handshake", word))
+                    handshakes.begin(peer, (address, port), self._secret.derive("handshake", nonce))
             deadline = time.monotonic() + timeout_s
             while missing := [peer for peer in endpoints if peer not in handshakes.sockets]:
                 if time.monotonic() >= deadline:

@@ -57,11 +57,11 @@ class StoreExchange:
         self._global_ranks = tuple(global_ranks)
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._look_out = check_peers
+        self._check_awaited = check_peers
         self._written: dict[str, str] = {}
         self._look_again_s = 0.0
         self._ask_for_failures_s = 0.0
-        self._was_told = False  # why there will be no group
+        self._peer_gave_up = False
 
     def write(self, topic: str, value: Any) -> None:
         """Publish a value of JSON for all ranks, under a topic."""
@@ -82,7 +82,7 @@ class StoreExchange:
             found = self._ask(lambda: self._store.get_all(keys))
             if found is not None:
                 return [self._parse(topic, rank, said) for rank, said in zip(ranks, found, strict=True)]
-            self._look_out()
+            self._check_awaited()
             self._raise_failure()
             if time.monotonic() > self._deadline:
                 missing = [rank for rank, key in zip(ranks, keys, strict=True) if self._said(key) is None]
@@ -98,7 +98,7 @@ class StoreExchange:
             RendezvousError: a rank gave up; says why.
             RankLost: a rank cannot come.
         """
-        self._look_out()
+        self._check_awaited()
         now_s = time.monotonic()
         if now_s > self._ask_for_failures_s:
             self._ask_for_failures_s = now_s + _ASK_FOR_FAILURES_EVERY_S
@@ -108,7 +108,7 @@ class StoreExchange:
         failure = self._said(_FAILURE)
         if failure is not None and failure not in _known_failures:
             _known_failures.add(failure)
-            self._was_told = True
+            self._peer_gave_up = True
             raise RendezvousError(failure.partition(" ")[2])
 
     def _parse(self, topic: str, rank: int, said: str) -> Any:
@@ -137,7 +137,7 @@ class StoreExchange:
 
     def give_up(self, error: Exception) -> None:
         """Publish that this rank will not join, so that the others need not wait for it; unless one of them said so."""
-        if self._was_told:
+        if self._peer_gave_up:
             return
         name = f"rank {self._global_ranks[self._rank]}"
         failure = f"{secrets.token_hex(8)} {name} could not join: {str(error).splitlines()[0]}"

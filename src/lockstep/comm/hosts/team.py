@@ -28,10 +28,10 @@ from lockstep.comm.hosts.watchdog import Watchdog
 from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, Parts
 from lockstep.comm.wire import Wire
 from lockstep.errors import SetupError, SharedMemoryError
-from lockstep.shm.control_blocks import ControlBlocks
+from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.segment import Segment
-from lockstep.shm.sync import FailureKind, PeerFailure, Waiter, next_look
+from lockstep.shm.sync import FailureKind, PeerFailure, StepWaiter, next_look
 from lockstep.shm.team import SMALL_SLOT_BYTES, Region, SharedMemoryTeam
 
 __all__ = ["HostsTeam"]
@@ -50,12 +50,12 @@ _POOL_BYTES = 64 << 20
 _CLOSE_PATIENCE_S = 2.0
 
 
-class _LocalWaiter(Waiter):
+class _LocalWaiter(StepWaiter):
     """Waits for ranks of this host, and receives the messages of all hosts meanwhile."""
 
     polls_in_looks = True
 
-    def __init__(self, team: HostsTeam, blocks: ControlBlocks, watch: Watch) -> None:
+    def __init__(self, team: HostsTeam, blocks: SharedControlBlocks, watch: Watch) -> None:
         super().__init__(blocks.words, blocks.state_words, blocks.rank, watch, blocks.gate_word)
         self._team = team
 
@@ -117,14 +117,13 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         layout: which ranks share a host.
         links: the links to the other ranks.
         local: the team of shared memory of this host.
-        waiter: waits for ranks of this host.
         wire: the wire format of float sums between hosts.
         chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
-        hands_on: whether many ranks hand on each other's notices: always.
+        forwards_notices: whether many ranks forward each other's notices: always.
         has_symmetric_memory: whether `allocate` works: always, among the ranks of each host.
     """
 
-    hands_on = True
+    forwards_notices = True
     has_symmetric_memory = True
 
     def __init__(
@@ -154,7 +153,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
         self.local = _LocalTeam(segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self))
-        self.waiter: Waiter = self.local.waiter
+
+    @property
+    def waiter(self) -> StepWaiter:
+        """Waits for ranks of this host."""
+        return self.local.waiter
 
     # ---- messages --------------------------------------------------------------------------------------
 
@@ -183,9 +186,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         """End the sleep of this rank's other threads. Local."""
         self.links.interrupt()
 
-    def sleep(self, limit_s: float) -> None:
+    def sleep(self, timeout_s: float) -> None:
         """Sleep until a message comes, or another thread of this rank has received one. Local."""
-        self.links.wait(limit_s)
+        self.links.wait(timeout_s)
 
     # ---- waiting ---------------------------------------------------------------------------------------
 

@@ -83,9 +83,9 @@ class Watchdog:
             watched, now = self._watched, time.monotonic()
             if watched is not None:
                 used_at = now
-                ranks, since, limit_s = watched
+                ranks, since, timeout_s = watched
                 try:
-                    self._look(ranks, now - since, limit_s)
+                    self._look(ranks, now - since, timeout_s)
                 except PeerFailure as failure:
                     self._failure = self._of_those_missing(failure)
                     self._abort()

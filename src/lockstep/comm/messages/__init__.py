@@ -1,9 +1,9 @@
-"""What groups have in common whose ranks talk in messages: the group over MPI and the group over several hosts.
+"""What the group over MPI and the group over several hosts share: their ranks exchange messages, and no memory.
 
 General layout:
 
-* `notices`: what every rank is doing, as it told the others: control blocks that are filled by messages.
-* `arrival`: how notices reach all ranks: from each to each, or handed on.
+* `notices`: control blocks that messages fill: what every rank is doing.
+* `arrival`: how notices reach all ranks: from each to each, or forwarded.
 * `message_team`: the ranks of one group: arrival, waits, and how a rank leaves. Subclasses move the messages.
 * `message_algorithms`: the collectives, as exchanges of tensors, where no ranks share memory.
 * `message_mailbox`: point to point.

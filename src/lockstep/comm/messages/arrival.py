@@ -1,14 +1,14 @@
-"""How the notices of a collective reach all ranks: from each to each, or handed on.
+"""Distributes the notices of a collective: up to eight ranks send to all others, more ranks forward notices.
 
-[Note: notices handed on] With few ranks each sends its notice to all others. With more, each would spend its time on
-sending: 15 messages for one all_reduce of a number at 16 ranks. So a rank hands on what it has received, in rounds: in
-round k to the rank 2^k behind it, all that it has, which doubles. After log2 of them everybody has everything, by four
-messages at 16 ranks. Measured with one or two ranks on each of 8 hosts, all on two cores: with 8 ranks a barrier takes
-as long, with 16 three quarters of the time. Hops come after each other, so few ranks do better without.
+[Note: dissemination] With few ranks each sends its notice to all others. With more, each would spend its time on
+sending: 15 messages for one all_reduce of a number at 16 ranks. So they follow the dissemination algorithm: in round k
+a rank sends all notices that it holds to rank + 2^k. Their number doubles each round, so a rank sends ceil(log2 W)
+messages: 4 at 16 ranks. Measured with one or two ranks on each of 8 hosts, all on two cores: with 8 ranks a barrier
+takes as long, with 16 three quarters of the time. Rounds come after each other, so few ranks do better without.
 
-[Note: impatience] A rank that has not come hides those whose notices it would hand on. So a rank that has waited for a
-while sends its notice to all, too: before any deadline every rank knows who is missing, and where the others are. What
-comes twice, or late, changes nothing: a record is only replaced by one of a later collective.
+[Note: late ranks] A rank that has not come holds back the notices that it would forward. So a rank that has waited for
+a while sends its notice to all, too: before any deadline every rank knows who is missing, and where the others are. A
+notice that comes twice, or late, changes nothing: only a record of a later collective replaces a record.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lockstep.comm.messages.notices import hand_on_notices
+from lockstep.comm.messages.notices import forward_notices
 
-__all__ = ["LARGEST_ATTACHMENT_BYTES", "Arrival", "Entries", "Round", "attachment_bytes", "num_hops", "rounds_of"]
+__all__ = [
+    "LARGEST_ATTACHMENT_BYTES",
+    "Arrival",
+    "Entries",
+    "ForwardingRound",
+    "attachment_bytes",
+    "num_hops",
+    "rounds_of",
+]
 
 # With so many ranks and fewer, each sends to all.
 _FEW_RANKS = 8
@@ -49,8 +57,8 @@ def num_hops(world_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Round:
-    """One round of handing on.
+class ForwardingRound:
+    """One round of the dissemination algorithm.
 
     Attributes:
         peer: the rank that gets the notices.
@@ -63,7 +71,7 @@ class Round:
     awaited: tuple[int, ...]
 
 
-def rounds_of(rank: int, world_size: int) -> tuple[Round, ...]:
+def rounds_of(rank: int, world_size: int) -> tuple[ForwardingRound, ...]:
     """The rounds of a rank; none where each rank sends to all.
 
     >>> for one in rounds_of(0, 9):
@@ -79,13 +87,13 @@ def rounds_of(rank: int, world_size: int) -> tuple[Round, ...]:
         behind = range(min(step, world_size - step))
         given = tuple((rank - distance) % world_size for distance in behind)
         awaited = tuple((rank - step - distance) % world_size for distance in behind)
-        rounds.append(Round((rank + step) % world_size, given, awaited))
+        rounds.append(ForwardingRound((rank + step) % world_size, given, awaited))
         step *= 2
     return tuple(rounds)
 
 
 class Entries:
-    """What all ranks said when they came to a collective: to the last even one, and to the last odd one.
+    """The notices with which all ranks came to a collective: to the last even one, and to the last odd one.
 
     [Note: one ahead] A peer may be one collective ahead, and its notice for that may be here before the one for this
     collective, which comes by way of others. So even and odd collectives are kept apart, as in records.
@@ -120,16 +128,16 @@ class Entries:
 
 
 class Arrival:
-    """This rank's part in making one collective known: sends its own notice, and hands on those of others. Local.
+    """This rank's part in one collective's dissemination: sends its own notice, and forwards those of others. Local.
 
     Args:
         rank: this rank, whose entry is there.
-        number: of the collective.
-        entries: what ranks have said.
+        number: the number of the collective.
+        entries: the notices that have come.
         others: all other ranks.
-        rounds: of this rank.
+        rounds: the rounds of this rank; none where each rank sends to all.
         send: sends a message to a rank.
-        longest_bytes: of a message.
+        longest_bytes: the longest message that `send` takes.
     """
 
     def __init__(
@@ -138,7 +146,7 @@ class Arrival:
         number: int,
         entries: Entries,
         others: Sequence[int],
-        rounds: Sequence[Round],
+        rounds: Sequence[ForwardingRound],
         send: Callable[[int, bytes], None],
         longest_bytes: int,
     ) -> None:
@@ -146,11 +154,11 @@ class Arrival:
         self._rounds = deque(rounds)
         self._send, self._longest_bytes = send, longest_bytes
         self._patient_until_s = time.monotonic() + _PATIENCE_S
-        self._has_told = not rounds
+        self._has_sent_to_all = not rounds
         if rounds:
-            self._hand_on(rounds[0])
+            self._forward(rounds[0])
         else:
-            self._tell_all()
+            self._send_to_all()
 
     def go_on(self) -> list[int]:
         """Send what can be sent now. Call it after each message, and now and then.
@@ -162,18 +170,18 @@ class Arrival:
         while rounds and not self._entries.missing(rounds[0].awaited, self._number):
             rounds.popleft()
             if rounds:
-                self._hand_on(rounds[0])
-        if rounds and not self._has_told and time.monotonic() > self._patient_until_s:
-            self._has_told = True
-            self._tell_all()
+                self._forward(rounds[0])
+        if rounds and not self._has_sent_to_all and time.monotonic() > self._patient_until_s:
+            self._has_sent_to_all = True
+            self._send_to_all()
         return self._entries.missing(self._others, self._number)
 
-    def _hand_on(self, turn: Round) -> None:
-        notices = [(rank, self._entries.notice(rank, self._number)) for rank in turn.given]
-        for message in hand_on_notices(notices, self._longest_bytes):
-            self._send(turn.peer, message)
+    def _forward(self, one: ForwardingRound) -> None:
+        notices = [(rank, self._entries.notice(rank, self._number)) for rank in one.given]
+        for message in forward_notices(notices, self._longest_bytes):
+            self._send(one.peer, message)
 
-    def _tell_all(self) -> None:
+    def _send_to_all(self) -> None:
         notice = bytes(self._entries.notice(self._rank, self._number))
         for peer in self._others:
             self._send(peer, notice)

@@ -44,9 +44,9 @@ class MessageEngine(Engine):
         self._failure = failure
         self._library = library
 
-    def _run(self, key: object, describe: Describe, body: Body, site: CallSite, limit_s: float) -> None:
+    def _run(self, key: object, describe: Describe, body: Body, site: CallSite, timeout_s: float) -> None:
         try:
-            super()._run(key, describe, body, site, limit_s)
+            super()._run(key, describe, body, site, timeout_s)
         except LockstepError:
             raise
         except self._failure as error:

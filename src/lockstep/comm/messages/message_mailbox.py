@@ -1,6 +1,7 @@
-"""Point to point in messages: matched by source and tag, in the order in which they were sent.
+"""Send and receive for groups whose ranks exchange messages: MPI, several hosts.
 
-The counterpart of `lockstep.shm.mailbox`, moved along by the same `lockstep.comm.p2p`.
+It matches by source and tag, in the order of sending. `lockstep.comm.p2p` drives it, as it drives
+`lockstep.shm.mailbox`.
 
 [Note: eager, announced, granted] A small message travels through the one channel of its team, with its label; its
 send is over at once, and a receiver that has no use for it yet keeps it. A large one is announced there. When a
@@ -103,11 +104,11 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         to.num_messages += 1
         send.number = to.num_messages
         if flat.numel() <= _EAGER_BYTES:
-            self._say(peer, _Kind.EAGER, send.number, tag, label, flat.numel(), flat.numpy().tobytes())
+            self._send_record(peer, _Kind.EAGER, send.number, tag, label, flat.numel(), flat.numpy().tobytes())
             self._finish(send)
         else:
             to.announced[send.number] = send
-            self._say(peer, _Kind.ANNOUNCE, send.number, tag, label, flat.numel())
+            self._send_record(peer, _Kind.ANNOUNCE, send.number, tag, label, flat.numel())
         return send
 
     def progress(self) -> None:
@@ -124,7 +125,7 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
 
     # ---- messages ------------------------------------------------------------------------------------
 
-    def _say(
+    def _send_record(
         self, peer: int, kind: _Kind, number: int, tag: int, label: Label | None, num_bytes: int, data: bytes = b""
     ) -> None:
         text = b"" if label is None else label.encode()[:_LABEL_BYTES]
@@ -163,9 +164,9 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
             if conflict is None:
                 requests = self._team.start_receive(arrival.peer, receive.flat)
                 self._moving.append(_Movement(receive, arrival.number, requests))
-                self._say(arrival.peer, _Kind.GRANT, arrival.number, 0, None, 0)
+                self._send_record(arrival.peer, _Kind.GRANT, arrival.number, 0, None, 0)
                 return
-            self._say(arrival.peer, _Kind.REFUSE, arrival.number, 0, receive.label, 0)
+            self._send_record(arrival.peer, _Kind.REFUSE, arrival.number, 0, receive.label, 0)
         elif arrival.own is not None:
             if conflict is None:
                 receive.flat.copy_(arrival.own.flat)
@@ -182,7 +183,7 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         operation = movement.operation
         if isinstance(operation, Receive):
             assert operation.peer is not None
-            self._say(operation.peer, _Kind.CONFIRM, movement.number, 0, None, 0)
+            self._send_record(operation.peer, _Kind.CONFIRM, movement.number, 0, None, 0)
         elif not movement.confirmed:
             return False
         self._finish(operation)

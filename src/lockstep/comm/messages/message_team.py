@@ -1,6 +1,7 @@
-"""The base of the teams over MPI and over several hosts: ranks tell each other in messages what they do.
+"""The base of the teams over MPI and over several hosts, whose ranks exchange messages.
 
-Notices, arrival, waits with a deadline, and how a rank leaves.
+`MessageTeam` sends notices to all peers, waits for theirs until a deadline, and sends a final notice when this rank
+leaves. Subclasses move the bytes.
 
 [Note: one channel] All short messages of a group (the notices of `notices.py`, and those of point to point)
 go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a
@@ -15,9 +16,9 @@ the data that it still waits for will come.
 once all have come, all have everything and no tensor moves. Attachments are read only after the records have been
 compared.
 
-[Note: the dead and their notices] Where notices are handed on, that of a rank which has finished and is gone may be on
-its way still, and one that dies may keep others from coming through. So an arrival looks at all ranks, and takes one
-that is gone without a word for lost after a moment.
+[Note: the dead and their notices] Where ranks forward notices, the notice of a rank that has finished and exited may
+still be on its way, and a rank that dies may hold back notices of others. So an arrival looks at all ranks; a rank that
+is gone and whose final notice does not come within `_NOTICE_FOLLOWS_WITHIN_S` counts as lost.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from lockstep.comm.contract import Waiter
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, attachment_bytes, rounds_of
-from lockstep.comm.messages.notices import NOTICE_BYTES, MessageControlBlocks, NoticeKind, handed_on, notice_kind
+from lockstep.comm.messages.notices import (
+    NOTICE_BYTES,
+    MessageControlBlocks,
+    NoticeKind,
+    forwarded_notices,
+    notice_kind,
+)
 from lockstep.errors import InputError
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
@@ -75,35 +82,33 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         peers: all other ranks, beginning with the next, so that not all ranks turn to one first.
         blocks: the control blocks of all ranks, as far as their notices have arrived.
         watch: liveness of the peers.
-        waiter: waits for the peers; made by the subclass.
         lock: held while messages are received or sent.
         mail: received messages of point to point, as (rank, bytes), in order.
         is_entering: this rank has entered a collective, and not seen yet that all have come to it.
         attachment_bytes: how much a rank may attach to a notice. See [Note: attachments].
         on_arrival: called in each collective when all have come: the flight recorder compares there what for.
         shares_memory: whether all ranks map the same memory: never.
-        hands_on: whether many ranks hand on each other's notices, instead of each sending its own to all.
+        forwards_notices: whether many ranks forward each other's notices, instead of each sending its own to all.
         has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
         layout: which ranks share a host, where a subclass knows.
         links: the links between the ranks, where a subclass has them.
         gloo: Gloo's connections between the ranks, where a subclass has them.
         overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
         published_waits: where the ranks publish their waits: nowhere.
-        is_told: whether an alarm wakes the waits of this group, so that they need not look often: never.
-        news: would change with every alarm.
+        failures_wake_waits: whether an alarm wakes the waits of this group, so that they need not look often: never.
+        num_alarms: would count alarms.
     """
 
-    waiter: Waiter
     shares_memory = False
-    hands_on = False
+    forwards_notices = False
     has_symmetric_memory = False
     layout: Layout | None = None
     links: Links | None = None
     gloo: GlooConnections | None = None
     overseers = None
     published_waits = None
-    is_told = False
-    news = 0
+    failures_wake_waits = False
+    num_alarms = 0
 
     def __init__(self, rank: int, identities: Sequence[PeerIdentity], watch: Watch) -> None:
         self.rank = rank
@@ -120,15 +125,20 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._waiting = ""  # what this rank waits for in a send or receive; peers do not learn it
         self._number = 0  # of the collective that this rank is in
         self.attachment_bytes = attachment_bytes(self.world_size)
-        self._relied_on: Sequence[int] = ()  # the ranks that may have to hand on what this one waits for
+        self._relied_on: Sequence[int] = ()  # the ranks that may have to forward what this one waits for
         self._missed_since_s = 0.0  # when one of them was found dead, in this collective; 0 for none
-        self._rounds = rounds_of(rank, self.world_size) if self.hands_on else ()
+        self._rounds = rounds_of(rank, self.world_size) if self.forwards_notices else ()
         self._entries = Entries(self.world_size)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.has_left = False
         self._is_listening = bool(self._others)
 
     # ---- what moves messages ---------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def waiter(self) -> Waiter:
+        """Waits for the peers."""
 
     @abc.abstractmethod
     def send_message(self, peer: int, message: bytes) -> None:
@@ -189,8 +199,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         if kind is None:
             self.mail.append((peer, bytes(message)))
             return
-        if kind is NoticeKind.HANDED_ON:
-            for rank, notice in handed_on(message):
+        if kind is NoticeKind.FORWARDED:
+            for rank, notice in forwarded_notices(message):
                 self._receive_entry(rank, notice)
         elif kind is NoticeKind.ENTER:
             self._receive_entry(peer, message)

@@ -1,4 +1,4 @@
-"""The control blocks of a group over messages: what every rank is doing, as it told the others.
+"""The control blocks of a group over messages: what every rank is doing, according to its notices.
 
 The counterpart of the control segment of one host (`lockstep.shm.control_blocks`), read by the same flight recorder.
 Each rank keeps a copy of all control blocks, and writes into it what it sends and what it receives.
@@ -10,7 +10,7 @@ A *notice* is one message to every peer::
     both texts                               UTF-8
     what is attached                         bytes, to the end of the message
 
-ENTER notices that a rank hands on, its own and those of others (`arrival.py`), are one message, too::
+ENTER notices that a rank forwards, its own and those of others (`arrival.py`), are one message, too::
 
     kind                                     64 bit
     rank, length, notice                     32 bit, 32 bit and bytes, of each
@@ -33,7 +33,7 @@ from lockstep.shm.control_blocks import Failure, Record
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState
 
-__all__ = ["NOTICE_BYTES", "MessageControlBlocks", "NoticeKind", "hand_on_notices", "handed_on", "notice_kind"]
+__all__ = ["NOTICE_BYTES", "MessageControlBlocks", "NoticeKind", "forward_notices", "forwarded_notices", "notice_kind"]
 
 _HEADER = struct.Struct("=5q2i")
 _KIND, _ENTRY = struct.Struct("=q"), struct.Struct("=2I")
@@ -52,7 +52,7 @@ class NoticeKind(IntEnum):
     ENTER = 1  # it has come to a collective
     LEFT = 2  # it left the group in good order
     FAILED = 3  # it raised something, or gave up waiting
-    HANDED_ON = 4  # ENTER notices of several ranks
+    FORWARDED = 4  # ENTER notices of several ranks
 
 
 _KINDS = {int(kind): kind for kind in NoticeKind}
@@ -202,7 +202,7 @@ class MessageControlBlocks:
         site_end = call_end + max(site_bytes, 0)
         if kind == NoticeKind.ENTER:
             word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
-            if number <= self.words[word + 1]:  # by another way, see [Note: impatience]
+            if number <= self.words[word + 1]:  # by another way, see [Note: late ranks]
                 return None
             if call_bytes != _NO_TEXT:
                 self._calls[rank][call] = _text(notice[_HEADER.size : call_end])
@@ -224,24 +224,24 @@ def notice_kind(message: memoryview) -> NoticeKind | None:
     return _KINDS.get(int.from_bytes(message[:8], sys.byteorder))
 
 
-def hand_on_notices(notices: Iterable[tuple[int, bytes | memoryview]], limit: int) -> Iterator[bytes]:
-    """The messages that hand on these ENTER notices, of at most `limit` bytes each.
+def forward_notices(notices: Iterable[tuple[int, bytes | memoryview]], limit: int) -> Iterator[bytes]:
+    """The messages that forward these ENTER notices, of at most `limit` bytes each.
 
     Args:
         notices: each with its rank.
         limit: bytes of a message; a single notice fits.
     """
-    message = _KIND.pack(NoticeKind.HANDED_ON)
+    message = _KIND.pack(NoticeKind.FORWARDED)
     for rank, notice in notices:
         if len(message) + _ENTRY.size + len(notice) > limit:
             yield message
-            message = _KIND.pack(NoticeKind.HANDED_ON)
+            message = _KIND.pack(NoticeKind.FORWARDED)
         message += _ENTRY.pack(rank, len(notice)) + notice
     yield message
 
 
-def handed_on(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The notices that `hand_on_notices` has put into a message, each with its rank."""
+def forwarded_notices(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The notices that `forward_notices` has put into a message, each with its rank."""
     start = _KIND.size
     while start < len(message):
         rank, length = _ENTRY.unpack_from(message, start)

@@ -1,8 +1,8 @@
-"""How this process leaves MPI: in good order when all ranks do, and otherwise not without a limit.
+"""Finalizes MPI at exit: waits for all ranks if none has failed; after a failure waits 10 s, then aborts the job.
 
 `MPI_Finalize` waits until every rank of the job has come to it. That is right where all is well. Where a rank has
-failed, the others may be anywhere, also in something that never ends; then this process gives them a few
-seconds to learn of it and leave, and after that ends the job for all of them.
+failed, the others may be anywhere, also in something that never ends. Then this process gives them these seconds to
+learn of the failure and leave, and after that ends the job for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.mpi_library import load
 
 __all__ = ["register", "release"]
 
-_FAREWELL_S = 10.0
+_ABORT_AFTER_S = 10.0
 _POLL_S = 0.001
 
 _teams: list[MpiTeam] = []
@@ -52,11 +52,11 @@ def _leave() -> None:
     start = time.monotonic()
     release()
     while _teams:
-        if any(team.has_failed for team in _teams) and time.monotonic() - start > _FAREWELL_S:
+        if any(team.has_failed for team in _teams) and time.monotonic() - start > _ABORT_AFTER_S:
             rank = mpi.COMM_WORLD.Get_rank()
             print(
-                f"lockstep: rank {rank} has waited {_FAREWELL_S:g} s after a failure for the other ranks to leave MPI, "
-                "and now ends the job",
+                f"lockstep: rank {rank} has waited {_ABORT_AFTER_S:g} s after a failure for the other ranks to leave "
+                "MPI, and now ends the job",
                 file=sys.stderr,
                 flush=True,
             )

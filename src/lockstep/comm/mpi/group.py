@@ -110,9 +110,9 @@ class MpiProcessGroup(EngineProcessGroup):
         team = _connect(members, options.group_id)
         name = describe_group(options.group_id, ranks, is_default_group(options))
         algorithms, make_mailbox = MessageAlgorithms(team), functools.partial(MessageMailbox, team)
-        limit_s, failure = timeout.total_seconds(), load().Exception
+        timeout_s, failure = timeout.total_seconds(), load().Exception
         recorder = FlightRecorder(team, name, ranks)
-        engine = MessageEngine(team, recorder, limit_s, algorithms, make_mailbox, failure, "MPI says ")
+        engine = MessageEngine(team, recorder, timeout_s, algorithms, make_mailbox, failure, "MPI says ")
         super().__init__(engine, MPI_BACKEND_NAME, options)
 
 

@@ -1,8 +1,8 @@
 """Makes the backend name "mpi" mean our MPI group, where torch was built without MPI.
 
 [Note: the name "mpi"] torch keeps "mpi" for a branch of its own, which raises where torch was built without MPI, as
-every wheel is. `register`, called whenever lockstep is imported beside torch, then makes the name mean our group, with
-as little as that takes; where torch has MPI, it does nothing.
+every wheel is. `register` runs as soon as lockstep and torch are both imported. Where torch has no MPI, it makes "mpi"
+mean our group, with as little as that takes; where torch has MPI, it does nothing.
 
 * `Backend("mpi")`, through which torch passes every name, returns "mpi4py": so `new_group(backend="mpi")`,
   "cpu:mpi,cuda:nccl" and `DeviceMesh` find our group, and `dist.get_backend()` tells its true name.

@@ -32,9 +32,6 @@ class MpiTeam(MessageTeam["MPI.Request"]):
     Args:
         comm: a communicator that only this group uses.
         identities: the process of each rank.
-
-    Attributes:
-        waiter: waits without blocking in MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm, identities: Sequence[PeerIdentity]) -> None:
@@ -44,7 +41,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         host = identities[rank].host
         on_this_host = {peer: one for peer, one in enumerate(identities) if one.host == host and peer != rank}
         super().__init__(rank, identities, Watch(on_this_host))
-        self.waiter: MpiWaiter = MpiWaiter(len(on_this_host) + 1)
+        self._waiter = MpiWaiter(len(on_this_host) + 1)
         self._sending: list[MPI.Request] = []
         self._abandoned: list[object] = []  # requests that were given up, and the memory they may touch
         self._buffer = bytearray(MESSAGE_BYTES)
@@ -52,6 +49,11 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         self._receiving = comm.Recv_init([self._buffer, self._mpi.BYTE], self._mpi.ANY_SOURCE, _CHANNEL_TAG)
         if self._is_listening:
             self._receiving.Start()
+
+    @property
+    def waiter(self) -> MpiWaiter:
+        """Waits without blocking in MPI."""
+        return self._waiter
 
     # ---- the one channel -----------------------------------------------------------------------------
 
@@ -143,17 +145,17 @@ class MpiTeam(MessageTeam["MPI.Request"]):
     # ---- waiting -------------------------------------------------------------------------------------
 
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
-        self.waiter.wait(awaited, lambda ranks, waited_s: self._look(ranks, waited_s, timeout_s))
+        self._waiter.wait(awaited, lambda ranks, waited_s: self._look(ranks, waited_s, timeout_s))
 
     @property
     def _is_closed(self) -> bool:
-        return self.waiter.closed
+        return self._waiter.closed
 
     # ---- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
-        self.waiter.close()
+        self._waiter.close()
         self.watch.close()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._send_final_notice()

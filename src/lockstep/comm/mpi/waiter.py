@@ -1,4 +1,4 @@
-"""Waits without blocking in MPI: asks, gives up the core, naps, and looks at the deadline now and then."""
+"""Waits for MPI without a blocking call: tests, yields the core, sleeps briefly, and checks peers and deadline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from lockstep.shm.cores import SHARED_CORE_S, nap
+from lockstep.shm.cores import LONG_YIELD_S, nap
 
 __all__ = ["MpiWaiter"]
 
@@ -59,5 +59,5 @@ class MpiWaiter:
                 continue
             before = time.monotonic()
             os.sched_yield()
-            if time.monotonic() - before > SHARED_CORE_S:
+            if time.monotonic() - before > LONG_YIELD_S:
                 nap(0)

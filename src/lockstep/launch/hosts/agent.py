@@ -123,7 +123,7 @@ class HostAgent(SimpleElasticAgent):
         self._logs = logs
         self._workers: LocalWorkers | None = None
         self._outcome: Outcome | None = None
-        self._has_told = False
+        self._has_published_failure = False
         self._is_judged = False
         self._patience_ends_s: float | None = None
 
@@ -139,7 +139,7 @@ class HostAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         rendezvous, first = self._rendezvous_of_hosts, worker_group.workers[0]
-        self._workers, self._outcome, self._has_told = self._new_workers(), None, False
+        self._workers, self._outcome, self._has_published_failure = self._new_workers(), None, False
         self.failures, self.absent, self._patience_ends_s = [], [], None
         self._is_judged, self.ranks = False, {worker.global_rank for worker in worker_group.workers}
         environment = AttemptEnvironment(
@@ -169,31 +169,27 @@ class HostAgent(SimpleElasticAgent):
         rendezvous = self._rendezvous_of_hosts
         try:
             if rendezvous.must_move():
-                return self._regroup("the first meeting place is back")
+                return self._regroup("the first rendezvous endpoint is back")
             return self._look_at_round(worker_group)
         except StoreLost as lost:
             rendezvous.move(lost)
-            return self._regroup("the host of the meeting place was lost")
+            return self._regroup("the host of the rendezvous endpoint was lost")
 
     def _look_at_round(self, worker_group: WorkerGroup) -> RunResult:
-        assert self._workers is not None
-        if self._outcome is None and self._workers.attempt.wait(_POLL_S):
-            self._end_own_ranks()
-        elif self._outcome is not None:
-            self._rest(_POLL_S)
+        self._wait_for_own_ranks()
         self._check_signals()
         rendezvous = self._rendezvous_of_hosts
         membership = rendezvous.look()
-        # In this order: a host publishes its notice before any rank can fail of it.
-        has_failed = self._tell_of_failure()
-        notice = rendezvous.notice()
+        # In this order: a host publishes why it leaves before any rank can fail of it.
+        has_failed = self._share_failure()
+        leave_reason = rendezvous.leave_reason()
         # The launcher that judged this round first may have ended the job already; all come to the same root cause.
-        if membership.closed is not None and (notice is not None or not has_failed):
+        if membership.closed is not None and (leave_reason is not None or not has_failed):
             is_cut_short = self._outcome is None
             self._stop_workers(worker_group)
             raise JobClosed(membership, is_cut_short)
-        if notice is not None:
-            return self._regroup(notice)
+        if leave_reason is not None:
+            return self._regroup(leave_reason)
         if has_failed:
             return self._judge(worker_group)
         missing = rendezvous.missing()
@@ -201,9 +197,9 @@ class HostAgent(SimpleElasticAgent):
             return self._lose(worker_group, missing)
         if membership.waiting and membership.has_room:
             text = f"{', '.join(map(str, membership.waiting))} came"
-            rendezvous.give_notice(text)
+            rendezvous.publish_leave_reason(text)
             return self._regroup(text)
-        if self._outcome is not None and all(report and not report.has_failed for report in self._reports()):
+        if self._has_succeeded():
             return self._result(worker_group, WorkerState.SUCCEEDED)
         return RunResult(WorkerState.HEALTHY)
 
@@ -233,6 +229,14 @@ class HostAgent(SimpleElasticAgent):
 
     # ---- the parts of `_monitor_workers` -----------------------------------------------------------
 
+    def _wait_for_own_ranks(self) -> None:
+        """Wait for a moment, until the ranks of this host have exited; then publish how."""
+        assert self._workers is not None
+        if self._outcome is not None:
+            self._rest(_POLL_S)
+        elif self._workers.attempt.wait(_POLL_S):
+            self._end_own_ranks()
+
     def _end_own_ranks(self) -> None:
         """Publish how the ranks of this host have exited, unless this launcher has ended them."""
         assert self._workers is not None
@@ -257,12 +261,12 @@ class HostAgent(SimpleElasticAgent):
         workers.attempt.wait()
         raise Interrupted(number)
 
-    def _tell_of_failure(self) -> bool:
-        """Publish a failure of this host, and pass one of another host on to these ranks; whether there is one."""
+    def _share_failure(self) -> bool:
+        """Publish a failure of this host, and end these ranks after one of another host; whether there is one."""
         assert self._workers is not None
         rendezvous, attempt = self._rendezvous_of_hosts, self._workers.attempt
-        if attempt.failed_ranks and not self._has_told:
-            self._has_told = True
+        if attempt.failed_ranks and not self._has_published_failure:
+            self._has_published_failure = True
             rendezvous.put("failed", rendezvous.host.key)
         if rendezvous.get("failed") is None:
             return False
@@ -280,6 +284,10 @@ class HostAgent(SimpleElasticAgent):
                 report = None if text is None else HostReport.decode(text)
             reports.append(report)
         return reports
+
+    def _has_succeeded(self) -> bool:
+        """Whether all ranks of all hosts have exited with 0."""
+        return self._outcome is not None and all(report and not report.has_failed for report in self._reports())
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
         """Decide on a round with a failed rank, once all hosts have reported how theirs ended, or are gone."""
@@ -303,12 +311,12 @@ class HostAgent(SimpleElasticAgent):
         return now_s < self._patience_ends_s
 
     def _lose(self, worker_group: WorkerGroup, gone: list[Host]) -> RunResult:
-        """Go on without hosts that are gone without a notice, if the others are enough."""
+        """Go on without hosts that are gone without a reason, if the others are enough."""
         rendezvous = self._rendezvous_of_hosts
         text = f"{', '.join(map(str, gone))} {'was' if len(gone) == 1 else 'were'} lost, without a sign of life"
         membership = rendezvous.membership
         if len(rendezvous.members) - len(gone) + len(membership.waiting) >= membership.terms.min_nodes:
-            rendezvous.give_notice(text)
+            rendezvous.publish_leave_reason(text)
             return self._regroup(text)
         assert self._workers is not None
         if self._outcome is None:

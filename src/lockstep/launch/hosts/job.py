@@ -30,7 +30,7 @@ from lockstep.secret import Secret, read_token_file
 
 __all__ = ["launch_on_hosts"]
 
-_FAREWELL_S = 10.0
+_DEPARTURES_WITHIN_S = 10.0
 _POLL_S = 0.05
 _RULE = "=" * 88
 
@@ -140,7 +140,7 @@ class _Job:
             raise
         else:
             code = self._conclude(result.is_failed())
-        self._say_farewell()
+        self._publish_departure()
         return code
 
     def _new_workers(self) -> LocalWorkers:
@@ -180,13 +180,13 @@ class _Job:
         text = f"{self._rendezvous.host} was told to end ({signal.Signals(number).name})"
         with contextlib.suppress(StoreLost):
             self._rendezvous.leave(text, 128 + number)
-            self._say_farewell()
+            self._publish_departure()
 
-    def _say_farewell(self) -> None:
+    def _publish_departure(self) -> None:
         """The launcher that holds the store ends last, so that all others have read the end of the job."""
-        deadline_s = time.monotonic() + _FAREWELL_S
+        deadline_s = time.monotonic() + _DEPARTURES_WITHIN_S
         with contextlib.suppress(StoreLost):
-            self._rendezvous.say_farewell()
+            self._rendezvous.publish_departure()
             while (
                 self._rendezvous.job_store.is_holder and time.monotonic() < deadline_s and self._rendezvous.is_needed()
             ):

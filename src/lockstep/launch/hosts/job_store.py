@@ -1,10 +1,11 @@
 """The job store: the torch store in which the launchers of a job meet. One of them holds it; it ends with that one.
 
 [Note: refusals] Every process that reaches the port can write into the store. So launchers seal their values
-(`lockstep.secret`), and a value without a seal of this job counts as not there. The seals also hold a word that the
-first launcher has made, the birth, so that no value of an earlier job with the same token fits. A launcher with another
-token leaves a knock, which is not believed, but mentioned. A launcher that finds a value that none of the job has
-written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of the clients.
+(`lockstep.secret`), and a value without a seal of this job counts as not there. Each seal covers a nonce of the job,
+which the first launcher generated, so no value of an earlier job with the same token is accepted. A launcher with
+another token leaves an unsealed join request; the holder only reports it. A launcher that finds a value that none of
+the job has written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of the
+clients.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _SILENCE_S = 8
 # For a name that the name service does not know: names of pods and virtual machines appear when these are ready.
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
-_BIRTH, _KNOCK, _REFUSAL = "birth", "knock", "refusal"
+_NONCE, _JOIN_REQUEST, _REFUSAL = "birth", "knock", "refusal"
 # Seconds until a launcher takes the store for that of another job: others put back what a stranger wrote over.
 _PATIENCE_S = 5.0
-_LONGEST_KNOCK = 200
+_LONGEST_NAME = 200
 _NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
 
 
@@ -62,19 +63,19 @@ class JobStore:
         config: the endpoint of the store, and the times of the job.
         address: the address by which other hosts reach this one.
         is_holder: whether this launcher holds the store.
-        birth: the word of the job in this store, plain and sealed. See [Note: refusals].
+        nonce: the nonce of the job in this store, plain and sealed. See [Note: refusals].
     """
 
     def __init__(
-        self, store: Store, config: HostsConfig, address: str, is_holder: bool, birth: tuple[str, str]
+        self, store: Store, config: HostsConfig, address: str, is_holder: bool, nonce: tuple[str, str]
     ) -> None:
         self._store = store
         self._config = config
-        self._birth, self._sealed_birth = birth
-        self._seals = Seals(config.secret, config.run_id, str(config.port), self._birth)
+        self._nonce, self._sealed_nonce = nonce
+        self._seals = Seals(config.secret, config.run_id, str(config.port), self._nonce)
         self._clients = Clients(config.port) if is_holder else None
         self._has_warned = False
-        self._is_told = False
+        self._has_shown_warning = False
         self.address = address
         self.is_holder = is_holder
 
@@ -94,7 +95,7 @@ class JobStore:
         if is_holder:
             try:
                 store, address = _hold(config), config.local_addr or config.address
-                return cls(store, config, address, True, _agree_on_birth(store, config, address, 0.0, check))
+                return cls(store, config, address, True, _agree_on_nonce(store, config, address, 0.0, check))
             except RendezvousError as error:
                 # Another launcher of this machine came first, unless this one was told to be it.
                 if config.is_holder:
@@ -105,7 +106,7 @@ class JobStore:
         own_address = _reach(config, check)
         store = _connect(config, check)
         address = config.local_addr or own_address
-        return cls(store, config, address, False, _agree_on_birth(store, config, address, _PATIENCE_S, check))
+        return cls(store, config, address, False, _agree_on_nonce(store, config, address, _PATIENCE_S, check))
 
     @classmethod
     def spare(cls, config: HostsConfig, address: str) -> JobStore:
@@ -116,7 +117,7 @@ class JobStore:
         """
         own = replace(config, address=address, port=find_free_port())
         store = _hold(own)
-        return cls(store, own, address, True, _agree_on_birth(store, own, address, 0.0, time.sleep))
+        return cls(store, own, address, True, _agree_on_nonce(store, own, address, 0.0, time.sleep))
 
     @classmethod
     def try_connect(
@@ -133,14 +134,14 @@ class JobStore:
         try:
             socket.create_connection((config.address, config.port), timeout_s).close()
             store = _connect(config, check)
-            return cls(store, config, address, False, _agree_on_birth(store, config, address, timeout_s, check))
+            return cls(store, config, address, False, _agree_on_nonce(store, config, address, timeout_s, check))
         except (OSError, UnicodeError, LaunchError):
             return None
 
     @property
-    def birth(self) -> str:
-        """The word of the store. See [Note: refusals]."""
-        return self._birth
+    def nonce(self) -> str:
+        """The nonce of the job. See [Note: refusals]."""
+        return self._nonce
 
     @property
     def port(self) -> int:
@@ -149,8 +150,8 @@ class JobStore:
 
     def reconnect(self) -> JobStore:
         """Another connection to the same store."""
-        store, birth = _connect(self._config, time.sleep), (self._birth, self._sealed_birth)
-        return JobStore(store, self._config, self.address, False, birth)
+        store, nonce = _connect(self._config, time.sleep), (self._nonce, self._sealed_nonce)
+        return JobStore(store, self._config, self.address, False, nonce)
 
     def torch_store(self, prefix: str) -> Store:
         """The torch store, with keys of its own under a prefix."""
@@ -212,11 +213,11 @@ class JobStore:
         with self._explained():
             return bytes(self._store.compare_set(key, expected, sealed)).decode(errors="replace") == sealed
 
-    def put_back_birth(self) -> None:
-        """Write the word of the job again, for launchers that come later, if a stranger has written over it."""
-        if self.raw(_BIRTH) != self._sealed_birth:
-            self.note_refusal(_BIRTH, "it was another")
-            self.put_back(_BIRTH, self._sealed_birth)
+    def put_back_nonce(self) -> None:
+        """Write the nonce of the job again, for launchers that come later, if a stranger has written over it."""
+        if self.raw(_NONCE) != self._sealed_nonce:
+            self.note_refusal(_NONCE, "it was another")
+            self.put_back(_NONCE, self._sealed_nonce)
 
     def note_refusal(self, key: str, reason: str) -> None:
         """Publish a refusal, for the holder's warning. See [Note: refusals]."""
@@ -231,17 +232,17 @@ class JobStore:
         Args:
             known: addresses of the hosts of the job.
         """
-        if self._clients is None or self._is_told:
+        if self._clients is None or self._has_shown_warning:
             return
         self._clients.look()
         what = None
         with contextlib.suppress(Refused):
             if raw := self.raw(_REFUSAL):
                 what = self._seals.open(_REFUSAL, raw)
-        if what is None and (raw := self.raw(_KNOCK)):
-            what = _read_knock(raw)
+        if what is None and (raw := self.raw(_JOIN_REQUEST)):
+            what = _read_join_request(raw)
         if what is not None:
-            self._is_told = True
+            self._has_shown_warning = True
             strangers = self._clients.strangers({self.address, self._config.address, *known()})
             seen = f"; connected there, from no host of this job: {', '.join(strangers)}" if strangers else ""
             say(
@@ -267,20 +268,20 @@ def _hold(config: HostsConfig) -> Store:
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 
-def _agree_on_birth(
+def _agree_on_nonce(
     store: Store, config: HostsConfig, address: str, patience_s: float, check: Callable[[float], None]
 ) -> tuple[str, str]:
-    """The word of a job in a store, which the first launcher has written: plain and sealed.
+    """The nonce of a job in a store, which the first launcher has written: plain and sealed.
 
     Raises:
         LaunchError: launchers of this job do not meet there.
     """
     seals, deadline_s = Seals(config.secret, config.run_id, str(config.port)), time.monotonic() + patience_s
-    own = seals.seal(_BIRTH, secrets.token_hex(16))
+    own = seals.seal(_NONCE, secrets.token_hex(16))
     while True:
         try:
-            found = bytes(store.compare_set(_BIRTH, "", own)).decode(errors="replace")
-            return seals.open(_BIRTH, found), found
+            found = bytes(store.compare_set(_NONCE, "", own)).decode(errors="replace")
+            return seals.open(_NONCE, found), found
         except Refused as refused:
             reason = str(refused)
         except (RuntimeError, ValueError) as error:
@@ -289,7 +290,7 @@ def _agree_on_birth(
             break
         check(_POLL_S)
     with contextlib.suppress(RuntimeError):
-        store.set(_KNOCK, json.dumps({"host": socket.gethostname(), "address": address}))
+        store.set(_JOIN_REQUEST, json.dumps({"host": socket.gethostname(), "address": address}))
     raise LaunchError(
         f"this launcher, on {socket.gethostname()}, has no part in the job at {config.endpoint}, where launchers meet: "
         f"of what stands there, {reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
@@ -297,11 +298,11 @@ def _agree_on_birth(
     )
 
 
-def _read_knock(raw: str) -> str | None:
-    """What a knock says of the launcher that left it; any process may write one."""
+def _read_join_request(raw: str) -> str | None:
+    """What a join request says of the launcher that left it; any process may write one."""
     try:
-        found = json.loads(raw[: 2 * _LONGEST_KNOCK])
-        host, address = (str(found[name])[:_LONGEST_KNOCK] for name in ("host", "address"))
+        found = json.loads(raw[: 2 * _LONGEST_NAME])
+        host, address = (str(found[name])[:_LONGEST_NAME] for name in ("host", "address"))
     except (ValueError, KeyError, TypeError, RecursionError):
         return "wrote 'knock' there"
     return f"would take part: a launcher that calls itself {host!r}, at {address!r}"
@@ -377,7 +378,7 @@ def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
         LaunchError: nothing listens there in time, or the name leads nowhere.
     """
     start_s = time.monotonic()
-    told = False
+    has_said = False
     while True:
         try:
             with socket.create_connection((config.address, config.port), _PROBE_TIMEOUT_S) as probe:
@@ -396,8 +397,8 @@ def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
                 f"this launcher, on {socket.gethostname()}, found nobody at {config.endpoint}, where the launchers "
                 f"meet, within {patience_s:g} s: {reason}; {advice}"
             )
-        if not told and waited_s > 1.0:
-            told = True
+        if not has_said and waited_s > 1.0:
+            has_said = True
             say(f"lockstep: waiting for the launcher at {config.endpoint}: {reason}\n")
         check(_POLL_S)
 

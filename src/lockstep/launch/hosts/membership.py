@@ -35,7 +35,7 @@ class Host:
         address: the address by which the other hosts reach it.
         num_ranks: number of ranks that it starts.
         node_rank: the number that the user gave it, or None.
-        spare_port: port of its spare store, in case the launchers lose their meeting place; None for none.
+        spare_port: port of its spare store, in case the launchers lose their rendezvous endpoint; None for none.
     """
 
     key: str

@@ -57,7 +57,7 @@ class HostsConfig:
 
     @property
     def endpoint(self) -> str:
-        """The meeting place, for messages."""
+        """The rendezvous endpoint, for messages."""
         return f"{self.address}, port {self.port}"
 
     @property
@@ -208,7 +208,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--local-addr",
         "--local_addr",
         metavar="ADDR",
-        help="address of this host for the others (default: that from which it reaches the meeting place)",
+        help="address of this host for the others (default: that from which it reaches the rendezvous endpoint)",
     )
 
 
@@ -253,15 +253,14 @@ def _choose_endpoint(
     """Address and port where the launchers meet."""
     if endpoint is not None and master_addr is not None:
         raise LaunchError(
-            f"--rdzv-endpoint {endpoint} and --master-addr {master_addr} are two places for the launchers to meet; "
-            "give one of them"
+            f"--rdzv-endpoint {endpoint} and --master-addr {master_addr} are two rendezvous endpoints; give one of them"
         )
     if endpoint is not None:
         return parse_endpoint(endpoint)
     last = parse_nnodes(nnodes)[1] - 1
     if master_addr is None:
         raise LaunchError(
-            f"--nnodes {nnodes} needs a place where the launchers meet: --master-addr ADDR with --node-rank R, or "
+            f"--nnodes {nnodes} needs a rendezvous endpoint: --master-addr ADDR with --node-rank R, or "
             "--rdzv-endpoint HOST:PORT, the same address on all hosts"
         )
     port = _DEFAULT_PORT if master_port is None else master_port

@@ -1,9 +1,9 @@
 """Rounds of hosts, agreed on through the store, behind torch's interface of a rendezvous. See [Note: rounds of hosts].
 
-[Note: notices] A host that leaves a round on purpose publishes a notice with the reason before it ends its ranks:
-another host came, it was told to end, or it missed one that is gone. So the other hosts, whose ranks then lose these,
-know that nothing has failed. A host whose ranks fail publishes that too, and the ranks of the others get a moment to
-notice by themselves before they are ended.
+[Note: leave reasons] A host that leaves a round on purpose publishes the reason before it ends its ranks: another host
+came, it was told to end, or it found that another host is gone. So the other hosts, whose ranks then lose these, know
+that nothing has failed. A host whose ranks fail publishes that too, and the ranks of the others get a moment to notice
+by themselves before they are ended.
 
 [Note: moving] The launcher that holds the store may be the one that is lost. Where the number of hosts may change,
 every launcher therefore has a spare store. The hosts of the last round that are left move to the spare of the first of
@@ -50,6 +50,7 @@ _LOOK_HOME_EVERY_S = 2.0
 _LOOK_HOME_TIMEOUT_S = 0.3
 _PROBE_TIMEOUT_S = 3.0
 _MOVED = "moved"
+_LEAVE_REASON = "notice"  # the key of it, within the round
 _PUT_BACK_EVERY_S = 1.0
 _TRIES = 200
 _FOREIGN_LOOKS = 20
@@ -205,7 +206,7 @@ class HostRendezvous(RendezvousHandler):
         if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
             return
         self._put_back_s = now_s
-        self._job_store.put_back_birth()
+        self._job_store.put_back_nonce()
         for key, sealed in self._published.items():
             if self._job_store.raw(key) != sealed and self._job_store.get(key) is None:
                 self._job_store.put_back(key, sealed)
@@ -228,20 +229,20 @@ class HostRendezvous(RendezvousHandler):
         """The value that a host of this round published under a key; None if there is none."""
         return self._job_store.get(f"round{self.number}/{key}")
 
-    def notice(self) -> str | None:
-        """The notice that ends this round without a failure, a clause for the log; None if there is none."""
-        return self.get("notice")
+    def leave_reason(self) -> str | None:
+        """Why this round ends without a failure, a clause for the log; None if it does not."""
+        return self.get(_LEAVE_REASON)
 
-    def give_notice(self, text: str) -> None:
-        """Publish that the round ends without a failure, before any ranks end. See [Note: notices]."""
-        self.put("notice", text)
+    def publish_leave_reason(self, text: str) -> None:
+        """Publish why the round ends without a failure, before any ranks end. See [Note: leave reasons]."""
+        self.put(_LEAVE_REASON, text)
 
     def token_of_ranks(self) -> str | None:
         """The secret of this round's ranks, the same on all hosts; None where the launchers have none."""
         secret = self._config.secret
         if not secret.is_given:
             return None
-        return secret.derive("ranks", self._config.run_id, self._job_store.birth, str(self.number)).as_token()
+        return secret.derive("ranks", self._config.run_id, self._job_store.nonce, str(self.number)).as_token()
 
     def regroup(self) -> None:
         """Have torch's agent begin another round."""
@@ -257,9 +258,9 @@ class HostRendezvous(RendezvousHandler):
         self._change(lambda membership: membership.ended(reason, exit_code))
 
     def leave(self, reason: str, exit_code: int) -> None:
-        """Take this host off the job, and close it if too few are left. See [Note: notices]."""
+        """Take this host off the job, and close it if too few are left. See [Note: leave reasons]."""
         if self.number >= 0:
-            self.give_notice(reason)
+            self.publish_leave_reason(reason)
 
         def left(membership: Membership) -> Membership:
             others = [host for host in membership.hosts if host.key != self.host.key]
@@ -275,14 +276,14 @@ class HostRendezvous(RendezvousHandler):
         """The store in which the launchers meet now."""
         return self._job_store
 
-    def say_farewell(self) -> None:
-        """Tell the launcher that holds the store that this one needs it no more."""
-        self._job_store.set(_farewell_key(self.host), "1")
+    def publish_departure(self) -> None:
+        """Publish that this launcher needs the store no more."""
+        self._job_store.set(_departure_key(self.host), "1")
 
     def is_needed(self) -> bool:
         """Whether a launcher of the job still needs the store."""
         others = [host for host in self.look().hosts if host.key != self.host.key]
-        return not all(self._job_store.get_all([_farewell_key(host) for host in others]))
+        return not all(self._job_store.get_all([_departure_key(host) for host in others]))
 
     def move(self, lost: StoreLost) -> None:
         """Meet elsewhere, after the store was lost.
@@ -421,7 +422,7 @@ class HostRendezvous(RendezvousHandler):
             if membership.closed is not None:
                 raise JobClosed(membership)
             if membership.is_abandoned:
-                self.say_farewell()
+                self.publish_departure()
                 raise StoreLost(f"the launcher that holds the store at {self._config.endpoint} was told to end")
             present = frozenset(host.key for host in membership.members)
             if present != seen:
@@ -491,8 +492,8 @@ class HostRendezvous(RendezvousHandler):
             self._change(lambda membership: membership.without([self.host.key]))
             raise LaunchError(
                 f"{self._describe_wait(membership)}; they did not come within {self._config.join_s:g} s. Start "
-                "`lockstep run` on every host, with the same --nnodes, the same place to meet and the same --rdzv-id "
-                f"({self._config.run_id!r} here)"
+                "`lockstep run` on every host, with the same --nnodes, the same rendezvous endpoint and the same "
+                f"--rdzv-id ({self._config.run_id!r} here)"
             )
 
     def _describe_wait(self, membership: Membership) -> str:
@@ -523,7 +524,7 @@ def _read_master(text: str) -> tuple[str, int]:
     raise LaunchError(f"the first host of the round says {text[:60]!r} where rank 0's address and port should be")
 
 
-def _farewell_key(host: Host) -> str:
+def _departure_key(host: Host) -> str:
     return f"farewell/{host.key}"
 
 

@@ -108,7 +108,7 @@ def rehearse(rehearsal: Rehearsal) -> int:
             grace_s=rehearsal.grace_s,
             environment=variables,
             on_end=lambda folder: jobs.append(read_records(folder, settings)),
-            tells_unjoined=False,
+            warns_unjoined=False,
         )
     )
     findings = judge(jobs[-1]) if jobs else []

@@ -1,4 +1,4 @@
-"""Waits for gloo's threads before the interpreter ends, and before a group of an older torch does.
+"""Waits until gloo's threads are at rest, before the interpreter exits and, with torch < 2.8, before a group ends.
 
 [Note: gloo at exit] The rank that calls a collective goes on when gloo has the result; after that, a thread of gloo
 drops its references to the tensors, and needs the GIL for it. If the script ends at that moment with the group still
@@ -12,9 +12,9 @@ of them still wants the GIL for a tensor, both wait for ever. So they are to res
 
 [Note: at rest] A thread that waits for the GIL sleeps like one that has nothing to do. But it wakes up every 5 ms to
 look, and as soon as the GIL is given away; where the cores are busy it may then not run at once, and does not sleep
-either. So a thread is at rest if it was asleep before a longer nap of this one, is so behind it, and has not run
-in between. Such an old torch gives the threads no name: any thread counts that Python has not started, but for those
-that poll, as gloo's loop over its sockets does a hundred times a second. That one holds no tensors.
+either. So this thread sleeps longer than those 5 ms. Another thread is at rest if it slept before and after, and has
+not run in between. Such an old torch gives the threads no name: any thread counts that Python has not started, but for
+those that poll, as gloo's loop over its sockets does a hundred times a second. That one holds no tensors.
 """
 
 from __future__ import annotations

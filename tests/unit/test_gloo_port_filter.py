@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.comm.hosts.gloo_door import GlooDoor, _from_only
+from lockstep.comm.hosts.gloo_port_filter import GlooPortFilter, _from_only
 from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.links import Links
 from lockstep.errors import RankLost
@@ -37,9 +37,9 @@ def listening_ports(address: str) -> set[int]:
 
 
 @contextlib.contextmanager
-def door(address: str, admitted: list[str] | None) -> Iterator[tuple[GlooDoor, int]]:
+def door(address: str, admitted: list[str] | None) -> Iterator[tuple[GlooPortFilter, int]]:
     before = listening_ports(address)
-    made = GlooDoor(address, admitted)
+    made = GlooPortFilter(address, admitted)
     (port,) = listening_ports(address) - before
     yield made, port
 
@@ -131,7 +131,7 @@ def test_gloo_meets_without_the_store_of_the_ranks() -> None:
     made, links = stores(3)
 
     def meet(rank: int, store: LinkStore) -> float:
-        opened = GlooDoor("127.0.0.1", ["127.0.0.1"])
+        opened = GlooPortFilter("127.0.0.1", ["127.0.0.1"])
         group = gloo_group(store, rank, 3, opened.device, timedelta(seconds=limit_s(20)))
         opened.close()
         store.close()

@@ -1,6 +1,6 @@
 """Keeps strangers from the port at which Gloo listens.
 
-[Note: Gloo's door] Gloo accepts any process that connects and sends the number of a pair; the numbers count from 0. It
+[Note: Gloo's port] Gloo accepts any process that connects and sends the number of a pair; the numbers count from 0. It
 keeps every other connection, and where no descriptor is left for the next one, an exception ends the process (SIGABRT).
 It listens for as long as the group is there, though nobody has to connect once all have. So the kernel keeps strangers
 away from it, by a filter on the socket that listens: while the ranks connect, packets from the addresses of their hosts
@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.torch_private.groups import gloo_device
 
-__all__ = ["GlooDoor"]
+__all__ = ["GlooPortFilter"]
 
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # of the kernel's packet filter
@@ -34,8 +34,8 @@ _INSTRUCTION = struct.Struct("=HBBI")
 _making = threading.Lock()
 
 
-class GlooDoor:
-    """A device of Gloo's, and who may connect to it. See [Note: Gloo's door]. Local.
+class GlooPortFilter:
+    """A device of Gloo's, and who may connect to it. See [Note: Gloo's port]. Local.
 
     Args:
         address: of this host; Gloo listens and connects there only.
@@ -102,8 +102,8 @@ def _from_only(addresses: Iterable[str], is_v6: bool) -> list[tuple[int, int, in
     words = [struct.unpack(f"!{len(one.packed) // 4}I", one.packed) for one in numbers if (one.version == 6) == is_v6]
     start = _NETWORK_HEADER + (_SOURCE_V6 if is_v6 else _SOURCE_V4)
     for one in sorted(words):
-        for place, word in enumerate(one):
-            rest = len(one) - place - 1  # words that follow, two steps each
-            program += [(_LOAD_WORD, 0, 0, start + 4 * place), (_JUMP_IF_EQUAL, 0, 2 * rest + 1, word)]
+        for index, word in enumerate(one):
+            rest = len(one) - index - 1  # words that follow, two steps each
+            program += [(_LOAD_WORD, 0, 0, start + 4 * index), (_JUMP_IF_EQUAL, 0, 2 * rest + 1, word)]
         program.append((_RETURN, 0, 0, _WHOLE_PACKET))
     return [*program, (_RETURN, 0, 0, 0)]

@@ -14,10 +14,10 @@ from lockstep.comm.hosts.pipeline import Reduction
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.shm.kernels import Kernel
 
-__all__ = ["SmallAlgorithms"]
+__all__ = ["SmallTensorAlgorithms"]
 
 
-class SmallAlgorithms:
+class SmallTensorAlgorithms:
     """The collectives of one team over several hosts for tensors that `fits` finds small enough.
 
     Args:
