@@ -175,9 +175,9 @@ class Reducer:
         self._send(bucket)
 
     def _send(self, bucket: int) -> None:
-        """Copy the gradients of a bucket to their places and publish it."""
+        """Copy the gradients of a bucket to their views of its memory and publish it."""
         offsets: list[int] = []
-        places: list[torch.Tensor] = []
+        views: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         indices: list[int] = []
         self._let_go(bucket)
@@ -190,22 +190,19 @@ class Reducer:
                 continue
             indices.append(index)
             offsets.append(offset)
-            places.append(view)
+            views.append(view)
             gradients.append(gradient)
             parameter.grad = view
         self._check_dense(indices, gradients)
         with torch.no_grad():
             if self._hook is None:
-                for position in self._transport.fill(bucket, offsets, places, gradients):
+                for position in self._transport.fill(bucket, offsets, views, gradients):
                     self._leave(indices[position], gradients[position])
-            elif places:
-                foreach_copy_(places, gradients)
+            elif views:
+                foreach_copy_(views, gradients)
         self._out.add(bucket)
         if self._own_memory or self._given:
-            for index, gradient in zip(indices, gradients, strict=True):
-                if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad):
-                    self._leave(index, gradient)
-                    self._copied_back.add(index)
+            self._keep_own_memory(indices, gradients)
         if self._hook is not None:
             self._run_hook(bucket)
             return
@@ -226,6 +223,13 @@ class Reducer:
             if self._parameters[index].grad is self._views[index]:
                 self._given[index] = self._views[index]  # it accumulated there, and stays there
         self._gradient_views.renew(bucket)
+
+    def _keep_own_memory(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """`.grad` of parameters whose gradients have memory of their own stays there, and the mean is copied back."""
+        for index, gradient in zip(indices, gradients, strict=True):
+            if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad):
+                self._leave(index, gradient)
+                self._copied_back.add(index)
 
     def _leave(self, index: int, gradient: torch.Tensor) -> None:
         """Until the mean is there, `.grad` stays what it was: hooks, and a second engine, may look at it."""

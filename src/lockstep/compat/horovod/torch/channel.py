@@ -255,29 +255,53 @@ class Channel:
         is_clear = not self._table and not self._joined
         if is_clear and len(fresh) == 1 and fresh[0].is_ready and self._try_fused(fresh[0]):
             return True
-        digest = hashlib.blake2b(b"\n".join(request.meta.signature for request in fresh), digest_size=8).digest()
-        agree = is_clear
-        if is_clear and len(self.ranks) > 1:
-            number = int.from_bytes(digest, "little", signed=True)
-            try:
-                numbers = self._gather_numbers(number)
-            except CollectiveMismatch:  # Another rank tried gradients; it asks now.
-                numbers = self._gather_numbers(number)
-            agree = all(number == numbers[0] for number in numbers)
-        if agree and not any(request.meta.kind == "join" for request in fresh):
+        if is_clear and self._all_ask_alike(fresh) and not any(request.meta.kind == "join" for request in fresh):
             everyone = range(len(self.ranks))
             self._run([Match(request, dict.fromkeys(everyone, request.meta)) for request in fresh])
             return bool(fresh)
         can_help_itself = bool(fresh) or not is_waiting
+        anybody_can = self._share_requests(fresh, can_help_itself)
+        progressed = self._run_ready()
+        self._count_fruitless(progressed or anybody_can)
+        return progressed
+
+    def _all_ask_alike(self, fresh: Sequence[Request]) -> bool:
+        """Whether the digests of what the ranks ask for are equal. Collective."""
+        if len(self.ranks) == 1:
+            return True
+        digest = hashlib.blake2b(b"\n".join(request.meta.signature for request in fresh), digest_size=8).digest()
+        own = int.from_bytes(digest, "little", signed=True)
+        try:
+            numbers = self._gather_numbers(own)
+        except CollectiveMismatch:  # Another rank tried gradients; it asks now.
+            numbers = self._gather_numbers(own)
+        return all(number == numbers[0] for number in numbers)
+
+    def _share_requests(self, fresh: Sequence[Request], can_help_itself: bool) -> bool:
+        """Keep in the table what every rank asks for. Collective.
+
+        Args:
+            fresh: what this rank asks for.
+            can_help_itself: this rank asks for something, or can still come to do so.
+
+        Returns:
+            Whether any rank can help itself.
+        """
         told, anybody_can = self._exchange(encode([request.entry for request in fresh]), can_help_itself)
         for rank, entries in enumerate(map(decode, told)):
             for entry in entries:
                 self._note(rank, entry)
-        progressed = self._run_ready()
-        self._num_fruitless = 0 if progressed or anybody_can else self._num_fruitless + 1
+        return anybody_can
+
+    def _count_fruitless(self, may_go_on: bool) -> None:
+        """Count the rounds in which nothing ran and no rank could ask for more.
+
+        Raises:
+            HorovodInternalError: there were too many of them, one after another.
+        """
+        self._num_fruitless = 0 if may_go_on else self._num_fruitless + 1
         if self._num_fruitless == _MAX_FRUITLESS:
             raise HorovodInternalError(self._describe_deadlock())
-        return progressed
 
     def _try_fused(self, request: Request) -> bool:
         """Run it without asking first, as nearly every round of training can. Collective. See [Note: rounds].

@@ -189,8 +189,7 @@ class Executor:
         )
 
     def _reduce_each(self, op: str, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        is_float = tensors[0].dtype.is_floating_point or tensors[0].dtype.is_complex
-        averages = op == "Average" and is_float and _can_average(group)
+        averages = op == "Average" and _can_average(tensors[0].dtype, group)
         kind = ReduceOp.AVG if averages else _OPS[op]
         is_async = not isinstance(group, EngineProcessGroup)
         given = tensors
@@ -207,8 +206,7 @@ class Executor:
                 original.copy_(tensor)
 
     def _divide(self, tensor: torch.Tensor) -> None:
-        is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        tensor.div_(len(self._ranks), rounding_mode=None if is_float else "trunc")
+        tensor.div_(len(self._ranks), rounding_mode=None if _has_fractions(tensor.dtype) else "trunc")
 
     # ---- one request -----------------------------------------------------------------------------
 
@@ -284,8 +282,7 @@ class Executor:
             scale(tensor, meta.prescale)
         if isinstance(group, EngineProcessGroup) or (not extra and dist.get_backend(group) == "nccl"):
             output = tensor.new_empty((sizes[self._rank], *tensor.shape[1:]))
-            is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-            averages = meta.op == "Average" and is_float
+            averages = meta.op == "Average" and _can_average(tensor.dtype, group)
             op = ReduceOp.AVG if averages else ReduceOp.SUM
             dist.reduce_scatter(output, list(torch.split(tensor, sizes)), op, group=group)
             if meta.op == "Average" and not averages:
@@ -299,5 +296,10 @@ class Executor:
         return output
 
 
-def _can_average(group: dist.ProcessGroup) -> bool:
-    return isinstance(group, EngineProcessGroup) or dist.get_backend(group) == "nccl"
+def _can_average(dtype: torch.dtype, group: dist.ProcessGroup) -> bool:
+    """Whether a group divides sums of this dtype by itself."""
+    return _has_fractions(dtype) and (isinstance(group, EngineProcessGroup) or dist.get_backend(group) == "nccl")
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

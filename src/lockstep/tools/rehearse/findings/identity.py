@@ -24,20 +24,23 @@ _DEVICE_SETTERS = ("set_device", "set_device_index", "set_device_idx")
 
 def _global_source(value: ast.expr | None) -> str:
     """How an expression gets a global rank, and does nothing else with it; empty if it does not."""
-    if not isinstance(value, ast.Call | ast.Subscript):
-        return ""
     if isinstance(value, ast.Subscript):
-        key = value.slice
-        is_environ = ast.unparse(value.value).endswith("environ")
-        return str(key.value) if is_environ and isinstance(key, ast.Constant) and key.value in _GLOBAL else ""
+        return _global_variable(value.slice) if ast.unparse(value.value).endswith("environ") else ""
+    if not isinstance(value, ast.Call):
+        return ""
     name = ast.unparse(value.func)
     if name in _CONVERSIONS and len(value.args) == 1:
         return _global_source(value.args[0])
     if name.endswith(("dist.get_rank", "distributed.get_rank")) or name in ("get_rank", "hvd.rank"):
         return f"{name}()" if not value.args and not value.keywords else ""
-    if name.endswith(("environ.get", "getenv")) and value.args and isinstance(value.args[0], ast.Constant):
-        return str(value.args[0].value) if value.args[0].value in _GLOBAL else ""
+    if name.endswith(("environ.get", "getenv")) and value.args:
+        return _global_variable(value.args[0])
     return ""
+
+
+def _global_variable(name: ast.expr) -> str:
+    """The variable that a literal names, if it holds a global rank; empty if not."""
+    return str(name.value) if isinstance(name, ast.Constant) and name.value in _GLOBAL else ""
 
 
 def _numbers_tasks(job: Job, process: Process) -> bool:
