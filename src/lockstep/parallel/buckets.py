@@ -24,7 +24,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's place in its bucket.
+    """Where the gradient of one parameter lies in its bucket.
 
     Attributes:
         index: of the parameter in the list that was planned for.
@@ -113,7 +113,7 @@ def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(like.shape, dense.stride(), flat.storage_offset()).data
 
 
-def copy_all(places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Copy each of `gradients` to its place."""
-    if places:
-        foreach_copy_(list(places), list(gradients))
+def copy_all(views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Copy each of `gradients` to its view of a bucket."""
+    if views:
+        foreach_copy_(list(views), list(gradients))

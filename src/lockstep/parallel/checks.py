@@ -105,16 +105,16 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> float:
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-    """Where the buffers of a module stand: dicts of its submodules, and the names in them."""
-    places, seen = [], set()
+    """The entries of dicts that hold the buffers of a module: dicts of its submodules, and the names in them."""
+    entries, seen = [], set()
     for prefix, submodule in module.named_modules():
         for name, buffer in buffers_of(submodule).items():
             full_name = f"{prefix}.{name}" if prefix else name
             if buffer is None or buffer.numel() == 0 or id(buffer) in seen or full_name in ignored:
                 continue
             seen.add(id(buffer))
-            places.append((buffers_of(submodule), name))
-    return places
+            entries.append((buffers_of(submodule), name))
+    return entries
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

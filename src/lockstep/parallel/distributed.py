@@ -187,7 +187,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._hook: tuple[Any, CommHook] | None = None
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
-        self._buffer_places = find_buffers(module, ignored)
+        self._buffer_entries = find_buffers(module, ignored)
         self._feeding = Feeding(group, host_device(group, self.device))
         # One process divides by what it likes.
         self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
@@ -472,8 +472,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Buffers that all ranks shall have from the first rank when this step is over."""
         if not (self.broadcast_buffers and self.training and self._world_size > 1):
             return []
-        # Looked up each time: a module may put another tensor in the place.
-        found = [buffers.get(name) for buffers, name in self._buffer_places]
+        # Looked up each time: a module may replace a buffer by another tensor.
+        found = [buffers.get(name) for buffers, name in self._buffer_entries]
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager

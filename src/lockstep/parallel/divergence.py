@@ -36,7 +36,7 @@ __all__ = ["DivergenceCheck"]
 _COMPARED_VALUES = 4096  # of each parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
 _COLLECTIVE_EVERY = 4  # times as many averagings
-_PLACE_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
+_POSITION_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
 # Times the distance from 1.0 to the next number, relative to the greatest value; and at most.
 _ROUNDING, _MOST_ROUNDING = 1000, 0.01
 _UNKNOWN, _ZERO = 0, 1  # samples
@@ -101,10 +101,10 @@ class DivergenceCheck:
         parameter = self._parameters[self._num_averagings % len(self._parameters)]
         if not self._is_known or parameter.device.type != "cpu" or parameter.numel() == 0:
             return _UNKNOWN
-        place = self._num_averagings * _PLACE_STEP % parameter.numel()
+        position = self._num_averagings * _POSITION_STEP % parameter.numel()
         indices = []
         for size in reversed(parameter.shape):
-            place, index = divmod(place, size)
+            position, index = divmod(position, size)
             indices.append(index)
         value = parameter.detach()[tuple(reversed(indices))].item()
         bits: int = struct.unpack("<q", struct.pack("<d", value.real))[0]

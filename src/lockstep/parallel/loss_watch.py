@@ -30,7 +30,7 @@ _MAX_CALLS = 20_000
 # Losses of an engine that are looked at: for what they are divided by, and of batches that ranks do not divide.
 _LOOKS, _UNEVEN_LOOKS = 3, 3
 
-Judge = Callable[[Tensor, str], None]
+Check = Callable[[Tensor, str], None]
 
 
 class LossWatch:
@@ -52,27 +52,27 @@ class LossWatch:
             feed: what went through.
             roots: the nodes of its outputs.
         """
-        judges: list[Judge] = []
+        checks: list[Check] = []
         if self._looks_left:
             self._looks_left -= 1
             local_samples = None if feed.share is None else feed.share.local_samples
-            judges.append(lambda loss, line: warn_of_other_divisor(loss, local_samples, line))
+            checks.append(lambda loss, line: warn_of_other_divisor(loss, local_samples, line))
         if self._uneven_looks_left and feed.is_uneven:
             self._uneven_looks_left -= 1
-            judges.append(lambda loss, line: warn_of_bypass(loss, roots, self._own, line))
-        if judges and sys.getprofile() is None:
-            sys.setprofile(_Lookout(judges))
+            checks.append(lambda loss, line: warn_of_bypass(loss, roots, self._own, line))
+        if checks and sys.getprofile() is None:
+            sys.setprofile(_BackwardHook(checks))
 
 
-class _Lookout:
+class _BackwardHook:
     """A profiling hook that waits for a backward pass. See [Note: before the backward pass].
 
     Args:
-        judges: are called with the loss, and the user's line.
+        checks: are called with the loss, and the user's line.
     """
 
-    def __init__(self, judges: Collection[Judge]) -> None:
-        self._judges = judges
+    def __init__(self, checks: Collection[Check]) -> None:
+        self._checks = checks
         self._calls_left = _MAX_CALLS
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
@@ -89,8 +89,8 @@ class _Lookout:
         value = frame.f_locals.get(name)
         for loss in (value,) if isinstance(value, Tensor) else tuple(value or ()):
             if isinstance(loss, Tensor) and loss.dim() == 0:
-                for judge in self._judges:
-                    judge(loss, _users_line(frame))
+                for check in self._checks:
+                    check(loss, _users_line(frame))
 
 
 def _users_line(frame: FrameType | None) -> str:

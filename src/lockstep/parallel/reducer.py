@@ -1,8 +1,8 @@
 """From gradients in `.grad` to their mean over ranks in `.grad`, once for each backward pass.
 
 [Note: when gradients move] Autograd gives a parameter whose `.grad` is None the gradient tensor it
-has just computed, without a copy. The reducer copies it into the parameter's place in a bucket
-while it is in cache, makes that place the new `.grad`, and frees the original (or, where the transport
+has just computed, without a copy. The reducer copies it into the parameter's view of a bucket
+while it is in cache, makes that view the new `.grad`, and frees the original (or, where the transport
 leaves it in place, once the mean is there). Accumulating into a
 zeroed bucket instead would read and write every line once more. Where somebody else holds a gradient, it has memory
 of its own, and the mean is copied there: [Note: kept gradients] in `views.py`.
@@ -315,7 +315,7 @@ class Reducer:
         """The backward pass is over: send what has not gone out. Local; `finish` comes next.
 
         Apart from `finish`, because a rank may have sent more than another by now: a collective on the
-        same group in between is in the same place of the order on all ranks only once all has been sent.
+        same group in between is at the same position of the order on all ranks only once all has been sent.
 
         Raises:
             ModelError: a gradient changed after its bucket had gone out.

@@ -48,15 +48,15 @@ class Transport(Protocol):
         self,
         bucket: int,
         offsets: Sequence[int],
-        places: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
-        """Move gradients to their places in a bucket. Local.
+        """Move gradients to their views of a bucket. Local.
 
         Args:
-            offsets: of the places, in elements of the bucket.
-            places: views of the bucket.
-            gradients: what autograd computed, in the shapes of the places.
+            offsets: of the views, in elements of the bucket.
+            views: of the memory of the bucket.
+            gradients: what autograd computed, in the shapes of the views.
 
         Returns:
             Which of them were not copied, or not as a whole: the transport holds on to those until `finish`.
@@ -130,12 +130,12 @@ class GroupTransport:
         self,
         bucket: int,
         offsets: Sequence[int],
-        places: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
         """Copy the gradients, and leave them all where they are: the copy is being reduced while backward goes on."""
-        copy_all(places, gradients)
-        return range(len(places))
+        copy_all(views, gradients)
+        return range(len(views))
 
     def publish(self, bucket: int) -> None:
         """Start the reductions that are due."""
@@ -166,7 +166,7 @@ class GroupTransport:
         return None
 
     def restart(self) -> None:
-        """Let the reductions under way end; ranks whose pass failed at one place are then in step again."""
+        """Let the reductions under way end; ranks whose pass failed at one point are then in step again."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()

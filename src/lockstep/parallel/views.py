@@ -59,11 +59,14 @@ class GradientViews:
 
     def _make(self, bucket: int) -> None:
         placements = self._plans[bucket].placements
-        for place in placements:
-            self.tensors[place.index] = self._transport.view(bucket, place.offset, self._parameters[place.index])
-        self._of_bucket[bucket] = [self.tensors[place.index] for place in placements]
+        for placement in placements:
+            self.tensors[placement.index] = self._transport.view(
+                bucket, placement.offset, self._parameters[placement.index]
+            )
+        self._of_bucket[bucket] = [self.tensors[placement.index] for placement in placements]
         self.contents[bucket] = [
-            (place.offset, self._parameters[place.index], self.tensors[place.index]) for place in placements
+            (placement.offset, self._parameters[placement.index], self.tensors[placement.index])
+            for placement in placements
         ]
         if self.can_renew:
             self._storages[bucket] = list(map(storage_key, self._of_bucket[bucket]))
@@ -79,7 +82,9 @@ class GradientViews:
             return []
         differs = [one != other for one, other in zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)]
         suspects = [
-            place.index for place, is_more in zip(self._plans[bucket].placements, differs, strict=True) if is_more
+            placement.index
+            for placement, is_more in zip(self._plans[bucket].placements, differs, strict=True)
+            if is_more
         ]
         return [index for index in suspects if self._parameters[index].grad is not self.tensors[index]]
 

@@ -256,8 +256,8 @@ class Executor:
             padded[: tensor.size(0)].copy_(tensor)
             gathered = tensor.new_empty((len(sizes), *padded.shape))
             gather_equal(gathered.view(-1, *rest), padded, group)
-            for part, size, place in zip(gathered.unbind(0), sizes, torch.split(output, sizes), strict=True):
-                place.copy_(part[:size])
+            for part, size, target in zip(gathered.unbind(0), sizes, torch.split(output, sizes), strict=True):
+                target.copy_(part[:size])
         return output
 
     def _all_to_all(self, request: Request, metas: dict[int, Meta]) -> None:
