@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.compat.legacy.sources import Source, docstrings, locate_target, name_of, nearest_first, parse, text_of
+from lockstep.compat.legacy.sources import ScriptFile, docstrings, locate_target, name_of, nearest_first, parse, text_of
 
 __all__ = ["DEFAULT_OPTION", "Spelling", "find_spelling"]
 
@@ -85,12 +85,12 @@ def find_spelling(target: str, is_module: bool = False, path: Sequence[str] | No
 # ---- what one file says --------------------------------------------------------------------------
 
 
-def _read(source: Source, findings: _Findings) -> Spelling | None:
+def _read(script: ScriptFile, findings: _Findings) -> Spelling | None:
     """The declaration in a file, or None after noting what else it says."""
-    tree = parse(source.file)
-    name = os.path.basename(source.file)
+    tree = parse(script.file)
+    name = os.path.basename(script.file)
     if tree is None:
-        if found := _IN_TEXT.search(text_of(source.file)):
+        if found := _IN_TEXT.search(text_of(script.file)):
             findings.mentions.append(Spelling(found[0], f"{name} has it in its text"))
         return None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

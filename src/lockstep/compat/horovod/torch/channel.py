@@ -40,7 +40,7 @@ from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.log import get_logger
 from lockstep.world import current_world
 
-__all__ = ["CYCLE_S", "Channel", "Source"]
+__all__ = ["CYCLE_S", "Channel", "RequestHolder"]
 
 CYCLE_S = 1e-3
 _PATIENCE_S = 5e-3
@@ -60,7 +60,7 @@ _SHUT_DOWN = (
 )
 
 
-class Source(Protocol):
+class RequestHolder(Protocol):
     """Something that holds requests back until somebody waits: an optimizer on the CPU."""
 
     def offer(self) -> None:
@@ -109,7 +109,7 @@ class Channel:
         self._joined: set[int] = set()
         self._last_joined = -1
         self._counts: dict[str, int] = {}
-        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[RequestHolder] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._roused = threading.Event()
         self._num_waiting = 0  # threads in `wait`
@@ -157,9 +157,9 @@ class Channel:
                 self._thread = threading.Thread(target=self._serve, name=f"horovod-set-{self.set_id}", daemon=True)
                 self._thread.start()
 
-    def add_source(self, source: Source) -> None:
-        """Have `source.offer()` called whenever this rank is about to wait. Local."""
-        self._sources.add(source)
+    def add_holder(self, holder: RequestHolder) -> None:
+        """Have `holder.offer()` called whenever this rank is about to wait. Local."""
+        self._holders.add(holder)
 
     def add_symmetric(self, memory: torch.Tensor) -> None:
         """Some gradients lie in this memory on this rank, and on others maybe not. Local."""
@@ -179,8 +179,8 @@ class Channel:
 
     def _wait(self, request: Request) -> None:
         while not request.done:
-            for source in list(self._sources):
-                source.offer()
+            for holder in list(self._holders):
+                holder.offer()
             if not self._turn.acquire(blocking=False):
                 with self._news:
                     if not request.done:

@@ -86,7 +86,7 @@ class ReducingOptimizer(CountingOptimizer):
         on_cpu = all(parameter.is_cpu for parameter in self._parameters)
         self._counts.holds_back = on_cpu and isinstance(self._channel.control, LockstepProcessGroup)
         if self._counts.holds_back:
-            self._channel.add_source(self)
+            self._channel.add_holder(self)
 
     def _assign_groups(self, groups: Any) -> dict[int, _Group]:
         """Parameter -> those whose gradients go together with its own."""

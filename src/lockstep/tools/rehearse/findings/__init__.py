@@ -6,7 +6,7 @@ precise or it is not made: where what was seen may be right, nothing is said.
 
 from __future__ import annotations
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings import (
     checkpoints,
     children,
@@ -44,7 +44,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def judge(job: Job) -> list[Finding]:
+def judge(job: RehearsedJob) -> list[Finding]:
     """All findings, by file and line; what was seen twice is said once."""
     found: dict[tuple[str, tuple[Site, ...]], Finding] = {}
     families = job.families()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
@@ -15,7 +15,7 @@ __all__ = ["KINDS"]
 _TOLERANCE = 1e-6
 
 
-def _judge(job: Job) -> Iterator[Finding]:
+def _judge(job: RehearsedJob) -> Iterator[Finding]:
     """A sum, or divisors that differ between ranks in one step."""
     for sites, seen in job.by_sites("loss").items():
         by_rank = {process.rank: event.data for process, event in seen}
