@@ -7,9 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
-from lockstep.torch_private.groups import device_types_of
 from lockstep.torch_private.modules import buffers_of
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "check_parameters",
     "check_renormalised",
     "find_buffers",
-    "host_device",
 ]
 
 _DEFAULT_BUCKET_MIB = 25.0
@@ -115,9 +112,3 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
             seen.add(id(buffer))
             entries.append((buffers_of(submodule), name))
     return entries
-
-
-def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where the group takes small tensors from: the CPU if it can."""
-    kinds = device_types_of(group)
-    return torch.device("cpu") if "cpu" in kinds or isinstance(group, LockstepProcessGroup) else device

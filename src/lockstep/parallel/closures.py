@@ -31,8 +31,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep import batch
 from lockstep.drift import AveragingModule, engines_of, engines_used, latest_use
-from lockstep.parallel.checks import host_device
 from lockstep.parallel.losses import find_origin
+from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import version_of
 
 __all__ = ["averaged_closure", "install"]
@@ -120,7 +120,7 @@ def _mean_over_ranks(loss: Any, engine: AveragingModule, weight: float) -> Any:
     """Collective."""
     group = engine.process_group
     local = torch.as_tensor(loss)
-    total = local.detach().to(host_device(group, local.device), torch.float64, copy=True)
+    total = local.detach().to(collective_device(group, local.device), torch.float64, copy=True)
     # Not multiplied by zero: what a filler sample gives may be infinite.
     total = total * weight if weight else torch.zeros_like(total)
     dist.all_reduce(total, group=group)

@@ -39,7 +39,6 @@ from lockstep.parallel.checks import (
     check_parameters,
     check_renormalised,
     find_buffers,
-    host_device,
 )
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
@@ -54,6 +53,7 @@ from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
+from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
@@ -188,7 +188,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
         self._buffer_entries = find_buffers(module, ignored)
-        self._feeding = Feeding(group, host_device(group, self.device))
+        self._feeding = Feeding(group, collective_device(group, self.device))
         # One process divides by what it likes.
         self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
         self._num_hooks = 0
@@ -240,7 +240,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
         }
-        check_same_model(tensors, settings, self.process_group, host_device(self.process_group, self.device))
+        check_same_model(tensors, settings, self.process_group, collective_device(self.process_group, self.device))
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -363,7 +363,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             InputError: negative, or 0 on all ranks.
             InputTypeError: no integer.
         """
-        total = count_samples(count, self.process_group, host_device(self.process_group, self.device))
+        total = count_samples(count, self.process_group, collective_device(self.process_group, self.device))
         with batch.hold(BatchShare(count, total, self._world_size)):
             yield
 

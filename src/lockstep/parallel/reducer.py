@@ -37,12 +37,13 @@ from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
-from lockstep.parallel.checks import SPARSE_ADVICE, host_device
+from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.divergence import DivergenceCheck
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
+from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
@@ -98,7 +99,7 @@ class Reducer:
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
-        device = host_device(group, plans[0].device)
+        device = collective_device(group, plans[0].device)
         self._claim_check = ClaimCheck(group, device)  # with a communication hook
         self._divergence = DivergenceCheck(names, parameters, group, device)
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lockstep.drift import describe_step, digest, engines, engines_of
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
-from lockstep.parallel.checks import host_device
+from lockstep.rank_zero import collective_device
 
 __all__ = ["install"]
 
@@ -126,7 +126,7 @@ def _are_equal(engine: Any) -> bool:
     """Whether all ranks hold the same gradients, bit for bit. Collective."""
     gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
     value = int(digest(gradients)[:15], 16)
-    own = torch.tensor([value], dtype=torch.int64, device=host_device(engine.process_group, engine.device))
+    own = torch.tensor([value], dtype=torch.int64, device=collective_device(engine.process_group, engine.device))
     rows = [torch.empty_like(own) for _ in range(engine.process_group.size())]
     dist.all_gather(rows, own, group=engine.process_group)
     return all(int(row.item()) == value for row in rows)

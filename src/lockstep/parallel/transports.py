@@ -18,9 +18,9 @@ from lockstep.comm import clock
 from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.checks import host_device
 from lockstep.parallel.claims import ClaimCheck, Claims
 from lockstep.parallel.symmetric import SymmetricTransport
+from lockstep.rank_zero import collective_device
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
@@ -102,7 +102,7 @@ class GroupTransport:
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
-        self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))
+        self._claim_check = ClaimCheck(group, collective_device(group, plans[0].device))
 
     @property
     def can_renew(self) -> bool:
