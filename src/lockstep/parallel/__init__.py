@@ -19,8 +19,9 @@ General layout. `DistributedDataParallel`, one model on every rank:
 
 Losses and layers over all ranks:
 
-* `losses`, `gathering`: losses that are no mean over samples. `loss_watch` looks at some before their backward
-  passes: `loss_kinds` sees that one is no such mean; `bypasses`, that a part goes past the outputs.
+* `losses`, `gathering`: losses that are no mean over samples.
+* `loss_watch`: hands the first losses to two checks; `loss_kinds`: whether a loss is a mean over samples; `bypasses`:
+  whether a part of it bypasses the model's outputs.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

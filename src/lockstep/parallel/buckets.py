@@ -103,8 +103,8 @@ def plan_buckets(parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_b
 def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`flat`, shape (numel,), in the shape of `like` and, where it is dense, its strides.
 
-    With a storage of its own, as large as the view: whoever saves or copies it saves that, and who holds it can be
-    counted. With a version counter of its own, too.
+    With a storage of its own, as large as the view: `torch.save` and `copy.deepcopy` take no more than that, and the
+    references to it can be counted. With a version counter of its own, too.
     """
     memory = from_dlpack(flat.view(torch.uint8))
     if memory.device == flat.device:  # not so in a rehearsal, where only tensors made by operations look like a GPU's

@@ -2,12 +2,12 @@
 
 A rank that weights a batch by its size, or by its tag, claims how large the batch is. On a lockstep group of one host
 the claims are part of the description that the averaging compares anyhow. On other groups they cost a small collective,
-so only claims that go by a size are compared there. A GPU is not waited for: the comparison of one step is looked
-at when it is there, at the end of a later one.
+so only claims that go by a size are compared there. The check does not wait for a GPU: it reads the comparison of a
+step at the end of a later step, when it has arrived.
 
-In shared memory one more number travels beside the claims: of which batches of a loader the gradients are. It finds the
-rank that has left out a backward pass, and whose gradients would meet those of another batch from then on. A rank
-whose batches have lost their tags does not know, and is not compared.
+In shared memory the ranks also compare which batches of a loader their gradients come from (`fingerprint_of`). So they
+find a rank that left out a backward pass: without the comparison its gradients would be averaged with those of another
+batch from then on. A rank whose batches have lost their tags takes no part in this comparison.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ClaimCheck:
     """Compares claims over a group that does not compare descriptions.
 
     Args:
-        group: who compares.
+        group: the ranks that compare.
         device: where the group takes small tensors from.
     """
 

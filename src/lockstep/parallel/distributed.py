@@ -2,12 +2,16 @@
 
 [Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward
 pass (`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back
-when the pass is over; the phases in between are drawn in `backward_pass.py`. A pass that reached only some
-parameters is of one of three kinds: the rest is reachable
-from outputs that no gradient has come to yet (another backward pass will bring it: wait; if it never comes, the
-next forward pass raises), the user said that parameters may be unused (zeros go out for them), or it is a
-mistake, and raises in that very step. A pass that reaches no parameter of the model at all
-(`torch.autograd.grad`, a model frozen for a while) is none of the engine's business.
+when the pass is over; the phases in between are drawn in `backward_pass.py`. A backward pass that reached only some
+parameters has one of three causes:
+
+- Other outputs, which no gradient has come to yet, reach the rest. The engine waits for their backward pass; the next
+  forward pass raises if it never came.
+- The user said that parameters may be unused. The engine sends zeros for them.
+- Otherwise it is a mistake, and raises in that step.
+
+The engine ignores a pass that reaches no parameter of the model at all (`torch.autograd.grad`, a model frozen for a
+while).
 """
 
 from __future__ import annotations

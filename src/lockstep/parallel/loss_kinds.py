@@ -1,9 +1,12 @@
 """Warns of a loss whose autograd graph shows that it is no mean over samples.
 
-Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`), and the engine cannot know it
-from gradients. So before its first backward passes it looks at the loss (`loss_watch.py`), and warns. What is found: a
-mean over targets of which some were ignored or weighted by class, or of outputs that a mask has selected, a sum, and a
-sum divided by something else than what was summed or the samples.
+Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`). Gradients do not show the
+divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds four kinds:
+
+- a sum;
+- a sum divided by something else than the samples or the summed elements;
+- a mean over targets of which some are ignored or weighted by class;
+- a mean over outputs that a mask selected.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def warn_of_other_divisor(loss: Tensor, local_samples: int | None, line: str) ->
     Args:
         loss: 0-dim, before its backward pass.
         local_samples: of this rank in this step; None where nobody knows.
-        line: of the user.
+        line: file and line of the user's call of `backward`.
     """
     try:
         found = find_other_divisor(loss, local_samples)

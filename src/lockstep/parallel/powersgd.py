@@ -1,4 +1,4 @@
-"""PowerSGD: gradients travel as products of two thin matrices, and what that leaves out is made up for in later steps.
+"""PowerSGD: gradients travel as products of two thin matrices, with error feedback.
 
 A communication hook for `lockstep.DistributedDataParallel` and for torch's, over any group:
 

@@ -1,4 +1,4 @@
-"""From gradients in `.grad` to their mean over ranks in `.grad`, once for each backward pass.
+"""The reducer: replaces the gradients in `.grad` by their mean over all ranks, once for each backward pass.
 
 [Note: when gradients move] Autograd gives a parameter whose `.grad` is None the gradient tensor it
 has just computed, without a copy. The reducer copies it into the parameter's view of a bucket
@@ -62,7 +62,7 @@ class Reducer:
         transport: moves and averages the buckets.
         group: who averages.
         may_go_early: whether buckets may go out before the backward pass ends.
-        always_views: gradients are views of buckets, whoever holds them.
+        always_views: gradients are views of buckets, even where other references to them exist.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
             `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
     """
@@ -213,7 +213,7 @@ class Reducer:
         self._transport.publish(bucket)
 
     def _let_go(self, bucket: int) -> None:
-        """The bucket will be written: whoever holds gradients of an earlier pass keeps them. See `views.py`."""
+        """Give the bucket new memory if references to gradients of an earlier pass exist. See `views.py`."""
         if self._always_views:
             return
         held = self._gradient_views.held(bucket)

@@ -48,7 +48,7 @@ class SymmetricTransport:
     the caches what the next layer needs.)
 
     [Note: bucket flags] Each rank has one word for each bucket: the number of the backward pass for which its
-    gradients are complete. Whoever reads it may reduce the bucket. `finish` is one collective of the group: behind
+    gradients are complete. A rank that reads it may reduce the bucket. `finish` is one collective of the group: behind
     its first step everything is published, behind its second everybody's shares are done. So nothing waits outside a
     collective, and a rank that does not come is reported like any other. Buffers ride along: the first rank
     writes them before the first step, the others read them behind it. A region has words for so many

@@ -3,8 +3,8 @@
 [Note: kept gradients] What the engine gives out as `.grad` is a view of a bucket, which the next backward pass
 overwrites. Copying every gradient out costs time, and nearly nobody needs it: the loop sets `.grad` to None, and the
 view is free. Code that has kept the tensor, or a view, an array or a graph made from it, keeps its content: before a
-bucket is filled, references to its views are counted. If there are more than the engine's own, the old memory is left
-to whoever holds it, and the bucket goes on in new memory. Gradients of a parameter that this has happened to have
+bucket is filled, references to its views are counted. If there are more than the engine's own, the old memory stays
+with that code, and the bucket goes on in new memory. Gradients of a parameter that this has happened to have
 memory of their own from then on, so it happens once, and costs one copy in each later step, for that parameter on that
 rank. `gradient_as_bucket_view=True` asks for views in any case, as in torch.
 

@@ -1,4 +1,4 @@
-"""One module, once per device.
+"""`replicate`: copies a module to several devices.
 
 [Note: the first replica] The first replica's parameters and buffers share memory with the module's own, as torch
 promises: what its forward pass writes in place (running statistics, the vectors of spectral norm) stays. The

@@ -1,4 +1,4 @@
-"""A batch cut into one piece per device, and outputs put together again: nested containers of tensors, both ways.
+"""`scatter` splits nested containers of tensors among devices; `gather` joins outputs again.
 
 [Note: no lost rows] A batch of 5 makes pieces of 2, 2 and 1 for 4 devices, because torch cuts by size and not by
 number. Another input of 4 rows makes 4 pieces. torch pairs them up as far as the shorter list goes and drops the

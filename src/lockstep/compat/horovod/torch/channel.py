@@ -1,14 +1,15 @@
-"""How the ranks of a process set find out what all of them have asked for, and run it.
+"""The channel of a process set: its ranks find out what all of them have requested, and run that.
 
-[Note: rounds] Ranks may ask for things in different orders, and in threads of their own; c10d groups want one order. So
-the ranks of a set meet in rounds. In a round each says what it has asked for since the last: a digest of it first, 8
-bytes by all_gather. Mostly all digests are equal, and everything is run at once. If not, they exchange descriptions
-and keep them in a table, the same on all ranks; what all have asked for is run, in the order of the table, and the
-rest stays there. A rank goes into a round when it waits for something, in the waiting thread; if nobody waits, a
-thread of the channel goes, a millisecond after the first request. An optimizer's gradients, where they are all a rank
-has asked for, are averaged without asking: the flight record of the group finds on all ranks, before anything is
-changed, that one is doing something else, and then they ask. A rank that has asked for nothing goes into no
-round: nothing could run without it. As long as it has something in the table, it goes into one every millisecond.
+[Note: rounds] Ranks may make requests in different orders, and from several threads; c10d groups need one order. So the
+ranks of a set take part in rounds. In a round they first compare, by an all_gather of 8 bytes, a digest of what each
+has requested since the last round. Mostly all digests are equal, and the ranks run all requests at once. Otherwise
+they exchange descriptions of their requests and keep them in a table, the same on all ranks; they run what all have
+requested, in the order of the table, and the rest stays in it. A thread that waits for a request takes part in the
+rounds; if none waits, a thread of the channel does, a millisecond after the first request. If a rank has requested
+nothing but the gradients of an optimizer, it averages them without a comparison: if another rank does something else,
+the flight record of the group finds that on all ranks before anything is changed, and then they compare. A rank without
+requests takes part in no round: nothing could run without it. As long as it has entries in the table, it takes part in
+a round every millisecond.
 
 [Note: own groups] A channel runs everything on groups of its own, made for it, so that the order in which the script
 uses other groups does not matter.
@@ -150,7 +151,7 @@ class Channel:
         return request
 
     def rouse(self) -> None:
-        """Go into rounds also while nobody waits, until nothing is left to do. Local."""
+        """Take part in rounds also while no thread waits, until nothing is left to do. Local."""
         self._roused.set()
         with self._news:
             if self._thread is None and not self._closed:
@@ -204,7 +205,7 @@ class Channel:
                 self._news.wait(CYCLE_S)
 
     def _serve(self) -> None:
-        """The channel's own thread: goes into rounds for requests that nobody waits for."""
+        """The channel's own thread: takes part in rounds for requests that no thread waits for."""
         world = current_world()
         if world is not None and world.device.type == "cuda":
             torch.cuda.set_device(world.device)  # each thread has a current device of its own, at first the first
@@ -213,7 +214,7 @@ class Channel:
                 self._roused.clear()
                 if not self._own:
                     self._roused.wait(_IDLE_S)
-            # Who waits soon, as most do, goes into the round himself; and more may be asked for meanwhile.
+            # Most scripts wait soon, and the thread that waits takes part itself; and more requests may come meanwhile.
             time.sleep(CYCLE_S)
             if self._num_waiting or not self._own or not self._turn.acquire(blocking=False):
                 continue

@@ -1,6 +1,6 @@
 """Runs requests that all ranks of a process set have agreed on, over the set's c10d groups.
 
-All ranks hand in the same requests in the same order; what is decided here depends only on what all know of them.
+All ranks hand in the same requests in the same order; every decision here depends only on what all ranks know of them.
 """
 
 from __future__ import annotations
