@@ -154,7 +154,7 @@ class ClaimCheck:
         """
         while self._pending and not self._is_capturing() and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             text, values, _ = self._pending.pop(0)
-            self._judge(text, values)
+            self._compare(text, values)
         if claims.is_certain or self._is_capturing():
             return lambda: None  # A graph repeats one step, and nobody could be told of what it finds.
         value = fingerprint(claims.text)
@@ -166,23 +166,23 @@ class ClaimCheck:
         def end() -> None:
             work.wait()
             if self._device.type == "cuda":
-                self._judge_later(claims.text, both)
+                self._compare_later(claims.text, both)
             else:
-                self._judge(claims.text, both)
+                self._compare(claims.text, both)
 
         return end
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _judge_later(self, text: str, both: torch.Tensor) -> None:
+    def _compare_later(self, text: str, both: torch.Tensor) -> None:
         values = torch.empty(2, dtype=torch.int64, pin_memory=True)
         values.copy_(both, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._pending.append((text, values, event))
 
-    def _judge(self, text: str, values: torch.Tensor) -> None:
+    def _compare(self, text: str, values: torch.Tensor) -> None:
         greatest, least = values.tolist()
         if greatest != -least:
             raise CollectiveMismatch(

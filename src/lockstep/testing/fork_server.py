@@ -103,7 +103,7 @@ class _ForkServer:
                     os.read(self._wakeup, 4096)
                 self._reap()
             if self._control.fileno() in ready:
-                self._obey(self._control.recv())
+                self._execute(self._control.recv())
 
     def kill_all(self) -> None:
         """SIGKILL every worker and wait for its end."""
@@ -113,7 +113,7 @@ class _ForkServer:
             os.waitpid(pid, 0)
         self._children.clear()
 
-    def _obey(self, order: tuple[object, ...]) -> None:
+    def _execute(self, order: tuple[object, ...]) -> None:
         match order:
             case ("fork",):
                 self._fork(reduction.recv_handle(self._control))
