@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env, errors
+from lockstep.torch_private.groups import device_types_of
 
 __all__ = ["RankZeroLogger", "collective_device", "get_logger", "on_rank_zero"]
 
@@ -90,16 +91,21 @@ def _own_rank() -> int:
     return env.RANK.get() or 0
 
 
-def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a tensor has to lie for a group: the CPU if it takes those, else its accelerator. Local.
+def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch.device | None = None) -> torch.device:
+    """Where a small tensor has to lie for a group: on the CPU if the group takes those, else on an accelerator. Local.
 
-    The same on every rank, because the group decides.
+    The same kind of device on every rank, because the group decides.
 
     Args:
         group: default the default group.
+        accelerator: the one that this rank works on; default the current one of the kind that the group takes.
     """
-    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "no process group is open"
+    kinds = device_types_of(group)
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(min(kinds)) if accelerator is None else accelerator
 
 
 def _broadcast_text(flag: bool, text: str) -> tuple[bool, str]:

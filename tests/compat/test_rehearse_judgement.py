@@ -13,7 +13,7 @@ import torch
 
 from lockstep.errors import LaunchError
 from lockstep.tools.rehearse import source
-from lockstep.tools.rehearse.events import Event, Job, Process, read_records
+from lockstep.tools.rehearse.events import Event, Process, RehearsedJob, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.plan import read_script
@@ -30,8 +30,8 @@ def rank(number: int, *events: Event, finished: bool = True, world_size: int = 2
     return Process(number, world_size, True, finished, 100 + number, events)
 
 
-def job(*processes: Process) -> Job:
-    return Job(processes, Settings(devices=2, processes_per_node=2))
+def job(*processes: Process) -> RehearsedJob:
+    return RehearsedJob(processes, Settings(devices=2, processes_per_node=2))
 
 
 def sequence(*calls: tuple[int, int]) -> Event:
@@ -101,8 +101,8 @@ def save(path: str = "/home/me/state.pt", *, is_local: bool = False) -> Event:
     return Event("save", (SITE,), {"path": path, "is_local": is_local, "prefixed": 0, "example": ""})
 
 
-def on_two_nodes(*processes: Process, per_node: int = 2) -> Job:
-    return Job(processes, Settings(devices=2, nodes=2, processes_per_node=per_node))
+def on_two_nodes(*processes: Process, per_node: int = 2) -> RehearsedJob:
+    return RehearsedJob(processes, Settings(devices=2, nodes=2, processes_per_node=per_node))
 
 
 def test_one_writer_per_node_is_right_on_disks_of_their_own() -> None:
@@ -112,7 +112,7 @@ def test_one_writer_per_node_is_right_on_disks_of_their_own() -> None:
     assert judge(on_two_nodes(*writers(save("/tmp/state.pt", is_local=True)))) == []
     (shared,) = judge(on_two_nodes(*writers(save())))
     assert (shared.id, shared.ranks) == ("checkpoint-by-every-node", (0, 2))
-    (found,) = judge(Job(tuple(writers(save())), Settings(devices=4, processes_per_node=4)))
+    (found,) = judge(RehearsedJob(tuple(writers(save())), Settings(devices=4, processes_per_node=4)))
     assert (found.id, found.ranks) == ("checkpoint-by-every-rank", (0, 2))
 
 
@@ -149,7 +149,7 @@ def test_processes_that_train_for_themselves_without_knowing_of_each_other() -> 
     assert ids(alone(0, trained), alone(1, trained, asked)) == []
     assert ids(alone(0, trained), alone(1, trained, mpi)) == []
     assert ids(alone(0, trained), alone(1)) == []  # one trains, and the other does something else
-    assert judge(Job((alone(0, trained),), Settings(devices=2, processes_per_node=1))) == []
+    assert judge(RehearsedJob((alone(0, trained),), Settings(devices=2, processes_per_node=1))) == []
     nothing = format_text("train.py", [], job(alone(0), alone(1)), 0)
     assert nothing == "lockstep rehearse: nothing found in train.py in 2 processes that joined no group\n"
 
@@ -186,7 +186,7 @@ def test_the_option_for_a_local_rank_is_found_where_nothing_else_says_it(tmp_pat
         script.write_text(text)
         declared = Event("option", (Site(str(script), 1, "main"),), {"name": "--local_rank"})
         settings = Settings(devices=2, processes_per_node=2, local_rank_option=option)
-        return [one.id for one in judge(Job((rank(0, declared, *events), rank(1)), settings))]
+        return [one.id for one in judge(RehearsedJob((rank(0, declared, *events), rank(1)), settings))]
 
     source.parse.cache_clear()
     assert found("torch.cuda.set_device(args.local_rank)\n") == ["local-rank-option"]
@@ -260,7 +260,7 @@ def test_numbers_that_are_computed_with_are_no_local_ranks(tmp_path: Path) -> No
         source.parse.cache_clear()
         asked = Event("variable", (Site(str(script), 1, "main"),), {"name": "SLURM_PROCID", "value": "1", "asks": True})
         settings = Settings(devices=2, nodes=2, processes_per_node=per_node)
-        return [one.id for one in judge(Job((rank(0, asked), *processes), settings))]
+        return [one.id for one in judge(RehearsedJob((rank(0, asked), *processes), settings))]
 
     wrong = ["local-rank-from-global-rank"]
     assert found("torch.cuda.set_device(local_rank)") == wrong

@@ -348,7 +348,7 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "masked": masked,
         "selected by a mask": lambda logits, y: logits[y != IGNORED].square().mean(),
         "selected by masked_select": lambda logits, y: logits.masked_select((y != IGNORED)[..., None]).mean(),
-        "selected by places": lambda logits, y: cross_entropy(
+        "selected by positions": lambda logits, y: cross_entropy(
             logits.flatten(0, 1)[(y.flatten() != IGNORED).nonzero()[:, 0]], y[y != IGNORED]
         ),
         "mean": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0)),
@@ -378,7 +378,7 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "masked": "a sum divided by",
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",
-        "selected by places": "selected places",
+        "selected by positions": "selected positions",
     }.items():
         ((line, text),) = found.pop(name).items()
         assert line.startswith("test_losses.py:")

@@ -15,7 +15,7 @@ import lockstep
 from ddp_checks import error_of
 from lockstep import DistributedDataParallel
 from lockstep.errors import CollectiveMismatch
-from lockstep.parallel.claims import check_stamps, stamp_of
+from lockstep.parallel.claims import check_fingerprints, fingerprint_of
 from lockstep.testing import run_ranks
 
 
@@ -74,13 +74,16 @@ def test_a_batch_without_its_tag_is_not_compared() -> None:
 
 def test_stamps() -> None:
     first, second = ("samples 0 to 3 of epoch 1", 5), ("samples 4 to 7 of epoch 1", 5)
-    assert stamp_of([first, second]) == stamp_of([second, first])
-    assert len({stamp_of([first, second]), stamp_of([first]), stamp_of([second]), 0}) == 4
-    assert stamp_of([first, ("", 0)]) == stamp_of([]) == 0
-    assert max(stamp_of([(f"samples {2**40} to {2**41} of epoch {2**20}", 2**48 - 1)]), stamp_of([first])) < 2**63
-    check_stamps([stamp_of([first]), 0, stamp_of([first])])
+    assert fingerprint_of([first, second]) == fingerprint_of([second, first])
+    assert len({fingerprint_of([first, second]), fingerprint_of([first]), fingerprint_of([second]), 0}) == 4
+    assert fingerprint_of([first, ("", 0)]) == fingerprint_of([]) == 0
+    assert (
+        max(fingerprint_of([(f"samples {2**40} to {2**41} of epoch {2**20}", 2**48 - 1)]), fingerprint_of([first]))
+        < 2**63
+    )
+    check_fingerprints([fingerprint_of([first]), 0, fingerprint_of([first])])
     with pytest.raises(CollectiveMismatch, match="of epoch 1, but of different data"):
-        check_stamps([stamp_of([first]), stamp_of([(first[0], 6)])])
+        check_fingerprints([fingerprint_of([first]), fingerprint_of([(first[0], 6)])])
 
 
 def split_by_itself(what: str) -> str:

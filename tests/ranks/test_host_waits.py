@@ -54,7 +54,7 @@ def add_up_counts() -> set[str]:
         Operators() as operators,
         mock.patch.object(dist, "all_reduce"),
         mock.patch("lockstep.parallel.losses.find_origin", return_value=origin),
-        mock.patch("lockstep.parallel.losses.host_device", return_value=META),
+        mock.patch("lockstep.parallel.losses.collective_device", return_value=META),
         mock.patch.object(torch.Tensor, "is_cuda", True),
     ):
         lockstep.mean(total, 3)

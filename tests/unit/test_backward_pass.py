@@ -136,7 +136,7 @@ def test_claims_are_taken_once() -> None:
     backward.claim("8 samples", True, "samples 0 to 7 of epoch 0")
     backward.claim("4 rows on each rank", False, "")
     claims = backward.take_claims()
-    assert (claims.text, claims.is_certain, claims.stamp) == ("4 rows on each rank, 8 samples", False, 0)
+    assert (claims.text, claims.is_certain, claims.fingerprint) == ("4 rows on each rank, 8 samples", False, 0)
     assert backward.take_claims().text == ""
 
 

@@ -1,4 +1,4 @@
-"""What the shims say to whoever started the job: once, by its first process. Imports no torch."""
+"""Messages of the shims to the user who started the job: the first process prints each once. Imports no torch."""
 
 from __future__ import annotations
 

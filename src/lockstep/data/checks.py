@@ -163,7 +163,7 @@ def check_state(state: Mapping[str, Any], order: str, dataset_length: int, sampl
         if state[key] != here:
             raise DataError(
                 f"the loader's state does not fit: its {key} is {state[key]!r}, here it is {here!r}. The samples "
-                "consumed are places in the order of one dataset: resume with the same data and the same order, "
+                "consumed are positions in the order of one dataset: resume with the same data and the same order, "
                 "or start the epoch anew with set_epoch"
             )
     if numbers["samples_consumed"] > samples_per_epoch:

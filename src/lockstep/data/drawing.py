@@ -281,13 +281,13 @@ class _Reader:
                     self._value(item, is_used)
                 for key in keys:
                     self._used(key)
-            case ast.Subscript(value=value, slice=place):
+            case ast.Subscript(value=value, slice=index):
                 container = self._attribute(value)
                 if container is not None and not is_used:
                     self.demands.containers.add(container)
                 else:
                     self._used(value)
-                self._used(place)
+                self._used(index)
             case ast.Call(func=function, args=values, keywords=keywords):
                 self._called(function)
                 for item in (*values, *(keyword.value for keyword in keywords)):

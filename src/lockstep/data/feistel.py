@@ -1,4 +1,4 @@
-"""A shuffled order that is computed, place by place, and never stored.
+"""A shuffled order that is computed, position by position, and never stored.
 
 A Feistel network permutes pairs (left, right) whatever its round functions are: a round adds to one half a number that
 depends on the other half, and can be taken back by subtracting it. Here left counts to about the square root of the
@@ -22,7 +22,7 @@ from lockstep.seeding import derive_seed
 __all__ = ["ComputedOrder"]
 
 _ROUNDS = 12
-_BLOCK = 4096  # places that are computed together: numpy's calls cost more than what they compute for a few
+_BLOCK = 4096  # positions that are computed together: numpy's calls cost more than what they compute for a few
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # of splitmix64
 
 Numbers = npt.NDArray[np.uint64]
@@ -31,8 +31,8 @@ Numbers = npt.NDArray[np.uint64]
 class ComputedOrder:
     """A permutation of 0 … num_samples-1 that is a function of (seed, epoch), and takes no memory.
 
-    Slices, of step 1, give int64 arrays as those of a stored permutation do; a place gives its sample. Not for several
-    threads at once.
+    Slices, of step 1, give int64 arrays as those of a stored permutation do; a position gives its sample. Not for
+    several threads at once.
 
     Args:
         num_samples: at least 1.
@@ -54,16 +54,16 @@ class ComputedOrder:
         return self.num_samples
 
     @overload
-    def __getitem__(self, places: int) -> np.int64: ...
+    def __getitem__(self, positions: int) -> np.int64: ...
 
     @overload
-    def __getitem__(self, places: slice) -> npt.NDArray[np.int64]: ...
+    def __getitem__(self, positions: slice) -> npt.NDArray[np.int64]: ...
 
-    def __getitem__(self, places: int | slice) -> np.int64 | npt.NDArray[np.int64]:
-        if isinstance(places, int):
-            found: np.int64 = self._compute(np.array([range(self.num_samples)[places]], dtype=np.uint64))[0]
+    def __getitem__(self, positions: int | slice) -> np.int64 | npt.NDArray[np.int64]:
+        if isinstance(positions, int):
+            found: np.int64 = self._compute(np.array([range(self.num_samples)[positions]], dtype=np.uint64))[0]
             return found
-        begin, end, _ = places.indices(self.num_samples)
+        begin, end, _ = positions.indices(self.num_samples)
         parts = [
             self._block_of(number)[max(begin - number * _BLOCK, 0) : end - number * _BLOCK]
             for number in range(begin // _BLOCK, -(-end // _BLOCK))
@@ -71,15 +71,15 @@ class ComputedOrder:
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, dtype=np.int64)])
 
     def _block_of(self, number: int) -> npt.NDArray[np.int64]:
-        """The samples at places number·_BLOCK and following; those asked for last are kept."""
+        """The samples at positions number·_BLOCK and following; those asked for last are kept."""
         if self._block[0] != number:
             begin = number * _BLOCK
-            places = np.arange(begin, min(begin + _BLOCK, self.num_samples), dtype=np.uint64)
-            self._block = number, self._compute(places)
+            positions = np.arange(begin, min(begin + _BLOCK, self.num_samples), dtype=np.uint64)
+            self._block = number, self._compute(positions)
         return self._block[1]
 
-    def _compute(self, places: Numbers) -> npt.NDArray[np.int64]:
-        found = self._permute(places)
+    def _compute(self, positions: Numbers) -> npt.NDArray[np.int64]:
+        found = self._permute(positions)
         while (beyond := found >= self.num_samples).any():
             found[beyond] = self._permute(found[beyond])
         return found.astype(np.int64)

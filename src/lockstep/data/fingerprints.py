@@ -64,16 +64,16 @@ def _described(dataset: Any) -> Iterator[str]:
         yield from _texts_of(dataset)
 
 
-def _places(length: int) -> list[int]:
-    """Some places in a sequence, the first and the last among them."""
-    return sorted({place * (length - 1) // (_SAMPLES - 1) for place in range(_SAMPLES)}) if length else []
+def _positions(length: int) -> list[int]:
+    """Some positions in a sequence, the first and the last among them."""
+    return sorted({position * (length - 1) // (_SAMPLES - 1) for position in range(_SAMPLES)}) if length else []
 
 
 def _indices(indices: Any) -> Iterator[str]:
     try:
         length = len(indices)
         yield str(length)
-        yield from (str(int(indices[place])) for place in _places(length))
+        yield from (str(int(indices[position])) for position in _positions(length))
     except (TypeError, ValueError, KeyError, IndexError):  # what torch can index by, this cannot describe
         yield type(indices).__qualname__
 
@@ -84,7 +84,9 @@ def _numbers(array: Any) -> Iterator[str]:
     if is_on_host and array.ndim and len(array):
         flat = array.reshape(-1) if array.ndim > 1 and _is_dense(array) else array
         if flat.ndim == 1:
-            yield from (str(flat[place].item()) for place in _places(len(flat)) if hasattr(flat[place], "item"))
+            yield from (
+                str(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
+            )
 
 
 def _is_dense(array: Any) -> bool:
@@ -101,8 +103,8 @@ def _texts_of(dataset: Any) -> Iterator[str]:
         return
     for name, values in attributes.items():
         if type(values) in (list, tuple) and len(values) == length:
-            for place in _places(length):
-                value = values[place]
+            for position in _positions(length):
+                value = values[position]
                 text = value[0] if type(value) is tuple and value else value  # as in torchvision's `samples`
                 if type(text) is str:
-                    yield f"{name} {place} {os.path.basename(text)}"
+                    yield f"{name} {position} {os.path.basename(text)}"

@@ -25,9 +25,9 @@ from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
 from lockstep.data.handover import CollateAndPack
 from lockstep.data.iteration import EpochIterator, Progress, RankBatchSampler
 from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, shuffled_order
-from lockstep.data.place import check_place, find_place
+from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.seeding import derive_seed
-from lockstep.data.source import Source, TensorSource, WatchedCollate, WorkerInit, identity, make_source
+from lockstep.data.source import SeededDataset, TensorSource, WatchedCollate, WorkerInit, identity, make_source
 from lockstep.drift import watch_optimizers
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
@@ -164,7 +164,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.prefetch = check_integer("prefetch", prefetch, 0, "It counts the batches copied to the device ahead")
         if pin_memory is None:
             pin_memory = self.device is not None and self.device.type == "cuda"
-        self._place = check_place(rank, world_size)
+        self._rank_and_size = check_rank_and_size(rank, world_size)
         self._rank_batches = RankBatchSampler()
         self._batch_source = batch.LoaderToken()
         super().__init__(
@@ -206,7 +206,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         """Begin the next epoch on this rank."""
         epoch, start = self._next_epoch, self._next_start
-        rank, world_size = self._place or find_place()
+        rank, world_size = self._rank_and_size or find_rank_and_size()
         if not self.evaluation:
             watch_optimizers(world_size)
         if not any(each.is_open for each in self._progresses):
@@ -238,7 +238,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Make the next iteration run `epoch`, from its first sample.
 
         Epochs advance without it; a script written for torch's `DistributedSampler` may go on
-        calling it. Naming the epoch that `load_state_dict` has just restored keeps the place in it.
+        calling it. Naming the epoch that `load_state_dict` has just restored keeps the position in it.
 
         Raises:
             DataError: `epoch` is no integer, or negative.
@@ -321,7 +321,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             view.collate_fn = CollateAndPack(view.collate_fn)
         return iterator_of(view)
 
-    def _source(self) -> Source | TensorSource:
+    def _source(self) -> SeededDataset | TensorSource:
         return make_source(self.dataset, self.collate_fn, self.seed_global_rng)
 
     def _samples_per_epoch(self) -> int:

@@ -1,7 +1,7 @@
 """Which samples, in which order, on which rank: pure functions of a few integers.
 
 One epoch is an order of `num_samples` indices. A global batch is a run of `batch_size`
-consecutive places in it, and a rank's share is a run of the batch:
+consecutive positions in it, and a rank's share is a run of the batch:
 
     order      7 2 9 4 | 0 8 1 6 | 5 3          10 samples, batch_size 4
     rank 0     7 2     | 0 8     | 5            world_size 2
@@ -35,7 +35,7 @@ Stored: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 Order: TypeAlias = Stored | range | ComputedOrder  # [num_samples]; numpy slices small runs faster than torch
 
 _STORED_ANYWAY = 1 << 16  # samples; 256 KiB
-# torch draws 32 bits for each place up to here, whatever the dtype, and 64 beyond.
+# torch draws 32 bits for each position up to here, whatever the dtype, and 64 beyond.
 _INT32_NUMEL = 2**32 // 20
 
 
@@ -61,7 +61,7 @@ class Plan:
         return rest // self.batch_size if self.drop_last else -(-rest // self.batch_size)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Begin and end, as places in the order, of batch `number` (0 is the one at `start`)."""
+        """Begin and end, as positions in the order, of batch `number` (0 is the one at `start`)."""
         begin = self.start + number * self.batch_size
         return begin, min(begin + self.batch_size, self.num_samples)
 
@@ -190,7 +190,7 @@ class Schedule:
         """What this rank holds of batch `number`."""
         first, last = self.plan.bounds(number)
         begin, end = share_bounds(last - first, self.rank, self.world_size)
-        # Named by its place in the epoch: a resumed epoch counts its batches anew.
+        # Named by its position in the epoch: a resumed epoch counts its batches anew.
         name = f"samples {first} to {last - 1} of epoch {self.epoch}"
         rows = end - begin or filler_rows(self.plan.batch_size, self.rank, self.world_size)
         return BatchShare(

@@ -62,8 +62,8 @@ class OwnGenerators:
             return
         self._seen.add(id(value))
         if type(value) in (list, tuple):
-            for place, item in enumerate(value[:_MOST_OBJECTS]):
-                self._find(item, f"{name}[{place}]", depth - 1)
+            for index, item in enumerate(value[:_MOST_OBJECTS]):
+                self._find(item, f"{name}[{index}]", depth - 1)
         elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
             for attribute, item in list(getattr(value, "__dict__", {}).items()):
                 self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)

@@ -1,7 +1,7 @@
 """Fetching samples so that their randomness depends on seed, epoch and index alone.
 
 torch's fetcher, in the main process or in a worker, asks its dataset for one batch through
-`__getitems__`. What it holds here is a `Source` around the user's dataset. Two kinds of
+`__getitems__`. What it holds here is a `SeededDataset` around the user's dataset. Two kinds of
 randomness are served:
 
 - a dataset whose `__getitem__` takes a keyword `generator` is handed a `torch.Generator` of its
@@ -38,7 +38,7 @@ from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.loader import set_guarded
 
 __all__ = [
-    "Source",
+    "SeededDataset",
     "TensorSource",
     "WatchedCollate",
     "WorkerInit",
@@ -100,9 +100,9 @@ def _by_part(dataset: ConcatDataset[Any], indices: Sequence[int]) -> dict[int, l
 
 def _part_of(dataset: ConcatDataset[Any], index: int) -> tuple[int, int]:
     """In which part of a concatenated dataset a sample is, and its index there."""
-    place = index + len(dataset) if index < 0 else index
-    part = bisect.bisect_right(dataset.cumulative_sizes, place)
-    return part, place - (dataset.cumulative_sizes[part - 1] if part else 0)
+    position = index + len(dataset) if index < 0 else index
+    part = bisect.bisect_right(dataset.cumulative_sizes, position)
+    return part, position - (dataset.cumulative_sizes[part - 1] if part else 0)
 
 
 # By method, with the code that it had: a reloaded module may have put other code into the same function.
@@ -154,7 +154,7 @@ def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
     return tuple(_read(inner, index, generator) for inner in dataset.datasets)
 
 
-class Source:
+class SeededDataset:
     """A dataset that fetches one batch of one rank, seeded.
 
     Args:
@@ -269,7 +269,7 @@ class TensorSource:
     def __getitems__(self, fetch: Fetch) -> list[torch.Tensor]:
         rows = torch.tensor(fetch.indices)
         # A gather also for consecutive rows: a slice would alias the dataset, and a script that
-        # normalises its batch in place would change the data.
+        # normalises its batch in position would change the data.
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.dataset.tensors]
 
     @staticmethod
@@ -290,11 +290,13 @@ def identity(batch: Any) -> Any:
     return batch
 
 
-def make_source(dataset: Any, collate_fn: Callable[[list[Any]], Any], seed_global_rng: bool) -> Source | TensorSource:
+def make_source(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any], seed_global_rng: bool
+) -> SeededDataset | TensorSource:
     """The source for a dataset: the gather where it fits, else one sample after the other."""
     if TensorSource.fits(dataset, collate_fn):
         return TensorSource(dataset)
-    return Source(
+    return SeededDataset(
         dataset,
         seed_samples=seed_global_rng,
         seed_collate=seed_global_rng and collate_fn is not default_collate,

@@ -28,7 +28,7 @@ def check_same_model(
     Args:
         tensors: name -> parameter or buffer, in order.
         settings: name -> value, in order, of whatever else ranks must agree on.
-        group: who compares.
+        group: the ranks that compare.
         device: where the group's collectives want their tensors.
 
     Raises:

@@ -1,6 +1,6 @@
 """The backward pass of a model: which of autograd's tasks it is, where it began, how far it is, and what is pending.
 
-[Note: phases of a backward pass] What moves it are methods of `BackwardPass`:
+[Note: phases of a backward pass] Each arrow is a method of `BackwardPass`:
 
            ready: a forward pass begins whose backward pass averages
     ┌────► IDLE ───────────────────────────────────────────────► READY

@@ -24,7 +24,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's place in its bucket.
+    """Where the gradient of one parameter lies in its bucket.
 
     Attributes:
         index: of the parameter in the list that was planned for.
@@ -103,8 +103,8 @@ def plan_buckets(parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_b
 def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`flat`, shape (numel,), in the shape of `like` and, where it is dense, its strides.
 
-    With a storage of its own, as large as the view: whoever saves or copies it saves that, and who holds it can be
-    counted. With a version counter of its own, too.
+    With a storage of its own, as large as the view: `torch.save` and `copy.deepcopy` take no more than that, and the
+    references to it can be counted. With a version counter of its own, too.
     """
     memory = from_dlpack(flat.view(torch.uint8))
     if memory.device == flat.device:  # not so in a rehearsal, where only tensors made by operations look like a GPU's
@@ -113,7 +113,7 @@ def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(like.shape, dense.stride(), flat.storage_offset()).data
 
 
-def copy_all(places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Copy each of `gradients` to its place."""
-    if places:
-        foreach_copy_(list(places), list(gradients))
+def copy_all(views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Copy each of `gradients` to its view of a bucket."""
+    if views:
+        foreach_copy_(list(views), list(gradients))

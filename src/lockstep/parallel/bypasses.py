@@ -1,13 +1,13 @@
-"""Warns of a loss that does not come by the model's outputs alone, of a batch that the ranks do not divide.
+"""Warns if part of a loss bypasses the model's outputs while the batch does not divide evenly among the ranks.
 
 Weights of ranks enter at the outputs ([Note: exact weighting] in `forward_pass.py`). A loss that a layer keeps as an
-attribute, or what the script computes with the model's parameters (`model.module.head(hidden)`), goes past them, and
-counts once for each rank, not for each sample. Terms on parameters go past them as well, and that is right: they do
-not depend on the batch.
+attribute, or what the script computes with the model's parameters (`model.module.head(hidden)`), bypasses the outputs,
+and counts once for each rank, not for each sample. Terms on parameters (regularisers) bypass them as well, and that is
+right: they do not depend on the batch.
 
-[Note: terms] So a loss is taken apart, down to where its terms are no longer added up. A term that outputs and
-parameters come to is computed from both. A term that only parameters come to is one on parameters, unless nodes lie
-behind it that lie behind outputs, too: then it was computed in the forward pass.
+[Note: terms] The check follows the loss down to its summands. A summand that depends on outputs, and on parameters by
+another path, mixes both. A summand that depends on parameters alone is a regulariser, unless it shares nodes of the
+graph with the outputs: then a layer computed it in the forward pass.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def warn_of_bypass(loss: Tensor, roots: Collection[Node], own: frozenset[int], l
         loss: 0-dim, of a batch that the ranks do not divide.
         roots: the nodes of the model's outputs.
         own: `id` of the model's parameters.
-        line: of the user.
+        line: file and line of the user's call of `backward`.
     """
     found = find_bypass(loss, roots, own)
     if found is not None:

@@ -7,9 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
-from lockstep.torch_private.groups import device_types_of
 from lockstep.torch_private.modules import buffers_of
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "check_parameters",
     "check_renormalised",
     "find_buffers",
-    "host_device",
 ]
 
 _DEFAULT_BUCKET_MIB = 25.0
@@ -105,19 +102,13 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> float:
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-    """Where the buffers of a module stand: dicts of its submodules, and the names in them."""
-    places, seen = [], set()
+    """The entries of dicts that hold the buffers of a module: dicts of its submodules, and the names in them."""
+    entries, seen = [], set()
     for prefix, submodule in module.named_modules():
         for name, buffer in buffers_of(submodule).items():
             full_name = f"{prefix}.{name}" if prefix else name
             if buffer is None or buffer.numel() == 0 or id(buffer) in seen or full_name in ignored:
                 continue
             seen.add(id(buffer))
-            places.append((buffers_of(submodule), name))
-    return places
-
-
-def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where the group takes small tensors from: the CPU if it can."""
-    kinds = device_types_of(group)
-    return torch.device("cpu") if "cpu" in kinds or isinstance(group, LockstepProcessGroup) else device
+            entries.append((buffers_of(submodule), name))
+    return entries

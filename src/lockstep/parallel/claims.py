@@ -2,12 +2,12 @@
 
 A rank that weights a batch by its size, or by its tag, claims how large the batch is. On a lockstep group of one host
 the claims are part of the description that the averaging compares anyhow. On other groups they cost a small collective,
-so only claims that go by a size are compared there. A GPU is not waited for: the comparison of one step is looked
-at when it is there, at the end of a later one.
+so only claims that go by a size are compared there. The check does not wait for a GPU: it reads the comparison of a
+step at the end of a later step, when it has arrived.
 
-In shared memory one more number travels beside the claims: of which batches of a loader the gradients are. It finds the
-rank that has left out a backward pass, and whose gradients would meet those of another batch from then on. A rank
-whose batches have lost their tags does not know, and is not compared.
+In shared memory the ranks also compare which batches of a loader their gradients come from (`fingerprint_of`). So they
+find a rank that left out a backward pass: without the comparison its gradients would be averaged with those of another
+batch from then on. A rank whose batches have lost their tags takes no part in this comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ import torch.distributed as dist
 from lockstep.comm.flight_recorder import fingerprint
 from lockstep.errors import CollectiveMismatch
 
-__all__ = ["ADVICE", "NO_CLAIMS", "ClaimCheck", "Claims", "check_stamps", "describe_stamp", "join_claims", "stamp_of"]
+__all__ = [
+    "ADVICE",
+    "NO_CLAIMS",
+    "ClaimCheck",
+    "Claims",
+    "check_fingerprints",
+    "describe_fingerprint",
+    "fingerprint_of",
+    "join_claims",
+]
 
 ADVICE = (
     "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
@@ -42,18 +51,18 @@ class Claims:
     Attributes:
         text: for people, and compared; "" for nothing.
         is_certain: every claim comes from a tag, none from a size.
-        stamp: the batches of a loader that the gradients come from, see `stamp_of`; 0 where that is not known.
+        fingerprint: of the batches that the gradients come from, see `fingerprint_of`; 0 where they are not known.
     """
 
     text: str = ""
     is_certain: bool = True
-    stamp: int = 0
+    fingerprint: int = 0
 
 
 NO_CLAIMS = Claims()
 
 
-def stamp_of(batches: Collection[tuple[str, int]]) -> int:
+def fingerprint_of(batches: Collection[tuple[str, int]]) -> int:
     """Batches as one number: first sample and epoch of one of them, and a hash of all.
 
     Args:
@@ -63,7 +72,7 @@ def stamp_of(batches: Collection[tuple[str, int]]) -> int:
     Returns:
         More than 0; 0 where a batch is not known, or there is none.
 
-    >>> describe_stamp(stamp_of([("samples 4 to 7 of epoch 2", 0)]))
+    >>> describe_fingerprint(fingerprint_of([("samples 4 to 7 of epoch 2", 0)]))
     'samples 4 … of epoch 2'
     """
     names = [_NAME.fullmatch(name) for name, _ in sorted(batches)]
@@ -74,20 +83,20 @@ def stamp_of(batches: Collection[tuple[str, int]]) -> int:
     return (short << _EPOCH_BITS | epoch) << _FIRST_BITS | first | 1 << 62
 
 
-def describe_stamp(stamp: int) -> str:
-    """The batch that a stamp shows."""
-    return f"samples {stamp & _FIRST_MASK} … of epoch {stamp >> _FIRST_BITS & _EPOCH_MASK}"
+def describe_fingerprint(value: int) -> str:
+    """The batch that a fingerprint names."""
+    return f"samples {value & _FIRST_MASK} … of epoch {value >> _FIRST_BITS & _EPOCH_MASK}"
 
 
-def check_stamps(stamps: Sequence[int]) -> None:
+def check_fingerprints(fingerprints: Sequence[int]) -> None:
     """Raise CollectiveMismatch if ranks, of those that know, bring gradients of different batches. Local.
 
     Args:
-        stamps: of all ranks of the group.
+        fingerprints: of all ranks of the group.
     """
-    if len({stamp for stamp in stamps if stamp}) < 2:
+    if len({value for value in fingerprints if value}) < 2:
         return
-    known = {rank: describe_stamp(stamp) for rank, stamp in enumerate(stamps) if stamp}
+    known = {rank: describe_fingerprint(value) for rank, value in enumerate(fingerprints) if value}
     if len(set(known.values())) == 1:
         raise CollectiveMismatch(
             f"the ranks averaged gradients of {known.popitem()[1]}, but of different data: their loaders hold other "
@@ -111,7 +120,7 @@ def join_claims(claims: dict[str, bool], batches: Collection[tuple[str, int]] = 
 
     Args:
         claims: of the forward passes.
-        batches: see `stamp_of`.
+        batches: see `fingerprint_of`.
     """
     if not claims:
         return NO_CLAIMS
@@ -119,14 +128,14 @@ def join_claims(claims: dict[str, bool], batches: Collection[tuple[str, int]] = 
     if len(texts) > _MAX_SHOWN:
         rest = texts[_MAX_SHOWN:]
         texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
-    return Claims(", ".join(texts), all(claims.values()), stamp_of(batches))
+    return Claims(", ".join(texts), all(claims.values()), fingerprint_of(batches))
 
 
 class ClaimCheck:
     """Compares claims over a group that does not compare descriptions.
 
     Args:
-        group: who compares.
+        group: the ranks that compare.
         device: where the group takes small tensors from.
     """
 
@@ -145,7 +154,7 @@ class ClaimCheck:
         """
         while self._pending and not self._is_capturing() and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             text, values, _ = self._pending.pop(0)
-            self._judge(text, values)
+            self._compare(text, values)
         if claims.is_certain or self._is_capturing():
             return lambda: None  # A graph repeats one step, and nobody could be told of what it finds.
         value = fingerprint(claims.text)
@@ -157,23 +166,23 @@ class ClaimCheck:
         def end() -> None:
             work.wait()
             if self._device.type == "cuda":
-                self._judge_later(claims.text, both)
+                self._compare_later(claims.text, both)
             else:
-                self._judge(claims.text, both)
+                self._compare(claims.text, both)
 
         return end
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _judge_later(self, text: str, both: torch.Tensor) -> None:
+    def _compare_later(self, text: str, both: torch.Tensor) -> None:
         values = torch.empty(2, dtype=torch.int64, pin_memory=True)
         values.copy_(both, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._pending.append((text, values, event))
 
-    def _judge(self, text: str, values: torch.Tensor) -> None:
+    def _compare(self, text: str, values: torch.Tensor) -> None:
         greatest, least = values.tolist()
         if greatest != -least:
             raise CollectiveMismatch(

@@ -5,17 +5,17 @@ computes, but the loss that it returns is each rank's own: left at that, ranks t
 different parameters. So for optimizers whose parameters belong to an engine of more than one rank the closure is
 wrapped: it returns the mean over ranks, each weighted by its share of the samples, the same bits on all of them.
 
-Other optimizers do not judge the loss; their closures stay as they are. So do closures that call no engine: what a
-rank minimises alone is its own.
+Other optimizers do not use the loss; their closures stay as they are. Closures that call no engine stay as they are,
+too: such a rank minimises a loss of its own.
 
-[Note: averaged once] How often a loss is averaged must not depend on what else a process did. torch calls hooks from
-the `step` of a class once an instance of that class was made. So a subclass whose own `step` calls that of LBFGS has
-them called twice in a process that has made a plain LBFGS before, and once in another. Here one is made in every
-process, and a loss that is a mean already is left alone. The step of the subclass is looked at because it may never
-call that of LBFGS; the step of LBFGS, because the subclass may hand another closure down than it was given.
+[Note: averaged once] A loss must be averaged exactly once, whatever else the process did. torch calls step hooks for a
+class only after the process has created an instance of that class. A subclass whose `step` calls `LBFGS.step` would
+therefore run the hooks once or twice, depending on whether the process has created a plain LBFGS before. So this module
+creates one LBFGS in every process, and leaves a loss alone that is already a mean. It hooks both steps: a subclass may
+never call `LBFGS.step`, or may pass it another closure than it was given.
 
-Engines that count are those that the closure has called: others may wait for the garbage collector, which comes at
-another moment on each rank ([Note: engines that are gone] in `drift.py`).
+Only engines that the closure has called count: others may wait for the garbage collector, which runs at another moment
+on each rank ([Note: engines that are gone] in `drift.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep import batch
 from lockstep.drift import AveragingModule, engines_of, engines_used, latest_use
-from lockstep.parallel.checks import host_device
 from lockstep.parallel.losses import find_origin
+from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import version_of
 
 __all__ = ["averaged_closure", "install"]
@@ -120,7 +120,7 @@ def _mean_over_ranks(loss: Any, engine: AveragingModule, weight: float) -> Any:
     """Collective."""
     group = engine.process_group
     local = torch.as_tensor(loss)
-    total = local.detach().to(host_device(group, local.device), torch.float64, copy=True)
+    total = local.detach().to(collective_device(group, local.device), torch.float64, copy=True)
     # Not multiplied by zero: what a filler sample gives may be infinite.
     total = total * weight if weight else torch.zeros_like(total)
     dist.all_reduce(total, group=group)

@@ -2,12 +2,16 @@
 
 [Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward
 pass (`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back
-when the pass is over; the phases in between are drawn in `backward_pass.py`. A pass that reached only some
-parameters is of one of three kinds: the rest is reachable
-from outputs that no gradient has come to yet (another backward pass will bring it: wait; if it never comes, the
-next forward pass raises), the user said that parameters may be unused (zeros go out for them), or it is a
-mistake, and raises in that very step. A pass that reaches no parameter of the model at all
-(`torch.autograd.grad`, a model frozen for a while) is none of the engine's business.
+when the pass is over; the phases in between are drawn in `backward_pass.py`. A backward pass that reached only some
+parameters has one of three causes:
+
+- Other outputs, which no gradient has come to yet, reach the rest. The engine waits for their backward pass; the next
+  forward pass raises if it never came.
+- The user said that parameters may be unused. The engine sends zeros for them.
+- Otherwise it is a mistake, and raises in that step.
+
+The engine ignores a pass that reaches no parameter of the model at all (`torch.autograd.grad`, a model frozen for a
+while).
 """
 
 from __future__ import annotations
@@ -39,7 +43,6 @@ from lockstep.parallel.checks import (
     check_parameters,
     check_renormalised,
     find_buffers,
-    host_device,
 )
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
@@ -54,6 +57,7 @@ from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
+from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import (
     current_graph_task_id,
     innermost_transform,
@@ -192,8 +196,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._hook: tuple[Any, CommHook] | None = None
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
-        self._buffer_places = find_buffers(module, ignored)
-        self._feeding = Feeding(group, host_device(group, self.device))
+        self._buffer_entries = find_buffers(module, ignored)
+        self._feeding = Feeding(group, collective_device(group, self.device))
         # One process divides by what it likes.
         self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
         self._num_hooks = 0
@@ -245,7 +249,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
         }
-        check_same_model(tensors, settings, self.process_group, host_device(self.process_group, self.device))
+        check_same_model(tensors, settings, self.process_group, collective_device(self.process_group, self.device))
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -369,7 +373,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             InputError: negative, or 0 on all ranks.
             InputTypeError: no integer.
         """
-        total = count_samples(count, self.process_group, host_device(self.process_group, self.device))
+        total = count_samples(count, self.process_group, collective_device(self.process_group, self.device))
         with batch.hold(BatchShare(count, total, self._world_size)):
             yield
 
@@ -479,8 +483,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Buffers that all ranks shall have from the first rank when this step is over."""
         if not (self.broadcast_buffers and self.training and self._world_size > 1):
             return []
-        # Looked up each time: a module may put another tensor in the place.
-        found = [buffers.get(name) for buffers, name in self._buffer_places]
+        # Looked up each time: a module may replace a buffer by another tensor.
+        found = [buffers.get(name) for buffers, name in self._buffer_entries]
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager

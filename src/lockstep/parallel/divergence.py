@@ -1,12 +1,13 @@
-"""Whether all ranks still hold the same parameters. Averaged gradients keep them alike, if nothing else is different.
+"""Compares the parameters of all ranks from time to time, and raises ModelMismatch if they differ.
 
-Otherwise ranks diverge, and no collective fails: a learning rate that a rank has lowered by its own loss, a step that
-it has left out, noise that each draws for itself, a checkpoint that one has loaded.
+Averaged gradients keep parameters equal if nothing else differs. Ranks diverge without any collective failing when, for
+example, one rank lowers its learning rate by its own loss, skips a step, adds noise of its own or loads another
+checkpoint.
 
-[Note: comparisons] Some values of each parameter are compared in the first averaging, as they were in the first
-backward pass: a script may have changed them since they were wrapped. From then on one value, of another
-parameter each time, travels with every averaging in shared memory; where ranks bring different ones, parameters are
-compared again. Other groups would need a collective for it: those compare in averaging 4, 16, 64 and so on.
+[Note: comparisons] In the first averaging the ranks compare some values of each parameter, as they were in the first
+backward pass: a script may have changed them since it wrapped the model. From then on one value, of another
+parameter each time, travels with every averaging in shared memory; if the values of two ranks differ, the ranks compare
+parameters again. Other groups would need a collective for it: those compare in averaging 4, 16, 64 and so on.
 
 [Note: rounding] On processors of different kinds, or with other numbers of threads, ranks may step the same gradients
 to values that differ in the last bits. So a difference behind the first averaging is an error only if it is far
@@ -36,7 +37,7 @@ __all__ = ["DivergenceCheck"]
 _COMPARED_VALUES = 4096  # of each parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
 _COLLECTIVE_EVERY = 4  # times as many averagings
-_PLACE_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
+_POSITION_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
 # Times the distance from 1.0 to the next number, relative to the greatest value; and at most.
 _ROUNDING, _MOST_ROUNDING = 1000, 0.01
 _UNKNOWN, _ZERO = 0, 1  # samples
@@ -58,7 +59,7 @@ class DivergenceCheck:
     Args:
         names: of the parameters, the same on all ranks.
         parameters: the same shapes and dtypes on all ranks.
-        group: who compares.
+        group: the ranks that compare.
         device: where the group's collectives want their tensors.
     """
 
@@ -101,10 +102,10 @@ class DivergenceCheck:
         parameter = self._parameters[self._num_averagings % len(self._parameters)]
         if not self._is_known or parameter.device.type != "cpu" or parameter.numel() == 0:
             return _UNKNOWN
-        place = self._num_averagings * _PLACE_STEP % parameter.numel()
+        position = self._num_averagings * _POSITION_STEP % parameter.numel()
         indices = []
         for size in reversed(parameter.shape):
-            place, index = divmod(place, size)
+            position, index = divmod(position, size)
             indices.append(index)
         value = parameter.detach()[tuple(reversed(indices))].item()
         bits: int = struct.unpack("<q", struct.pack("<d", value.real))[0]

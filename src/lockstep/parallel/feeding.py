@@ -149,18 +149,12 @@ class Feeding:
         Raises:
             InputError: it cannot be told, or the inputs are of several batches.
         """
-        may_ask = syncs and joins_none
         held = batch.held()
         if held is not None:
-            return self._of_share(held, may_ask)
+            return self._of_share(held, syncs and joins_none)
         tags = _tags_of(inputs)
         if tags:
-            feed = self._of_tags(tags, trains, may_ask)
-            rows = tags[0][1].share.rows
-            may_be_alone = feed.question is None and rows and joins_none
-            if may_be_alone and batch.is_ambiguous(batch.divisions(self._rank, self._world_size)):
-                return self._ask({rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
-            return feed
+            return self._of_tags(tags, trains, syncs, joins_none)
         divisions = batch.divisions(self._rank, self._world_size)
         sizes = _sizes_of(inputs)
         if divisions and not self._matches(divisions, sizes):
@@ -215,7 +209,7 @@ class Feeding:
 
         return self._ask({share.local_samples}, follow, share)
 
-    def _of_tags(self, tags: Sequence[tuple[torch.Tensor, Tag]], trains: bool, may_ask: bool) -> Feed:
+    def _of_tags(self, tags: Sequence[tuple[torch.Tensor, Tag]], trains: bool, syncs: bool, joins_none: bool) -> Feed:
         share = tags[0][1].share
         if share.evaluation and trains and self._world_size > 1:
             raise InputError(
@@ -233,8 +227,13 @@ class Feeding:
                     "`with model.samples(n):`"
                 )
         num_parts = self._parts.add(tags[0]) if self._world_size > 1 else 1
-        feed = self._of_share(share, may_ask)
-        return feed if num_parts == 1 else replace(feed, claim=f"{feed.claim} in {num_parts} parts")
+        feed = self._of_share(share, syncs and joins_none)
+        if num_parts > 1:
+            feed = replace(feed, claim=f"{feed.claim} in {num_parts} parts")
+        may_be_alone = feed.question is None and share.rows and joins_none
+        if may_be_alone and batch.is_ambiguous(batch.divisions(self._rank, self._world_size)):
+            return self._ask({share.rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
+        return feed
 
     def _matches(self, divisions: Sequence[Division], sizes: set[int]) -> list[Division]:
         """The divisions with one of these sizes on this rank, one of each number of samples."""

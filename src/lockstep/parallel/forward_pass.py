@@ -15,9 +15,9 @@ that accumulates into parameters of the model is weighted: `torch.autograd.grad`
 They find the forward passes that a loss comes from by marks on the outputs' nodes in the graph
 (`lockstep/batch/graph.py`).
 
-What these hooks cannot see is a gradient that reaches the parameters on another way, such as from a tensor that the
-model keeps as an attribute. It counts plainly, as outside a loader. Through the graph of a gradient
-(`create_graph=True`) it would, too, and is refused where that is not the same.
+These hooks do not see a gradient that reaches the parameters by another way, such as from a tensor that the model keeps
+as an attribute. It gets no weight, as outside a loader. A gradient through the graph of a gradient
+(`create_graph=True`) would get none either; it raises ModelError where the ranks do not divide the batch.
 """
 
 from __future__ import annotations

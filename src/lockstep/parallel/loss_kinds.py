@@ -1,9 +1,12 @@
 """Warns of a loss whose autograd graph shows that it is no mean over samples.
 
-Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`), and the engine cannot know it
-from gradients. So before its first backward passes it looks at the loss (`loss_watch.py`), and warns. What is found: a
-mean over targets of which some were ignored or weighted by class, or of outputs that a mask has selected, a sum, and a
-sum divided by something else than what was summed or the samples.
+Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`). Gradients do not show the
+divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds four kinds:
+
+- a sum;
+- a sum divided by something else than the samples or the summed elements;
+- a mean over targets of which some are ignored or weighted by class;
+- a mean over outputs that a mask selected.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _logger = get_logger(__name__)
 
 # What torch's losses have saved under `reduction`.
 _MEAN, _SUM = 1, 2
+_MASK_DTYPES = (torch.bool, torch.uint8)
 _DIVISIONS = ("DivBackward0", "DivBackward1")  # by a tensor; by a number, as torch's own losses divide
 _MAX_NODES = 2000
 _RESCALE = "_RescaleBackward"  # of `lockstep.mean` and the like: what is behind it has its divisor
@@ -37,7 +41,7 @@ def warn_of_other_divisor(loss: Tensor, local_samples: int | None, line: str) ->
     Args:
         loss: 0-dim, before its backward pass.
         local_samples: of this rank in this step; None where nobody knows.
-        line: of the user.
+        line: file and line of the user's call of `backward`.
     """
     try:
         found = find_other_divisor(loss, local_samples)
@@ -82,9 +86,30 @@ def find_other_divisor(
     Raises:
         RuntimeError: the graph was walked backward before.
     """
-    # Nodes, and what the sums behind them are divided by: None for nothing yet.
-    stack: list[tuple[Node, float | None]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
     outputs: list[Node] = []
+    for node, divisor in _nodes_until_outputs(loss, is_output, outputs):
+        found = (
+            _of_reduction(node, divisor)
+            or _of_sum(node, divisor, local_samples)
+            or _of_selection(node, is_output, local_samples)
+        )
+        if found is not None and any(is_output(behind) for behind in _nodes_behind(node, is_output)):
+            return found
+    inside = (_of_reduction(node, 0.0) for output in outputs for node in _nodes_behind(output))
+    return next((found for found in inside if found is not None), None)
+
+
+def _nodes_until_outputs(
+    loss: Tensor, is_output: Callable[[Node], bool], outputs: list[Node]
+) -> Iterator[tuple[Node, float | None]]:
+    """The nodes between a loss and the model's outputs, each with the divisor of a sum at that node: None without one.
+
+    Args:
+        loss: 0-dim.
+        is_output: whether a node is that of an output of the model.
+        outputs: receives the nodes of outputs, as the walk reaches them.
+    """
+    stack: list[tuple[Node, float | None]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
     seen: set[Node] = set()
     while stack and len(seen) < _MAX_NODES:
         node, divisor = stack.pop()
@@ -94,20 +119,18 @@ def find_other_divisor(
             outputs.append(node)
             continue
         seen.add(node)
-        found = (
-            _of_reduction(node, divisor)
-            or _of_sum(node, divisor, local_samples)
-            or _of_selection(node, is_output, local_samples)
-        )
-        if found is not None and any(is_output(behind) for behind in _nodes_behind(node, is_output)):
-            return found
-        if node.name() in _DIVISIONS:
-            divisor = _scalar(getattr(node, "_saved_other", None)) or divisor
-        elif node.name() == "MulBackward0" and divisor is None:
-            divisor = 0.0  # scaled by something: then the divisor is nobody's to judge
+        yield node, divisor
+        divisor = _divisor_behind(node, divisor)
         stack.extend((following, divisor) for following, _ in node.next_functions if following is not None)
-    inside = (_of_reduction(node, 0.0) for output in outputs for node in _nodes_behind(output))
-    return next((found for found in inside if found is not None), None)
+
+
+def _divisor_behind(node: Node, divisor: float | None) -> float | None:
+    """The divisor of sums behind a node, given that of sums at the node."""
+    if node.name() in _DIVISIONS:
+        return _scalar(getattr(node, "_saved_other", None)) or divisor
+    if node.name() == "MulBackward0" and divisor is None:
+        return 0.0  # scaled by something: then nobody can tell whether the divisor is right
+    return divisor
 
 
 def _nodes_behind(root: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
@@ -161,29 +184,39 @@ def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> Oth
 
 
 def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: int | None) -> OtherDivisor | None:
-    """What a mean is, if it is over what a mask, or a list of places, has selected from the outputs."""
+    """What a mean is, if it is over what a mask, or a list of positions, has selected from the outputs."""
     if node.name() != "MeanBackward0" and getattr(node, "_saved_reduction", None) != _MEAN:
         return None
-    for behind in _nodes_behind(node, is_output):
-        if is_output(behind):
-            continue
-        name = behind.name()
-        if name == "MaskedSelectBackward0":
-            masks: list[Any] = [getattr(behind, "_saved_mask", None)]
-        elif name == "IndexBackward0":
-            masks = list(getattr(behind, "_saved_indices", ()) or ())
-        else:
-            continue
-        for mask in masks:
-            if isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8):
-                count = int(mask.count_nonzero())
-                if count != mask.numel():
-                    return OtherDivisor(f"a mean over {count} of {mask.numel()} that a mask has selected", count)
-        if name == "IndexBackward0" and len(masks) == 1 and isinstance(masks[0], Tensor) and local_samples:
-            count = masks[0].numel()
-            if masks[0].dtype not in (torch.bool, torch.uint8) and count % local_samples:
-                return OtherDivisor(f"a mean over {count} selected places", count)
+    between = (behind for behind in _nodes_behind(node, is_output) if not is_output(behind))
+    found = (_of_masks(behind) or _of_positions(behind, local_samples) for behind in between)
+    return next((one for one in found if one is not None), None)
+
+
+def _of_masks(node: Node) -> OtherDivisor | None:
+    """What a mean over a selection by masks is, if one of the masks leaves elements out."""
+    masks = [getattr(node, "_saved_mask", None)] if node.name() == "MaskedSelectBackward0" else _indices_of(node)
+    for mask in masks:
+        if isinstance(mask, Tensor) and mask.dtype in _MASK_DTYPES:
+            count = int(mask.count_nonzero())
+            if count != mask.numel():
+                return OtherDivisor(f"a mean over {count} of {mask.numel()} that a mask has selected", count)
     return None
+
+
+def _of_positions(node: Node, local_samples: int | None) -> OtherDivisor | None:
+    """What a mean over a selection by a list of positions is, if samples do not divide the length of the list."""
+    indices = _indices_of(node)
+    if not local_samples or len(indices) != 1 or not isinstance(indices[0], Tensor):
+        return None
+    count = indices[0].numel()
+    if indices[0].dtype in _MASK_DTYPES or count % local_samples == 0:
+        return None
+    return OtherDivisor(f"a mean over {count} selected positions", count)
+
+
+def _indices_of(node: Node) -> list[Any]:
+    """What stands in the brackets of `tensor[…]`, where the node is that of such an expression."""
+    return list(getattr(node, "_saved_indices", ()) or ()) if node.name() == "IndexBackward0" else []
 
 
 def _scalar(value: object) -> float | None:

@@ -1,10 +1,10 @@
-"""Looks at a few losses of an engine before their backward passes, and warns of those that ranks do not average right.
+"""Inspects the loss of an engine's first steps when `backward` is called, and warns if ranks do not average it right.
 
 [Note: before the backward pass] A backward pass frees what the nodes of the loss have saved before it comes to the
-model's outputs, so the loss has to be seen when `backward` is called. For those few steps Python's profiling hook of
-this thread is borrowed, if nobody uses it: it is called for each call of a Python function, and given back at the first
-`backward`, or after so many calls that none seems to come. *Rejected:* putting a function in the place of
-`Tensor.backward`, for the whole program; a hook on tensors, which comes too late.
+model's outputs, so the checks need the loss when `backward` is called. For those few steps this module sets Python's
+profiling hook of this thread, if nobody else uses it. Python calls the hook for each call of a Python function; the
+hook removes itself at the first `backward`, or after so many calls that none seems to come. *Rejected:* replacing
+`Tensor.backward` for the whole program; a hook on tensors, which comes too late.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["LossWatch"]
 _ROOTS = {("backward", "_tensor.py"): "self", ("backward", "__init__.py"): "tensors"}
 # Of Python functions, between a forward pass and its backward pass.
 _MAX_CALLS = 20_000
-# Losses of an engine that are looked at: for what they are divided by, and of batches that ranks do not divide.
+# Losses of an engine that are inspected: for their divisor, and for bypasses where ranks do not divide the batch.
 _LOOKS, _UNEVEN_LOOKS = 3, 3
 
-Judge = Callable[[Tensor, str], None]
+Check = Callable[[Tensor, str], None]
 
 
 class LossWatch:
-    """What is still to be looked at for one engine.
+    """Counts how many losses of one engine are still to be inspected, and has them inspected.
 
     Args:
         own: `id` of the parameters that the engine averages.
-        is_on: whether this rank looks.
+        is_on: whether this rank inspects any.
     """
 
     def __init__(self, own: frozenset[int], is_on: bool) -> None:
@@ -52,27 +52,27 @@ class LossWatch:
             feed: what went through.
             roots: the nodes of its outputs.
         """
-        judges: list[Judge] = []
+        checks: list[Check] = []
         if self._looks_left:
             self._looks_left -= 1
             local_samples = None if feed.share is None else feed.share.local_samples
-            judges.append(lambda loss, line: warn_of_other_divisor(loss, local_samples, line))
+            checks.append(lambda loss, line: warn_of_other_divisor(loss, local_samples, line))
         if self._uneven_looks_left and feed.is_uneven:
             self._uneven_looks_left -= 1
-            judges.append(lambda loss, line: warn_of_bypass(loss, roots, self._own, line))
-        if judges and sys.getprofile() is None:
-            sys.setprofile(_Lookout(judges))
+            checks.append(lambda loss, line: warn_of_bypass(loss, roots, self._own, line))
+        if checks and sys.getprofile() is None:
+            sys.setprofile(_BackwardHook(checks))
 
 
-class _Lookout:
+class _BackwardHook:
     """A profiling hook that waits for a backward pass. See [Note: before the backward pass].
 
     Args:
-        judges: are called with the loss, and the user's line.
+        checks: are called with the loss, and the user's line.
     """
 
-    def __init__(self, judges: Collection[Judge]) -> None:
-        self._judges = judges
+    def __init__(self, checks: Collection[Check]) -> None:
+        self._checks = checks
         self._calls_left = _MAX_CALLS
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
@@ -89,8 +89,8 @@ class _Lookout:
         value = frame.f_locals.get(name)
         for loss in (value,) if isinstance(value, Tensor) else tuple(value or ()):
             if isinstance(loss, Tensor) and loss.dim() == 0:
-                for judge in self._judges:
-                    judge(loss, _users_line(frame))
+                for check in self._checks:
+                    check(loss, _users_line(frame))
 
 
 def _users_line(frame: FrameType | None) -> str:

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from lockstep import batch
 from lockstep.errors import InputError, InputTypeError
-from lockstep.parallel.checks import host_device
 from lockstep.parallel.forward_pass import ForwardPass
+from lockstep.rank_zero import collective_device
 
 __all__ = ["Origin", "find_origin", "global_loss", "mean", "sum"]
 
@@ -179,7 +179,7 @@ class Origin:
 
     def add_up(self, total: Tensor, count: Tensor, has_none: bool = False) -> Tensor:
         """The sums over ranks of both, float64 [2]; `has_none`: the count is known to be 0. Collective."""
-        device = total.device if self.group is None else host_device(self.group, total.device)
+        device = total.device if self.group is None else collective_device(self.group, total.device)
         own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
         if self.is_filler or has_none:
             own.zero_()

@@ -4,7 +4,7 @@
 pieces mapped by the kernel anew each time, or trims its heap when there is much to trim, and every page that comes
 back costs a fault: for a model of 10M parameters four thousand in a step, a tenth of its time. So glibc is told to keep
 what two steps' gradients take. That much more may stay with the process when the model is gone. An older glibc refuses
-a threshold of more than 32 MiB, and gets that; larger pieces are then mapped anew in every step, as without a word.
+a threshold of more than 32 MiB, and gets that; larger pieces are then mapped anew in every step, as by default.
 
 Settings of the user win: MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, or glibc.malloc in GLIBC_TUNABLES. Other
 allocators are left alone.

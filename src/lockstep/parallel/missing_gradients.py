@@ -1,4 +1,6 @@
-"""Parameters that a backward pass brought no gradient for: who else will bring it, or whose mistake it is.
+"""Decides what it means that a parameter has no gradient at the end of a backward pass.
+
+Another backward pass will bring it, the parameter is unused, or the script is wrong.
 
 See [Note: backward passes] in `distributed.py`.
 """

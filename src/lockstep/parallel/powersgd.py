@@ -1,4 +1,4 @@
-"""PowerSGD: gradients travel as products of two thin matrices, and what that leaves out is made up for in later steps.
+"""PowerSGD: gradients travel as products of two thin matrices, with error feedback.
 
 A communication hook for `lockstep.DistributedDataParallel` and for torch's, over any group:
 
@@ -188,7 +188,7 @@ def _average_compressed(
         state.average(group)
     for basis, (gradient, matrix, memory) in zip(bases, matrices, strict=True):
         gradient.copy_((basis @ memory.q.T).view(gradient.shape))
-        # What this rank has not got across: M itself is the place where errors are kept.
+        # What this rank has not got across: M itself keeps the errors.
         matrix.sub_(gradient.reshape(matrix.shape))
 
 

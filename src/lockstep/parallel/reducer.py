@@ -1,8 +1,8 @@
-"""From gradients in `.grad` to their mean over ranks in `.grad`, once for each backward pass.
+"""The reducer: replaces the gradients in `.grad` by their mean over all ranks, once for each backward pass.
 
 [Note: when gradients move] Autograd gives a parameter whose `.grad` is None the gradient tensor it
-has just computed, without a copy. The reducer copies it into the parameter's place in a bucket
-while it is in cache, makes that place the new `.grad`, and frees the original (or, where the transport
+has just computed, without a copy. The reducer copies it into the parameter's view of a bucket
+while it is in cache, makes that view the new `.grad`, and frees the original (or, where the transport
 leaves it in place, once the mean is there). Accumulating into a
 zeroed bucket instead would read and write every line once more. Where somebody else holds a gradient, it has memory
 of its own, and the mean is copied there: [Note: kept gradients] in `views.py`.
@@ -37,12 +37,13 @@ from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
-from lockstep.parallel.checks import SPARSE_ADVICE, host_device
+from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.divergence import DivergenceCheck
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
+from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
@@ -61,7 +62,7 @@ class Reducer:
         transport: moves and averages the buckets.
         group: who averages.
         may_go_early: whether buckets may go out before the backward pass ends.
-        always_views: gradients are views of buckets, whoever holds them.
+        always_views: gradients are views of buckets, even where other references to them exist.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
             `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
     """
@@ -98,7 +99,7 @@ class Reducer:
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
-        device = host_device(group, plans[0].device)
+        device = collective_device(group, plans[0].device)
         self._claim_check = ClaimCheck(group, device)  # with a communication hook
         self._divergence = DivergenceCheck(names, parameters, group, device)
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
@@ -175,9 +176,9 @@ class Reducer:
         self._send(bucket)
 
     def _send(self, bucket: int) -> None:
-        """Copy the gradients of a bucket to their places and publish it."""
+        """Copy the gradients of a bucket to their views of its memory and publish it."""
         offsets: list[int] = []
-        places: list[torch.Tensor] = []
+        views: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         indices: list[int] = []
         self._let_go(bucket)
@@ -190,22 +191,19 @@ class Reducer:
                 continue
             indices.append(index)
             offsets.append(offset)
-            places.append(view)
+            views.append(view)
             gradients.append(gradient)
             parameter.grad = view
         self._check_dense(indices, gradients)
         with torch.no_grad():
             if self._hook is None:
-                for position in self._transport.fill(bucket, offsets, places, gradients):
+                for position in self._transport.fill(bucket, offsets, views, gradients):
                     self._leave(indices[position], gradients[position])
-            elif places:
-                foreach_copy_(places, gradients)
+            elif views:
+                foreach_copy_(views, gradients)
         self._out.add(bucket)
         if self._own_memory or self._given:
-            for index, gradient in zip(indices, gradients, strict=True):
-                if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad):
-                    self._leave(index, gradient)
-                    self._copied_back.add(index)
+            self._keep_own_memory(indices, gradients)
         if self._hook is not None:
             self._run_hook(bucket)
             return
@@ -215,7 +213,7 @@ class Reducer:
         self._transport.publish(bucket)
 
     def _let_go(self, bucket: int) -> None:
-        """The bucket will be written: whoever holds gradients of an earlier pass keeps them. See `views.py`."""
+        """Give the bucket new memory if references to gradients of an earlier pass exist. See `views.py`."""
         if self._always_views:
             return
         held = self._gradient_views.held(bucket)
@@ -226,6 +224,13 @@ class Reducer:
             if self._parameters[index].grad is self._views[index]:
                 self._given[index] = self._views[index]  # it accumulated there, and stays there
         self._gradient_views.renew(bucket)
+
+    def _keep_own_memory(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """`.grad` of parameters whose gradients have memory of their own stays there, and the mean is copied back."""
+        for index, gradient in zip(indices, gradients, strict=True):
+            if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad):
+                self._leave(index, gradient)
+                self._copied_back.add(index)
 
     def _leave(self, index: int, gradient: torch.Tensor) -> None:
         """Until the mean is there, `.grad` stays what it was: hooks, and a second engine, may look at it."""
@@ -311,7 +316,7 @@ class Reducer:
         """The backward pass is over: send what has not gone out. Local; `finish` comes next.
 
         Apart from `finish`, because a rank may have sent more than another by now: a collective on the
-        same group in between is in the same place of the order on all ranks only once all has been sent.
+        same group in between is at the same position of the order on all ranks only once all has been sent.
 
         Raises:
             ModelError: a gradient changed after its bucket had gone out.

@@ -1,15 +1,15 @@
-"""Strays: gradients that came past the engine, so that nobody has averaged them.
+"""Strays: gradients that bypassed the engine, so that nobody has averaged them.
 
 A script that calls `net(x)` instead of `model(x)`, where `model = DistributedDataParallel(net)`, gets gradients that
 are each rank's own. The reducer's sentinels fire all the same, outside of any backward pass that the engine knows of,
 and note that a gradient *strayed*. When an optimizer is about to step, the ranks compare what they have, once: equal
 gradients are fine (a regulariser's own backward pass over the parameters gives those), others are an error.
 
-So do gradients that `torch.autograd.grad` has returned, and a script puts into `.grad`: no sentinel fires, but the last
-forward pass has had no backward pass.
+Gradients that `torch.autograd.grad` returned and the script wrote to `.grad` are strays, too: no sentinel fires, but
+the last forward pass had no backward pass.
 
-A strayed gradient that a later pass of the engine averages with its own is no longer one. Gradients of passes under
-`no_sync()` are never strays; who steps by them alone is warned, since local SGD does so on purpose.
+A strayed gradient that a later pass of the engine averages with its own is no stray any more. Gradients of passes under
+`no_sync()` are never strays; a rank that steps by them alone gets a warning, since local SGD does so on purpose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lockstep.drift import describe_step, digest, engines, engines_of
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
-from lockstep.parallel.checks import host_device
+from lockstep.rank_zero import collective_device
 
 __all__ = ["install"]
 
@@ -126,7 +126,7 @@ def _are_equal(engine: Any) -> bool:
     """Whether all ranks hold the same gradients, bit for bit. Collective."""
     gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
     value = int(digest(gradients)[:15], 16)
-    own = torch.tensor([value], dtype=torch.int64, device=host_device(engine.process_group, engine.device))
+    own = torch.tensor([value], dtype=torch.int64, device=collective_device(engine.process_group, engine.device))
     rows = [torch.empty_like(own) for _ in range(engine.process_group.size())]
     dist.all_gather(rows, own, group=engine.process_group)
     return all(int(row.item()) == value for row in rows)

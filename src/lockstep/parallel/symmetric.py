@@ -23,7 +23,7 @@ from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.claims import ADVICE, Claims, check_stamps
+from lockstep.parallel.claims import ADVICE, Claims, check_fingerprints
 from lockstep.shm.algorithms import reduce_in_place, share_bounds
 from lockstep.shm.kernels import Kernel, find_kernel
 from lockstep.shm.segment import can_leave, leave
@@ -48,7 +48,7 @@ class SymmetricTransport:
     the caches what the next layer needs.)
 
     [Note: bucket flags] Each rank has one word for each bucket: the number of the backward pass for which its
-    gradients are complete. Whoever reads it may reduce the bucket. `finish` is one collective of the group: behind
+    gradients are complete. A rank that reads it may reduce the bucket. `finish` is one collective of the group: behind
     its first step everything is published, behind its second everybody's shares are done. So nothing waits outside a
     collective, and a rank that does not come is reported like any other. Buffers ride along: the first rank
     writes them before the first step, the others read them behind it. A region has words for so many
@@ -87,7 +87,7 @@ class SymmetricTransport:
         self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 2)
         # The last words of each rank: a sample of its parameters, and which batches its gradients come from.
         ends = [self._region.word_start(rank) + self._region.WORDS_PER_RANK for rank in range(self._world_size)]
-        self._sample_words, self._stamp_words = ([end - place for end in ends] for place in (2, 1))
+        self._sample_words, self._fingerprint_words = ([end - back for end in ends] for back in (2, 1))
         self._pass = 1
         # Failed passes since the last averaging, or since the collective that was an error itself.
         self._num_failed = 0
@@ -125,19 +125,19 @@ class SymmetricTransport:
         self,
         bucket: int,
         offsets: Sequence[int],
-        places: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
         """Copy what others will reduce; keep what this rank reduces. See [Note: traffic]."""
         keepable = self._keepable[bucket]
         if not keepable:
-            copy_all(places, gradients)
+            copy_all(views, gradients)
             return ()
         copied: list[int] = []
         kept: list[int] = []
-        for index, (offset, place, gradient) in enumerate(zip(offsets, places, gradients, strict=True)):
+        for index, (offset, view, gradient) in enumerate(zip(offsets, views, gradients, strict=True)):
             span = keepable.get(offset)
-            if span is None or gradient.stride() != place.stride():
+            if span is None or gradient.stride() != view.stride():
                 copied.append(index)
                 continue
             first, last = span[0] - offset, span[1] - offset
@@ -148,7 +148,7 @@ class SymmetricTransport:
             target[last:].copy_(source[last:])
             self._kept[bucket].append((*span, source[first:last]))
             kept.append(index)
-        copy_all([places[index] for index in copied], [gradients[index] for index in copied])
+        copy_all([views[index] for index in copied], [gradients[index] for index in copied])
         return kept
 
     def _find_keepable(self, bucket: int) -> dict[int, tuple[int, int]]:
@@ -198,18 +198,18 @@ class SymmetricTransport:
                 mail = self._mail = _BufferMail(self._engine, self._rank, buffers)
             mail.write(buffers)
 
-        stamps: list[int] = []
+        fingerprints: list[int] = []
         samples: list[int] = []
 
         def between() -> None:
-            stamps.extend(self._words[word] for word in self._stamp_words)
+            fingerprints.extend(self._words[word] for word in self._fingerprint_words)
             samples.extend(self._words[word] for word in self._sample_words)
             if buffers:
                 assert mail is not None
                 mail.read(buffers)
             self._reduce_rest()
 
-        self._words[self._stamp_words[self._rank]] = claims.stamp
+        self._words[self._fingerprint_words[self._rank]] = claims.fingerprint
         self._words[self._sample_words[self._rank]] = sample
         if self._num_failed == 0:
             self._reduce_published()
@@ -228,7 +228,7 @@ class SymmetricTransport:
         if self._num_failed:
             self._num_failed = self._failed_collective = 0
             self._description = self._describe()
-        check_stamps(stamps)
+        check_fingerprints(fingerprints)
         return samples
 
     def restart(self) -> None:
@@ -274,7 +274,7 @@ class _BufferMail:
             num_bytes = buffer.numel() * buffer.element_size()
             total += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
         source = engine.allocate(max(total, 1)).parts[0]
-        self._places = [
+        self._views = [
             source[offset : offset + buffer.numel() * buffer.element_size()].view(buffer.dtype).view(buffer.shape)
             for offset, buffer in zip(offsets, buffers, strict=True)
         ]
@@ -283,7 +283,7 @@ class _BufferMail:
         """Whether these have the shapes and dtypes of those it was made for. Local."""
         if len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers)):
             return True
-        fits = [(b.shape, b.dtype) for b in buffers] == [(place.shape, place.dtype) for place in self._places]
+        fits = [(b.shape, b.dtype) for b in buffers] == [(view.shape, view.dtype) for view in self._views]
         self._buffers = list(buffers)
         return fits
 
@@ -291,10 +291,10 @@ class _BufferMail:
         """The first rank puts its buffers in. Local."""
         if self._is_source:
             with torch.no_grad():
-                foreach_copy_(self._places, list(buffers))
+                foreach_copy_(self._views, list(buffers))
 
     def read(self, buffers: Sequence[torch.Tensor]) -> None:
         """The others take them out. Local; behind a step that follows `write`."""
         if not self._is_source:
             # Through .data: what autograd has saved for a second backward pass may be overwritten.
-            foreach_copy_([buffer.data for buffer in buffers], self._places)
+            foreach_copy_([buffer.data for buffer in buffers], self._views)

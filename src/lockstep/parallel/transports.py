@@ -18,9 +18,9 @@ from lockstep.comm import clock
 from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.checks import host_device
 from lockstep.parallel.claims import ClaimCheck, Claims
 from lockstep.parallel.symmetric import SymmetricTransport
+from lockstep.rank_zero import collective_device
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
@@ -48,15 +48,15 @@ class Transport(Protocol):
         self,
         bucket: int,
         offsets: Sequence[int],
-        places: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
-        """Move gradients to their places in a bucket. Local.
+        """Move gradients to their views of a bucket. Local.
 
         Args:
-            offsets: of the places, in elements of the bucket.
-            places: views of the bucket.
-            gradients: what autograd computed, in the shapes of the places.
+            offsets: of the views, in elements of the bucket.
+            views: of the memory of the bucket.
+            gradients: what autograd computed, in the shapes of the views.
 
         Returns:
             Which of them were not copied, or not as a whole: the transport holds on to those until `finish`.
@@ -102,7 +102,7 @@ class GroupTransport:
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
-        self._claim_check = ClaimCheck(group, host_device(group, plans[0].device))
+        self._claim_check = ClaimCheck(group, collective_device(group, plans[0].device))
 
     @property
     def can_renew(self) -> bool:
@@ -130,12 +130,12 @@ class GroupTransport:
         self,
         bucket: int,
         offsets: Sequence[int],
-        places: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
         """Copy the gradients, and leave them all where they are: the copy is being reduced while backward goes on."""
-        copy_all(places, gradients)
-        return range(len(places))
+        copy_all(views, gradients)
+        return range(len(views))
 
     def publish(self, bucket: int) -> None:
         """Start the reductions that are due."""
@@ -166,7 +166,7 @@ class GroupTransport:
         return None
 
     def restart(self) -> None:
-        """Let the reductions under way end; ranks whose pass failed at one place are then in step again."""
+        """Let the reductions under way end; ranks whose pass failed at one point are then in step again."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()

@@ -3,8 +3,8 @@
 [Note: kept gradients] What the engine gives out as `.grad` is a view of a bucket, which the next backward pass
 overwrites. Copying every gradient out costs time, and nearly nobody needs it: the loop sets `.grad` to None, and the
 view is free. Code that has kept the tensor, or a view, an array or a graph made from it, keeps its content: before a
-bucket is filled, references to its views are counted. If there are more than the engine's own, the old memory is left
-to whoever holds it, and the bucket goes on in new memory. Gradients of a parameter that this has happened to have
+bucket is filled, references to its views are counted. If there are more than the engine's own, the old memory stays
+with that code, and the bucket goes on in new memory. Gradients of a parameter that this has happened to have
 memory of their own from then on, so it happens once, and costs one copy in each later step, for that parameter on that
 rank. `gradient_as_bucket_view=True` asks for views in any case, as in torch.
 
@@ -59,11 +59,14 @@ class GradientViews:
 
     def _make(self, bucket: int) -> None:
         placements = self._plans[bucket].placements
-        for place in placements:
-            self.tensors[place.index] = self._transport.view(bucket, place.offset, self._parameters[place.index])
-        self._of_bucket[bucket] = [self.tensors[place.index] for place in placements]
+        for placement in placements:
+            self.tensors[placement.index] = self._transport.view(
+                bucket, placement.offset, self._parameters[placement.index]
+            )
+        self._of_bucket[bucket] = [self.tensors[placement.index] for placement in placements]
         self.contents[bucket] = [
-            (place.offset, self._parameters[place.index], self.tensors[place.index]) for place in placements
+            (placement.offset, self._parameters[placement.index], self.tensors[placement.index])
+            for placement in placements
         ]
         if self.can_renew:
             self._storages[bucket] = list(map(storage_key, self._of_bucket[bucket]))
@@ -79,7 +82,9 @@ class GradientViews:
             return []
         differs = [one != other for one, other in zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)]
         suspects = [
-            place.index for place, is_more in zip(self._plans[bucket].placements, differs, strict=True) if is_more
+            placement.index
+            for placement, is_more in zip(self._plans[bucket].placements, differs, strict=True)
+            if is_more
         ]
         return [index for index in suspects if self._parameters[index].grad is not self.tensors[index]]
 

@@ -4,7 +4,7 @@ Importing torch takes seconds and forking a process that has it takes millisecon
 process, the fork server, imports everything and runs nothing; workers are forked from it when a
 world needs more of them and when one must be replaced. The fork server also reaps its children,
 reports how they ended, and cleans up when the caller is gone: it kills the workers and
-removes the jobs' folder, even if the caller was killed by SIGKILL.
+removes the calls' folder, even if the caller was killed by SIGKILL.
 
 Messages are pickled tuples over a pipe that only the two processes hold:
 
@@ -103,7 +103,7 @@ class _ForkServer:
                     os.read(self._wakeup, 4096)
                 self._reap()
             if self._control.fileno() in ready:
-                self._obey(self._control.recv())
+                self._execute(self._control.recv())
 
     def kill_all(self) -> None:
         """SIGKILL every worker and wait for its end."""
@@ -113,7 +113,7 @@ class _ForkServer:
             os.waitpid(pid, 0)
         self._children.clear()
 
-    def _obey(self, order: tuple[object, ...]) -> None:
+    def _execute(self, order: tuple[object, ...]) -> None:
         match order:
             case ("fork",):
                 self._fork(reduction.recv_handle(self._control))
@@ -140,7 +140,7 @@ class _ForkServer:
                 self._control.send(("died", pid, os.waitstatus_to_exitcode(status)))
 
     def _become_worker(self, descriptor: int) -> None:
-        """In the child: serve jobs, then end without the fork server's clean-up."""
+        """In the child: serve calls, then end without the fork server's clean-up."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

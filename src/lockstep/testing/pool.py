@@ -30,7 +30,7 @@ from lockstep import env
 from lockstep.errors import CollectiveAborted, InputError, InputTypeError, RankLost, WorkerFailed
 from lockstep.launch.report import SECONDARY_PHRASES
 from lockstep.testing.limits import limit_s
-from lockstep.testing.worker import DUMP_SIGNAL, Job, Reply, WorkerDied
+from lockstep.testing.worker import DUMP_SIGNAL, RankCall, Reply, WorkerDied
 from lockstep.topology import name_ranks
 
 __all__ = ["run_ranks"]
@@ -194,17 +194,17 @@ class _Pool:
     def run(
         self, payload: bytes, world_size: int, backend: str, timeout_s: float, init: bool, *, fail_fast: bool
     ) -> list[_Outcome]:
-        """One job on the first `world_size` workers."""
+        """One call on the first `world_size` workers."""
         workers = self._take(world_size)
-        folder = tempfile.mkdtemp(prefix="job-", dir=self._folder)
+        folder = tempfile.mkdtemp(prefix="call-", dir=self._folder)
         deadline = time.monotonic() + timeout_s
         try:
             for rank, worker in enumerate(workers):
-                job = Job(
+                call = RankCall(
                     payload, rank, world_size, backend, init, timeout_s, folder,
                     env.snapshot(), os.getcwd(), list(sys.path),
                 )  # fmt: skip
-                _send_job(worker, job)
+                _send_call(worker, call)
             outcomes = self._collect(workers, deadline, timeout_s, fail_fast=fail_fast)
             if not any(outcome.failed for outcome in outcomes):
                 outcomes = self._release(workers, outcomes, deadline, timeout_s)
@@ -315,7 +315,7 @@ class _Pool:
         raise TimeoutError("\n".join([head, *lines]))
 
     def _retire(self, workers: Sequence[_Worker]) -> None:
-        """Kill workers whose job failed: nobody knows what it left in them."""
+        """Kill workers whose call failed: nobody knows what it left in them."""
         self._workers = [worker for worker in self._workers if worker not in workers]
         for worker in workers:
             worker.connection.close()
@@ -366,10 +366,10 @@ def _start_fork_server(control: Connection) -> subprocess.Popen[bytes]:
     )
 
 
-def _send_job(worker: _Worker, job: Job) -> None:
-    """Send the job and the caller's stdout and stderr; a worker that died meanwhile is found out later."""
+def _send_call(worker: _Worker, call: RankCall) -> None:
+    """Send the call and the caller's stdout and stderr; a worker that died meanwhile is found out later."""
     with contextlib.suppress(ConnectionError):
-        worker.connection.send_bytes(pickle.dumps(job))
+        worker.connection.send_bytes(pickle.dumps(call))
         for descriptor in (1, 2):
             reduction.send_handle(worker.connection, descriptor, worker.pid)
 
@@ -389,7 +389,7 @@ _pool: _Pool | None = None
 def _run(
     payload: bytes, world_size: int, backend: str, timeout_s: float, init: bool, *, fail_fast: bool
 ) -> list[_Outcome]:
-    """One job on this process's pool, which is started first, or anew after it broke."""
+    """One call on this process's pool, which is started first, or anew after it broke."""
     global _pool
     try:
         if _pool is None or not _pool.usable or _pool.owner != os.getpid():

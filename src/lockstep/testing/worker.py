@@ -1,9 +1,9 @@
-"""What one test worker does: wait for a job, be a rank, report, be ready for the next.
+"""What one test worker does: wait for a call, be a rank, report, be ready for the next.
 
-A job changes as little as it can of the worker it runs in: the caller's environment,
+A call changes as little as it can of the worker it runs in: the caller's environment,
 working directory, module search path, stdout and stderr are in force while it runs;
 the process group, the ports it serves, the seeds, the published batch share and the
-default dtype are reset after it. A worker is used again only if its job went well on every rank.
+default dtype are reset after it. A worker is used again only if its call went well on every rank.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any
 from lockstep import batch, env
 from lockstep.errors import WorkerFailed
 
-__all__ = ["DUMP_SIGNAL", "Job", "Reply", "WorkerDied", "serve"]
+__all__ = ["DUMP_SIGNAL", "RankCall", "Reply", "WorkerDied", "serve"]
 
 # A worker that receives it writes the stacks of all its threads to stderr and dies.
 DUMP_SIGNAL = signal.SIGUSR1
 
-# The process group's own deadline as a share of the job's, so that a rank that waits in
+# The process group's own deadline as a share of the call's, so that a rank that waits in
 # vain raises its error before the caller takes it for hung.
 _GROUP_DEADLINE_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Job:
+class RankCall:
     """One call of `run_ranks`, as one rank receives it.
 
     Attributes:
@@ -46,8 +46,8 @@ class Job:
             caller's module, which may fail, and that failure is the rank's.
         backend: name for `init_process_group`.
         init: whether the worker initialises the process group itself.
-        timeout_s: the caller's deadline for the whole job.
-        folder: a private folder of this job, the same for all ranks, mode 0700.
+        timeout_s: the caller's deadline for the whole call.
+        folder: a private folder of this call, the same for all ranks, mode 0700.
         environ, cwd, sys_path: the caller's.
     """
 
@@ -99,38 +99,38 @@ class WorkerDied:
 
 
 def serve(connection: Connection) -> None:
-    """Run jobs from `connection` until the other end closes it. Local."""
+    """Run calls from `connection` until the other end closes it. Local."""
     environ = env.snapshot()
     while True:
         try:
-            job: Job = pickle.loads(connection.recv_bytes())
+            call: RankCall = pickle.loads(connection.recv_bytes())
             for descriptor in (1, 2):
                 received = reduction.recv_handle(connection)
                 os.dup2(received, descriptor)
                 os.close(received)
         except (EOFError, OSError):
             return
-        reply = _attempt(_run, job)
+        reply = _attempt(_run, call)
         if reply.failed:
             # Leave the group at once: peers that wait for this rank see it go.
-            _attempt(_clean_up, job)
+            _attempt(_clean_up, call)
         connection.send_bytes(pickle.dumps(reply))
         try:
             connection.recv_bytes()  # The caller has every rank's reply: nobody needs the group any more.
         except (EOFError, OSError):
             return
-        reply = _attempt(_clean_up, job)
+        reply = _attempt(_clean_up, call)
         env.replace(environ)
         connection.send_bytes(pickle.dumps(reply))
 
 
-def _attempt(step: Callable[[Job], Any], job: Job) -> Reply:
-    """Call a step of a job and put its result, or whatever it raised, into a reply."""
+def _attempt(step: Callable[[RankCall], Any], call: RankCall) -> Reply:
+    """Run one step of a call and put its result, or whatever it raised, into a reply."""
     try:
-        return Reply(pickle.dumps(step(job)), failed=False, text="")
+        return Reply(pickle.dumps(step(call)), failed=False, text="")
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
-        return Reply(_pickle_error(error, job.rank), failed=True, text=text)
+        return Reply(_pickle_error(error, call.rank), failed=True, text=text)
     finally:
         _flush()
 
@@ -146,29 +146,29 @@ def _pickle_error(error: BaseException, rank: int) -> bytes:
     return data
 
 
-def _run(job: Job) -> Any:
-    _take_on_caller(job)
-    fn, args, kwargs = pickle.loads(job.payload)
-    if job.init:
-        _init_process_group(job)
+def _run(call: RankCall) -> Any:
+    _take_on_caller(call)
+    fn, args, kwargs = pickle.loads(call.payload)
+    if call.init:
+        _init_process_group(call)
     return fn(*args, **kwargs)
 
 
-def _init_process_group(job: Job) -> None:
+def _init_process_group(call: RankCall) -> None:
     import torch.distributed as dist
 
-    store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)  # type: ignore[attr-defined]
+    store = dist.FileStore(os.path.join(call.folder, "store"), call.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
-        job.backend,
+        call.backend,
         store=store,
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.timeout_s * _GROUP_DEADLINE_SHARE),
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.timeout_s * _GROUP_DEADLINE_SHARE),
     )
 
 
-def _clean_up(_: Job) -> None:
-    """Close what the job left open and undo what it is likely to have set."""
+def _clean_up(_: RankCall) -> None:
+    """Close what the call left open and undo what it is likely to have set."""
     import torch
     import torch.distributed as dist
 
@@ -197,14 +197,14 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-def _take_on_caller(job: Job) -> None:
+def _take_on_caller(call: RankCall) -> None:
     """Put the caller's surroundings and the known seeds in force."""
     import numpy
     import torch
 
-    env.replace(_variables(job))
-    sys.path[:] = job.sys_path
-    os.chdir(job.cwd)
+    env.replace(_variables(call))
+    sys.path[:] = call.sys_path
+    os.chdir(call.cwd)
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
@@ -212,16 +212,16 @@ def _take_on_caller(job: Job) -> None:
     warnings.filterwarnings("error", module=r"lockstep(\.|$)")
 
 
-def _variables(job: Job) -> dict[str, str]:
+def _variables(call: RankCall) -> dict[str, str]:
     """The caller's variables, with one thread per rank and, without `init`, a launcher's."""
-    variables = dict(job.environ)
+    variables = dict(call.environ)
     env.OMP_NUM_THREADS.set("1", variables)
     for variable in (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.LOCKSTEP_RENDEZVOUS):
         variable.unset(variables)
-    if not job.init:
-        env.RANK.set(job.rank, variables)
-        env.WORLD_SIZE.set(job.world_size, variables)
-        env.LOCAL_RANK.set(job.rank, variables)
-        env.LOCAL_WORLD_SIZE.set(job.world_size, variables)
-        env.LOCKSTEP_RENDEZVOUS.set(job.folder, variables)
+    if not call.init:
+        env.RANK.set(call.rank, variables)
+        env.WORLD_SIZE.set(call.world_size, variables)
+        env.LOCAL_RANK.set(call.rank, variables)
+        env.LOCAL_WORLD_SIZE.set(call.world_size, variables)
+        env.LOCKSTEP_RENDEZVOUS.set(call.folder, variables)
     return variables

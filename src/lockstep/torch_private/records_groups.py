@@ -170,7 +170,7 @@ _READ = (
     NameRecord(
         f"{_CLASSES}.ProcessGroup._device_types",
         Use.OVERRIDE,
-        "torch's object verbs and asynchronous checkpoints ask a group for its devices; so does our DDP",
+        "torch's object verbs and asynchronous checkpoints ask a group for its devices; so does `collective_device`",
         "nccl groups are taken for those of GPUs, all others for those of the CPU",
         _GROUP,
     ),

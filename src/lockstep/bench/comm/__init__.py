@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.bench.comm.columns import blocks, draw, wrong_elements
@@ -93,11 +93,8 @@ def measure(options: argparse.Namespace, session: Session) -> None:
     if "mpi" in wanted or not options.no_peers:
         mpis, reasons = find_mpis(session.nproc, [path for path in options.peer if not is_imb(path)])
     backends, mpi = _find_backends(wanted, session, mpis)
-    peers: list[Peer] = []
-    if not options.no_peers and _has_peers(session, dtypes, op):
-        peers, missing = find_peers(options.peer, mpis, reasons)
-        for name, reason in missing.items():
-            session.skip(name, reason)
+    has_peers = not options.no_peers and _has_peers(session, dtypes, op)
+    peers = _find_peers(options.peer, session, mpis, reasons) if has_peers else []
     session.settings.update(
         {"backends": backends, "op": op, "check": options.check, "sizes_bytes": sizes, "threads_per_rank": 1}
         | {"peers": [peer.name for peer in peers], "started_by": mpi.name if mpi else "lockstep"}
@@ -132,6 +129,16 @@ def _find_backends(wanted: Collection[str], session: Session, mpis: Sequence[Mpi
     if not there:
         raise InputError(f"none of the backends can run here: {'; '.join(reasons[one] for one in wanted)}")
     return there, mpi if "mpi" in there else None
+
+
+def _find_peers(
+    paths: Sequence[str], session: Session, mpis: Sequence[Mpi], reasons: Mapping[str, str]
+) -> Sequence[Peer]:
+    """The programs outside of torch that can be timed; the session notes why others cannot."""
+    peers, missing = find_peers(paths, mpis, reasons)
+    for name, reason in missing.items():
+        session.skip(name, reason)
+    return peers
 
 
 def _has_peers(session: Session, dtypes: Sequence[str], op: str) -> bool:

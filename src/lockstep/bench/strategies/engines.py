@@ -173,22 +173,34 @@ def _torch_ddp_on_lockstep(setting: Setting) -> Engine:
     return _around_torch_ddp(setting, world.shutdown)
 
 
-def _around_torch_ddp(setting: Setting, close: Callable[[], object]) -> Engine:
-    module = setting.model()
-    optimizer = setting.optimizer(module)
-    device_ids = [setting.device.index] if setting.device.type == "cuda" else None
-    model = nn.parallel.DistributedDataParallel(module, device_ids=device_ids)
+def _averaging_plainly(
+    model: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    world_size: int,
+    close: Callable[[], object],
+) -> Engine:
+    """Of a library that takes the plain mean over ranks, with an optimizer that is called as without it."""
     return Engine(
         model,
         module,
         optimizer,
-        dist.get_rank(),
-        dist.get_world_size(),
+        rank,
+        world_size,
         backward=_weighted_backward,
         step=optimizer.step,
         zero_grad=optimizer.zero_grad,
         close=close,
     )
+
+
+def _around_torch_ddp(setting: Setting, close: Callable[[], object]) -> Engine:
+    module = setting.model()
+    optimizer = setting.optimizer(module)
+    device_ids = [setting.device.index] if setting.device.type == "cuda" else None
+    model = nn.parallel.DistributedDataParallel(module, device_ids=device_ids)
+    return _averaging_plainly(model, module, optimizer, dist.get_rank(), dist.get_world_size(), close)
 
 
 def _accelerate(setting: Setting) -> Engine:
@@ -247,17 +259,7 @@ def _ignite(setting: Setting) -> Engine:
     module = setting.model()
     model = idist.auto_model(module)
     optimizer = idist.auto_optim(setting.optimizer(module))
-    return Engine(
-        model,
-        module,
-        optimizer,
-        idist.get_rank(),
-        idist.get_world_size(),
-        backward=_weighted_backward,
-        step=optimizer.step,
-        zero_grad=optimizer.zero_grad,
-        close=idist.finalize,
-    )
+    return _averaging_plainly(model, module, optimizer, idist.get_rank(), idist.get_world_size(), idist.finalize)
 
 
 def _horovod_itself(setting: Setting) -> Engine:
@@ -268,17 +270,7 @@ def _horovod_itself(setting: Setting) -> Engine:
     raw = setting.optimizer(module)
     optimizer = hvd.DistributedOptimizer(raw, named_parameters=module.named_parameters())
     hvd.broadcast_parameters(module.state_dict(), root_rank=0)
-    return Engine(
-        module,
-        module,
-        optimizer,
-        hvd.rank(),
-        hvd.size(),
-        backward=_weighted_backward,
-        step=optimizer.step,
-        zero_grad=optimizer.zero_grad,
-        close=hvd.shutdown,
-    )
+    return _averaging_plainly(module, module, optimizer, hvd.rank(), hvd.size(), hvd.shutdown)
 
 
 def _leave() -> None:

@@ -75,7 +75,7 @@ def _serve(name: str, port: int, nproc: int, threads: int, url: str | None = Non
     rank = _Rank(task, nproc, device, engine)
     number = 0
     while (order := json.loads(store.get(f"{name}/order/{number}")))["do"] != "leave":
-        store.set(f"{name}/reply/{number}/{engine.rank}", json.dumps(rank.obey(order)))
+        store.set(f"{name}/reply/{number}/{engine.rank}", json.dumps(rank.execute(order)))
         number += 1
     engine.close()
 
@@ -101,8 +101,8 @@ class _Rank:
         self.loader = task.loader(engine.rank, engine.world_size, device)
         self._alone: tuple[Engine, lockstep.DataLoader[Any]] | None = None
 
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do one thing, and say what came of it."""
+    def execute(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one order and return its reply."""
         limit = Limit(order.get("max_steps"), order.get("seconds"))
         if order["do"] == "train":
             reply = train_epoch(self.engine, self.loader, self.task, self.device, order["epoch"], limit)

@@ -79,9 +79,13 @@ def _check_index(index: int, tensors: _Tensors, name: str) -> None:
         raise InputError(f"{name}={index}, but there are {len(tensors)} tensors, counted from 0")
 
 
-def _check_lists(lists: object, num_lists: int, length: int, name: str) -> Sequence[_Tensors]:
-    if not isinstance(lists, Sequence) or len(lists) != num_lists:
-        raise InputError(f"{name} needs {num_lists} lists, one per device of this process, got {lists!r}")
+def _check_lists(lists: object, own: _Tensors, group: Any, name: str) -> Sequence[_Tensors] | None:
+    """Lists with a tensor for every device of the group, one list per own device; None outside the group."""
+    if not _is_member(group):
+        return None
+    if not isinstance(lists, Sequence) or len(lists) != len(own):
+        raise InputError(f"{name} needs {len(own)} lists, one per device of this process, got {lists!r}")
+    length = _world(group, own)
     for each in lists:
         if len(_check(each, name)) != length:
             raise InputError(
@@ -226,12 +230,11 @@ def all_gather_multigpu(
         InputTypeError: no lists of tensors.
     """
     own = _check(input_tensor_list, "input_tensor_list")
-    if not _is_member(group):
+    lists = _check_lists(output_tensor_lists, own, group, "output_tensor_lists")
+    if lists is None:
         return _run(None, lambda: None, async_op)
-    world_size = dist.get_world_size(group)
-    lists = _check_lists(output_tensor_lists, len(own), world_size * len(own), "output_tensor_lists")
     packed = torch.stack([each.detach().to(own[0].device) for each in own])
-    gathered = [torch.empty_like(packed) for _ in range(world_size)]
+    gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
 
     def finish() -> None:
         everything = [each for part in gathered for each in part]
@@ -264,11 +267,10 @@ def reduce_scatter_multigpu(
         InputTypeError: no lists of tensors.
     """
     own = _check(output_tensor_list, "output_tensor_list")
-    if not _is_member(group):
+    lists = _check_lists(input_tensor_lists, own, group, "input_tensor_lists")
+    if lists is None:
         return _run(None, lambda: None, async_op)
-    world_size = dist.get_world_size(group)
-    lists = _check_lists(input_tensor_lists, len(own), world_size * len(own), "input_tensor_lists")
-    sums = [_reduce_here([each[number] for each in lists], op) for number in range(world_size * len(own))]
+    sums = [_reduce_here(column, op) for column in zip(*lists, strict=True)]
     shares = [torch.stack(sums[first : first + len(own)]) for first in range(0, len(sums), len(own))]
     result = torch.empty_like(shares[0])
 

@@ -83,26 +83,34 @@ def signs_in(tree: ast.Module) -> Signs:
 
 
 def _old_modules(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
-    forgiven = {
+    guarded = _inside_guarded_imports(nodes)
+    for node in nodes:
+        names = [] if id(node) in guarded else _full_names(node)
+        for module in _MODULES:
+            if any(f"{name}.".startswith(f"{module}.") for name in names):
+                yield module, getattr(node, "lineno", 0)
+
+
+def _inside_guarded_imports(nodes: list[ast.AST]) -> set[int]:
+    """The ids of all nodes in a `try` whose handlers catch that a module is missing."""
+    return {
         id(node)
         for attempt in nodes
         if isinstance(attempt, ast.Try) and any(map(_catches_missing_module, attempt.handlers))
         for statement in attempt.body
         for node in ast.walk(statement)
     }
-    for node in nodes:
-        names: list[str] = []
-        if id(node) in forgiven:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute) and node.attr in _LAST_PARTS:
-            names = [dotted_name(node)]
-        for module in _MODULES:
-            if any(f"{name}.".startswith(f"{module}.") for name in names):
-                yield module, getattr(node, "lineno", 0)
+
+
+def _full_names(node: ast.AST) -> list[str]:
+    """The dotted names that an import, or an attribute called like one of the old modules, stands for."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Attribute) and node.attr in _LAST_PARTS:
+        return [dotted_name(node)]
+    return []
 
 
 def _catches_missing_module(handler: ast.ExceptHandler) -> bool:
@@ -111,17 +119,10 @@ def _catches_missing_module(handler: ast.ExceptHandler) -> bool:
 
 
 def _old_functions(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
-    packages = {"torch.distributed"}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            packages |= {
-                each.asname for each in node.names if each.asname and each.name.startswith("torch.distributed")
-            }
-        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
-            packages |= {each.asname or each.name for each in node.names if each.name == "distributed"}
+    aliases = _aliases_of_distributed(nodes)
     for node in nodes:
         names: list[str] = []
-        if isinstance(node, ast.Attribute) and dotted_name(node.value) in packages:
+        if isinstance(node, ast.Attribute) and dotted_name(node.value) in aliases:
             names = [node.attr]
         elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
             names = [alias.name for alias in node.names]
@@ -132,15 +133,24 @@ def _old_functions(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
                 yield "reduce_op", getattr(node, "lineno", 0)
 
 
+def _aliases_of_distributed(nodes: list[ast.AST]) -> set[str]:
+    """The names by which a file calls the package torch.distributed."""
+    aliases = {"torch.distributed"}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            aliases |= {each.asname for each in node.names if each.asname and each.name.startswith("torch.distributed")}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            aliases |= {each.asname or each.name for each in node.names if each.name == "distributed"}
+    return aliases
+
+
 # ---- calls that torch turns away -------------------------------------------------------------------
 
 
 def _old_backends(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
-        texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
-        names_backend = name_of(call.func) == "add_argument" and any("backend" in str(text) for text in texts)
-        if (name_of(call.func) == "init_process_group" or names_backend) and any(map(_is_tcp, values)):
+        if _takes_backend(call) and any(map(_is_tcp, values)):
             yield "init_process_group", call.lineno
     ignored = {id(node) for node in docstrings(nodes)}
     for node in nodes:
@@ -153,6 +163,13 @@ def _old_backends(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
                 continue
         if is_old:
             yield "init_process_group", node.lineno
+
+
+def _takes_backend(call: ast.Call) -> bool:
+    """Whether a backend is an argument of a call: of `init_process_group`, or of an option for it."""
+    function = name_of(call.func)
+    texts = (str(each.value) for each in call.args if isinstance(each, ast.Constant))
+    return function == "init_process_group" or (function == "add_argument" and any("backend" in text for text in texts))
 
 
 def _is_tcp(node: object) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = [
-    "Source",
+    "ScriptFile",
     "docstrings",
     "dotted_name",
     "keyword_of",
@@ -26,7 +26,7 @@ _MAX_FILES = 300
 
 
 @dataclass(frozen=True)
-class Source:
+class ScriptFile:
     """A file, and which of the modules that it imports are the script's own.
 
     Attributes:
@@ -42,7 +42,7 @@ class Source:
     within: str | None = None
 
 
-def locate_target(target: str, is_module: bool, path: Sequence[str] | None = None) -> Source | None:
+def locate_target(target: str, is_module: bool, path: Sequence[str] | None = None) -> ScriptFile | None:
     """The file that a target names.
 
     Args:
@@ -57,34 +57,34 @@ def locate_target(target: str, is_module: bool, path: Sequence[str] | None = Non
         file = os.path.join(target, "__main__.py") if os.path.isdir(target) else target
         if not os.path.isfile(file):
             return None
-        return Source(file, os.path.dirname(os.path.realpath(file)), ())
+        return ScriptFile(file, os.path.dirname(os.path.realpath(file)), ())
     parts = tuple(target.split("."))
     here = os.getcwd()
     for root in (here, *(sys.path if path is None else path)):
         for tail, package in ((("__main__",), parts), ((), parts[:-1])):
             file = os.path.join(root, *parts, *tail) + ".py"
             if os.path.isfile(file):
-                return Source(file, root, package, None if root == here else parts[0])
+                return ScriptFile(file, root, package, None if root == here else parts[0])
     return None
 
 
-def nearest_first(start: Source, limit: int = _MAX_FILES) -> Iterator[Source]:
+def nearest_first(start: ScriptFile, limit: int = _MAX_FILES) -> Iterator[ScriptFile]:
     """The script, the modules of its own that it imports, those that these import, and so on."""
     seen = {start.file}
     level = [start]
     while level:
         yield from level
         following = []
-        for source in level:
-            for found in _imported(source):
+        for script in level:
+            for found in _imported(script):
                 if found.file not in seen and len(seen) < limit:
                     seen.add(found.file)
                     following.append(found)
         level = following
 
 
-def _imported(source: Source) -> Iterator[Source]:
-    tree = parse(source.file)
+def _imported(script: ScriptFile) -> Iterator[ScriptFile]:
+    tree = parse(script.file)
     for node in ast.walk(tree) if tree is not None else ():
         names: Iterable[tuple[str, ...]] = ()
         if isinstance(node, ast.Import):
@@ -92,21 +92,21 @@ def _imported(source: Source) -> Iterator[Source]:
         elif isinstance(node, ast.ImportFrom):
             origin = tuple(node.module.split(".")) if node.module else ()
             if node.level:
-                origin = source.package[: len(source.package) - node.level + 1] + origin
+                origin = script.package[: len(script.package) - node.level + 1] + origin
             names = [origin, *((*origin, alias.name) for alias in node.names)]
         for name in names:
-            if name and (found := _own_module(source, name)) is not None:
+            if name and (found := _own_module(script, name)) is not None:
                 yield found
 
 
-def _own_module(source: Source, name: tuple[str, ...]) -> Source | None:
+def _own_module(script: ScriptFile, name: tuple[str, ...]) -> ScriptFile | None:
     """The file of one of the script's own modules; None for those of libraries."""
-    if source.within not in (None, name[0]):
+    if script.within not in (None, name[0]):
         return None
     for tail, package in (((), name[:-1]), (("__init__",), name)):
-        file = os.path.join(source.root, *name, *tail) + ".py"
+        file = os.path.join(script.root, *name, *tail) + ".py"
         if os.path.isfile(file):
-            return dataclasses.replace(source, file=file, package=package)
+            return dataclasses.replace(script, file=file, package=package)
     return None
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.compat.legacy.sources import Source, docstrings, locate_target, name_of, nearest_first, parse, text_of
+from lockstep.compat.legacy.sources import ScriptFile, docstrings, locate_target, name_of, nearest_first, parse, text_of
 
 __all__ = ["DEFAULT_OPTION", "Spelling", "find_spelling"]
 
@@ -85,15 +85,14 @@ def find_spelling(target: str, is_module: bool = False, path: Sequence[str] | No
 # ---- what one file says --------------------------------------------------------------------------
 
 
-def _read(source: Source, findings: _Findings) -> Spelling | None:
+def _read(script: ScriptFile, findings: _Findings) -> Spelling | None:
     """The declaration in a file, or None after noting what else it says."""
-    tree = parse(source.file)
-    name = os.path.basename(source.file)
+    tree = parse(script.file)
+    name = os.path.basename(script.file)
     if tree is None:
-        if found := _IN_TEXT.search(text_of(source.file)):
+        if found := _IN_TEXT.search(text_of(script.file)):
             findings.mentions.append(Spelling(found[0], f"{name} has it in its text"))
         return None
-    in_docstrings = {id(node) for node in docstrings(ast.walk(tree))}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in calls:
         if option := _declared_by(call):
@@ -101,14 +100,20 @@ def _read(source: Source, findings: _Findings) -> Spelling | None:
     called = {name_of(call.func) for call in calls}
     if option := _derived_from(tree, called):
         findings.derived.append(Spelling(option, f"{name} makes options of names"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            is_usage = id(node) in in_docstrings and "docopt" in called
-            found = _IN_TEXT.search(node.value)
-            if found and (is_usage or id(node) not in in_docstrings):
-                findings.mentions.append(Spelling(found[0], f"{name}:{node.lineno} has it in its text"))
+    for option, line in _mentioned_in(tree, reads_docstrings="docopt" in called):
+        findings.mentions.append(Spelling(option, f"{name}:{line} has it in its text"))
     findings.is_strict |= "parse_args" in called and "ArgumentParser" in called
     return None
+
+
+def _mentioned_in(tree: ast.Module, reads_docstrings: bool) -> Iterator[tuple[str, int]]:
+    """Each spelling that a string of the file contains, with its line."""
+    ignored = set() if reads_docstrings else {id(node) for node in docstrings(ast.walk(tree))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored:
+            found = _IN_TEXT.search(node.value)
+            if found:
+                yield found[0], node.lineno
 
 
 def _declared_by(call: ast.Call) -> str | None:

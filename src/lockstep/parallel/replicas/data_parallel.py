@@ -5,9 +5,9 @@ Each forward pass cuts the batch along a dimension (`scatter_gather.py`), copies
 same way back. Between accelerators torch's own functions move the tensors.
 
 [Note: one source of random numbers] GPUs have a generator each; on the CPU all replicas draw from one, so which of
-two threads draws first would decide over dropout masks. A module that draws therefore runs its replicas in turn:
-from the first step if its code can be seen to (`randomness.py`), else from the step after the one that was noticed
-to, with a warning. The others run at the same time.
+two threads draws first would decide over dropout masks. A module that draws random numbers therefore runs its replicas
+one after another: from the first step if its code shows that it draws (`randomness.py`), otherwise from the step after
+the first in which it drew, with a warning. The replicas of other modules run at the same time.
 """
 
 from __future__ import annotations

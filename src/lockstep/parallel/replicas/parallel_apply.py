@@ -49,11 +49,7 @@ def parallel_apply(
             original traceback in the message; of several, the first replica's.
     """
     kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(each) for each in kwargs_tup]
-    lengths = {"modules": len(modules), "inputs": len(inputs), "kwargs_tup": len(kwargs)}
-    if devices is not None:
-        lengths["devices"] = len(devices)
-    if len(set(lengths.values())) > 1:
-        raise InputError(f"parallel_apply takes one of each per replica, got {lengths}")
+    _check_lengths(modules, inputs, kwargs, devices)
     if not modules:
         return []
     chosen = None if devices is None else resolve_devices(devices)
@@ -67,6 +63,19 @@ def parallel_apply(
     else:
         _run_in_threads(calls)
     return [call.result() for call in calls]
+
+
+def _check_lengths(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Sequence[Mapping[str, Any]],
+    devices: Sequence[Device] | None,
+) -> None:
+    lengths = {"modules": len(modules), "inputs": len(inputs), "kwargs_tup": len(kwargs)}
+    if devices is not None:
+        lengths["devices"] = len(devices)
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"parallel_apply takes one of each per replica, got {lengths}")
 
 
 def _holds_accelerated(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""One module, once per device.
+"""`replicate`: copies a module to several devices.
 
 [Note: the first replica] The first replica's parameters and buffers share memory with the module's own, as torch
 promises: what its forward pass writes in place (running statistics, the vectors of spectral norm) stays. The
@@ -53,23 +53,17 @@ def replicate(network: M, devices: Sequence[Device] | int, detach: bool = False)
     count = len(chosen)
     # First, because it is where modules say that they cannot be replicated (lazy ones).
     replicas = {module: [_copy_of(module) for _ in chosen] for module in network.modules()}
-    tensors: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
+    tensors = _ReplicatedTensors(count, detach)
     for module, copies in replicas.items():
         for name, child in children_of(module).items():
             _assign(copies, name, [None] * count if child is None else replicas[child])
         for name, parameter in parameters_of(module).items():
             if parameter is None:
                 _assign(copies, name, [None] * count, "_parameters")
-                continue
-            if parameter not in tensors:
-                tensors[parameter] = _replicate_parameter(parameter, count, detach)
-            _assign(copies, name, tensors[parameter])
-            for copy, tensor in zip(copies, tensors[parameter], strict=True):
-                copy.__dict__["_former_parameters"][name] = tensor
+            else:
+                _assign_parameter(copies, name, tensors.of_parameter(parameter))
         for name, buffer in buffers_of(module).items():
-            if buffer is not None and buffer not in tensors:
-                tensors[buffer] = _replicate_buffer(buffer, count, detach)
-            _assign(copies, name, [None] * count if buffer is None else tensors[buffer], "_buffers")
+            _assign(copies, name, [None] * count if buffer is None else tensors.of_buffer(buffer), "_buffers")
     return replicas[network]  # type: ignore[return-value]
 
 
@@ -89,17 +83,45 @@ def _assign(copies: Sequence[nn.Module], name: str, values: Sequence[Any], into:
             setattr(copy, name, value)
 
 
-def _replicate_parameter(parameter: torch.Tensor, count: int, detach: bool) -> tuple[torch.Tensor, ...]:
-    if detach or not parameter.requires_grad:
-        return (parameter.detach(), *(parameter.detach().clone() for _ in range(count - 1)))
-    replicas: tuple[torch.Tensor, ...] = _Replicate.apply(count, parameter)  # type: ignore[no-untyped-call]
-    return replicas
+def _assign_parameter(copies: Sequence[nn.Module], name: str, tensors: Sequence[torch.Tensor]) -> None:
+    _assign(copies, name, tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.__dict__["_former_parameters"][name] = tensor
 
 
-def _replicate_buffer(buffer: torch.Tensor, count: int, detach: bool) -> tuple[torch.Tensor, ...]:
-    if buffer.requires_grad and not detach:
-        return _replicate_parameter(buffer, count, detach)
-    return (buffer, *(buffer.detach().clone() for _ in range(count - 1)))
+class _ReplicatedTensors:
+    """The replicas of a module's tensors; a tensor that several of its submodules share is replicated once.
+
+    Args:
+        count: the number of replicas.
+        detach: no gradients flow.
+    """
+
+    def __init__(self, count: int, detach: bool) -> None:
+        self._count = count
+        self._detach = detach
+        self._made: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
+
+    def of_parameter(self, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if parameter not in self._made:
+            self._made[parameter] = self._replicate_parameter(parameter)
+        return self._made[parameter]
+
+    def of_buffer(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if buffer not in self._made:
+            self._made[buffer] = self._replicate_buffer(buffer)
+        return self._made[buffer]
+
+    def _replicate_parameter(self, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._detach or not parameter.requires_grad:
+            return (parameter.detach(), *(parameter.detach().clone() for _ in range(self._count - 1)))
+        replicas: tuple[torch.Tensor, ...] = _Replicate.apply(self._count, parameter)  # type: ignore[no-untyped-call]
+        return replicas
+
+    def _replicate_buffer(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if buffer.requires_grad and not self._detach:
+            return self._replicate_parameter(buffer)
+        return (buffer, *(buffer.detach().clone() for _ in range(self._count - 1)))
 
 
 class _Replicate(Function):

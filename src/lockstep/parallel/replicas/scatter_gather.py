@@ -1,4 +1,4 @@
-"""A batch cut into one piece per device, and outputs put together again: nested containers of tensors, both ways.
+"""`scatter` splits nested containers of tensors among devices; `gather` joins outputs again.
 
 [Note: no lost rows] A batch of 5 makes pieces of 2, 2 and 1 for 4 devices, because torch cuts by size and not by
 number. Another input of 4 rows makes 4 pieces. torch pairs them up as far as the shorter list goes and drops the
@@ -114,25 +114,43 @@ def _count_pieces(value: Any, num_devices: int, dim: int) -> int:
 
 
 def _cut(value: Any, devices: list[torch.device], dim: int, num_pieces: int) -> list[Any]:
+    """The pieces of a nesting of containers: tensors are cut, containers are copied, the rest is the same in each."""
     if isinstance(value, torch.Tensor):
-        if are_on_cpu(devices):
-            # See [Note: copies].
-            return [piece.to(devices[0], copy=True) for piece in value.chunk(len(devices), dim)]
-        return list(Scatter.apply(devices, None, dim, value))  # type: ignore[no-untyped-call]
+        return _cut_tensor(value, devices, dim)
     if isinstance(value, dict):
-        cut = {key: _cut(each, devices, dim, num_pieces) for key, each in value.items()}
-        pieces = [copy.copy(value) for _ in range(num_pieces)]
-        for number, piece in enumerate(pieces):
-            for key in cut:
-                piece[key] = cut[key][number]
-        return pieces
+        columns = [_cut(each, devices, dim, num_pieces) for each in value.values()]
+        return [_copy_with_values(value, row) for row in _rows_of(columns, num_pieces)]
     if isinstance(value, tuple | list):
         columns = [_cut(each, devices, dim, num_pieces) for each in value]
-        rows = [[column[number] for column in columns] for number in range(num_pieces)]
-        if isinstance(value, list):
-            return rows
-        return [type(value)(*row) if _is_namedtuple(value) else tuple(row) for row in rows]
+        return [_sequence_like(value, row) for row in _rows_of(columns, num_pieces)]
     return [value] * num_pieces
+
+
+def _cut_tensor(tensor: torch.Tensor, devices: list[torch.device], dim: int) -> list[torch.Tensor]:
+    if are_on_cpu(devices):
+        # See [Note: copies].
+        return [piece.to(devices[0], copy=True) for piece in tensor.chunk(len(devices), dim)]
+    return list(Scatter.apply(devices, None, dim, tensor))  # type: ignore[no-untyped-call]
+
+
+def _rows_of(columns: list[list[Any]], num_pieces: int) -> list[list[Any]]:
+    """One row per piece, an element of each column in it; also where there are no columns."""
+    return [[column[number] for column in columns] for number in range(num_pieces)]
+
+
+def _copy_with_values(value: dict[Any, Any], row: list[Any]) -> dict[Any, Any]:
+    """A copy of a dict, of the same type, with other values for its keys in their order."""
+    copied = copy.copy(value)
+    for key, each in zip(value, row, strict=True):
+        copied[key] = each
+    return copied
+
+
+def _sequence_like(value: tuple[Any, ...] | list[Any], row: list[Any]) -> Any:
+    """A list, tuple or named tuple of the elements of a row, as `value` is one."""
+    if isinstance(value, list):
+        return row
+    return type(value)(*row) if _is_namedtuple(value) else tuple(row)
 
 
 # ---- gather --------------------------------------------------------------------------------------

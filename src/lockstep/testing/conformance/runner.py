@@ -113,10 +113,7 @@ def run_conformance(
         launch: starts the ranks, called as `run_ranks` with `init=False` and `expect_errors=True`; for backends whose
             ranks need a launcher of their own, which must be one that `lockstep.topology` can read.
     """
-    fitting = [one for one in cases if one.min_world_size <= world_size]
-    unknown = {one.name for one in fitting} - {one.name for one in CASES}
-    if unknown:
-        raise InputError(f"run_conformance runs cases of CASES, which the ranks look up by name; not {sorted(unknown)}")
+    fitting = _fitting(cases, world_size)
     reasons = {one.name: reason_to_skip(one, backend) if skip_gaps else None for one in fitting}
     results = {name: CaseResult(name, "skipped", reason) for name, reason in reasons.items() if reason is not None}
     remaining = [one.name for one in fitting if one.name not in results]
@@ -132,6 +129,15 @@ def run_conformance(
         results |= {result.name: result for result in new}
         remaining = remaining[len(new) :]
     return Report(backend, world_size, tuple(results[one.name] for one in fitting))
+
+
+def _fitting(cases: Sequence[Case], world_size: int) -> list[Case]:
+    """The cases that `world_size` ranks are enough for."""
+    fitting = [one for one in cases if one.min_world_size <= world_size]
+    unknown = {one.name for one in fitting} - {one.name for one in CASES}
+    if unknown:
+        raise InputError(f"run_conformance runs cases of CASES, which the ranks look up by name; not {sorted(unknown)}")
+    return fitting
 
 
 def _run_until_broken(

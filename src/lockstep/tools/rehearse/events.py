@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.settings import Settings
 
-__all__ = ["Event", "Job", "Process", "read_records"]
+__all__ = ["Event", "Process", "RehearsedJob", "read_records"]
 
 _PATTERN = "rehearsal-*.json"
 
@@ -65,7 +65,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Job:
+class RehearsedJob:
     """All that the processes of a rehearsal saw.
 
     Attributes:
@@ -92,7 +92,7 @@ class Job:
         """Whether the process joined a group of exactly those that the rehearsal has started, itself among them."""
         return process.joined and not process.family and process.world_size == self.num_started
 
-    def families(self) -> list[Job]:
+    def families(self) -> list[RehearsedJob]:
         """One job for each group of ranks that were started together, so that none is compared with another's.
 
         Processes that joined no group, such as the one that started them, are in all.
@@ -138,7 +138,7 @@ def _load_or_say(path: Path) -> Process | str:
         return f"{path.name}: {error}"
 
 
-def read_records(folder: Path, settings: Settings) -> Job:
+def read_records(folder: Path, settings: Settings) -> RehearsedJob:
     """What all processes left in the job's private folder. A damaged record is left out, and named."""
     processes, unread = [], []
     for path in sorted(folder.glob(_PATTERN)):
@@ -148,4 +148,4 @@ def read_records(folder: Path, settings: Settings) -> Job:
         else:
             processes.append(found)
     processes.sort(key=lambda process: (process.rank is None, process.rank or 0, process.pid))
-    return Job(tuple(processes), settings, tuple(unread))
+    return RehearsedJob(tuple(processes), settings, tuple(unread))

@@ -16,7 +16,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
 from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
-from lockstep.tools.rehearse.events import Job, read_records
+from lockstep.tools.rehearse.events import RehearsedJob, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.plan import Needs, read_script
 from lockstep.tools.rehearse.report import format_json, format_text
@@ -97,7 +97,7 @@ def rehearse(rehearsal: Rehearsal) -> int:
     env.CUDA_VISIBLE_DEVICES.set("", variables)
     asked = None if rehearsal.with_shims else False
     tell_ranks(variables, asked, rehearsal.target, rehearsal.is_module, rehearsal.args)
-    jobs: list[Job] = []
+    jobs: list[RehearsedJob] = []
     code = launch_job(
         LaunchConfig(
             target=_RANK_MODULE,
@@ -117,7 +117,7 @@ def rehearse(rehearsal: Rehearsal) -> int:
     return code if code != 0 else int(has_failed or (rehearsal.strict and bool(findings)))
 
 
-def _write(rehearsal: Rehearsal, findings: Sequence[Finding], job: Job | None, code: int) -> None:
+def _write(rehearsal: Rehearsal, findings: Sequence[Finding], job: RehearsedJob | None, code: int) -> None:
     what = dataclasses.replace(rehearsal, args=tuple(rehearsal.args))
     make = format_json if rehearsal.format == "json" else format_text
     text = make(what.target, findings, job, code)

@@ -17,7 +17,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings import KINDS, Finding
 from lockstep.tools.rehearse.line import Site
 
@@ -31,7 +31,7 @@ def _as_dict(site: Site) -> dict[str, object]:
     return {"file": site.file, "line": site.line, "function": site.function}
 
 
-def format_json(script: str, findings: Sequence[Finding], job: Job | None, exit_code: int) -> str:
+def format_json(script: str, findings: Sequence[Finding], job: RehearsedJob | None, exit_code: int) -> str:
     """The report as JSON; see the module's docstring.
 
     Args:
@@ -87,14 +87,14 @@ def _describe(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, _paragraph("why", kind.why + "."), _paragraph("fix", kind.fix + ".")])
 
 
-def _who_ran(job: Job | None) -> str:
+def _who_ran(job: RehearsedJob | None) -> str:
     ranks = 0 if job is None else job.world_size
     if job is not None and job.num_started > 1 and not any(process.joined for process in job.processes):
         return f"in {job.num_started} processes that joined no group"
     return f"on {ranks} rank{'' if ranks == 1 else 's'}"
 
 
-def format_text(script: str, findings: Sequence[Finding], job: Job | None, exit_code: int) -> str:
+def format_text(script: str, findings: Sequence[Finding], job: RehearsedJob | None, exit_code: int) -> str:
     """The report for people; the arguments are those of `format_json`."""
     where = f"{script} {_who_ran(job)}"
     if job is not None and job.settings.nodes > 1:

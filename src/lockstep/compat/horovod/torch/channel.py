@@ -1,14 +1,15 @@
-"""How the ranks of a process set find out what all of them have asked for, and run it.
+"""The channel of a process set: its ranks find out what all of them have requested, and run that.
 
-[Note: rounds] Ranks may ask for things in different orders, and in threads of their own; c10d groups want one order. So
-the ranks of a set meet in rounds. In a round each says what it has asked for since the last: a digest of it first, 8
-bytes by all_gather. Mostly all digests are equal, and everything is run at once. If not, they exchange descriptions
-and keep them in a table, the same on all ranks; what all have asked for is run, in the order of the table, and the
-rest stays there. A rank goes into a round when it waits for something, in the waiting thread; if nobody waits, a
-thread of the channel goes, a millisecond after the first request. An optimizer's gradients, where they are all a rank
-has asked for, are averaged without asking: the flight record of the group finds on all ranks, before anything is
-changed, that one is doing something else, and then they ask. A rank that has asked for nothing goes into no
-round: nothing could run without it. As long as it has something in the table, it goes into one every millisecond.
+[Note: rounds] Ranks may make requests in different orders, and from several threads; c10d groups need one order. So the
+ranks of a set take part in rounds. In a round they first compare, by an all_gather of 8 bytes, a digest of what each
+has requested since the last round. Mostly all digests are equal, and the ranks run all requests at once. Otherwise
+they exchange descriptions of their requests and keep them in a table, the same on all ranks; they run what all have
+requested, in the order of the table, and the rest stays in it. A thread that waits for a request takes part in the
+rounds; if none waits, a thread of the channel does, a millisecond after the first request. If a rank has requested
+nothing but the gradients of an optimizer, it averages them without a comparison: if another rank does something else,
+the flight record of the group finds that on all ranks before anything is changed, and then they compare. A rank without
+requests takes part in no round: nothing could run without it. As long as it has entries in the table, it takes part in
+a round every millisecond.
 
 [Note: own groups] A channel runs everything on groups of its own, made for it, so that the order in which the script
 uses other groups does not matter.
@@ -40,7 +41,7 @@ from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.log import get_logger
 from lockstep.world import current_world
 
-__all__ = ["CYCLE_S", "Channel", "Source"]
+__all__ = ["CYCLE_S", "Channel", "RequestHolder"]
 
 CYCLE_S = 1e-3
 _PATIENCE_S = 5e-3
@@ -60,7 +61,7 @@ _SHUT_DOWN = (
 )
 
 
-class Source(Protocol):
+class RequestHolder(Protocol):
     """Something that holds requests back until somebody waits: an optimizer on the CPU."""
 
     def offer(self) -> None:
@@ -109,7 +110,7 @@ class Channel:
         self._joined: set[int] = set()
         self._last_joined = -1
         self._counts: dict[str, int] = {}
-        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[RequestHolder] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._roused = threading.Event()
         self._num_waiting = 0  # threads in `wait`
@@ -150,16 +151,16 @@ class Channel:
         return request
 
     def rouse(self) -> None:
-        """Go into rounds also while nobody waits, until nothing is left to do. Local."""
+        """Take part in rounds also while no thread waits, until nothing is left to do. Local."""
         self._roused.set()
         with self._news:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._serve, name=f"horovod-set-{self.set_id}", daemon=True)
                 self._thread.start()
 
-    def add_source(self, source: Source) -> None:
-        """Have `source.offer()` called whenever this rank is about to wait. Local."""
-        self._sources.add(source)
+    def add_holder(self, holder: RequestHolder) -> None:
+        """Have `holder.offer()` called whenever this rank is about to wait. Local."""
+        self._holders.add(holder)
 
     def add_symmetric(self, memory: torch.Tensor) -> None:
         """Some gradients lie in this memory on this rank, and on others maybe not. Local."""
@@ -179,8 +180,8 @@ class Channel:
 
     def _wait(self, request: Request) -> None:
         while not request.done:
-            for source in list(self._sources):
-                source.offer()
+            for holder in list(self._holders):
+                holder.offer()
             if not self._turn.acquire(blocking=False):
                 with self._news:
                     if not request.done:
@@ -204,7 +205,7 @@ class Channel:
                 self._news.wait(CYCLE_S)
 
     def _serve(self) -> None:
-        """The channel's own thread: goes into rounds for requests that nobody waits for."""
+        """The channel's own thread: takes part in rounds for requests that no thread waits for."""
         world = current_world()
         if world is not None and world.device.type == "cuda":
             torch.cuda.set_device(world.device)  # each thread has a current device of its own, at first the first
@@ -213,7 +214,7 @@ class Channel:
                 self._roused.clear()
                 if not self._own:
                     self._roused.wait(_IDLE_S)
-            # Who waits soon, as most do, goes into the round himself; and more may be asked for meanwhile.
+            # Most scripts wait soon, and the thread that waits takes part itself; and more requests may come meanwhile.
             time.sleep(CYCLE_S)
             if self._num_waiting or not self._own or not self._turn.acquire(blocking=False):
                 continue
@@ -255,29 +256,53 @@ class Channel:
         is_clear = not self._table and not self._joined
         if is_clear and len(fresh) == 1 and fresh[0].is_ready and self._try_fused(fresh[0]):
             return True
-        digest = hashlib.blake2b(b"\n".join(request.meta.signature for request in fresh), digest_size=8).digest()
-        agree = is_clear
-        if is_clear and len(self.ranks) > 1:
-            number = int.from_bytes(digest, "little", signed=True)
-            try:
-                numbers = self._gather_numbers(number)
-            except CollectiveMismatch:  # Another rank tried gradients; it asks now.
-                numbers = self._gather_numbers(number)
-            agree = all(number == numbers[0] for number in numbers)
-        if agree and not any(request.meta.kind == "join" for request in fresh):
+        if is_clear and self._all_ask_alike(fresh) and not any(request.meta.kind == "join" for request in fresh):
             everyone = range(len(self.ranks))
             self._run([Match(request, dict.fromkeys(everyone, request.meta)) for request in fresh])
             return bool(fresh)
         can_help_itself = bool(fresh) or not is_waiting
+        anybody_can = self._share_requests(fresh, can_help_itself)
+        progressed = self._run_ready()
+        self._count_fruitless(progressed or anybody_can)
+        return progressed
+
+    def _all_ask_alike(self, fresh: Sequence[Request]) -> bool:
+        """Whether the digests of what the ranks ask for are equal. Collective."""
+        if len(self.ranks) == 1:
+            return True
+        digest = hashlib.blake2b(b"\n".join(request.meta.signature for request in fresh), digest_size=8).digest()
+        own = int.from_bytes(digest, "little", signed=True)
+        try:
+            numbers = self._gather_numbers(own)
+        except CollectiveMismatch:  # Another rank tried gradients; it asks now.
+            numbers = self._gather_numbers(own)
+        return all(number == numbers[0] for number in numbers)
+
+    def _share_requests(self, fresh: Sequence[Request], can_help_itself: bool) -> bool:
+        """Keep in the table what every rank asks for. Collective.
+
+        Args:
+            fresh: what this rank asks for.
+            can_help_itself: this rank asks for something, or can still come to do so.
+
+        Returns:
+            Whether any rank can help itself.
+        """
         told, anybody_can = self._exchange(encode([request.entry for request in fresh]), can_help_itself)
         for rank, entries in enumerate(map(decode, told)):
             for entry in entries:
                 self._note(rank, entry)
-        progressed = self._run_ready()
-        self._num_fruitless = 0 if progressed or anybody_can else self._num_fruitless + 1
+        return anybody_can
+
+    def _count_fruitless(self, may_go_on: bool) -> None:
+        """Count the rounds in which nothing ran and no rank could ask for more.
+
+        Raises:
+            HorovodInternalError: there were too many of them, one after another.
+        """
+        self._num_fruitless = 0 if may_go_on else self._num_fruitless + 1
         if self._num_fruitless == _MAX_FRUITLESS:
             raise HorovodInternalError(self._describe_deadlock())
-        return progressed
 
     def _try_fused(self, request: Request) -> bool:
         """Run it without asking first, as nearly every round of training can. Collective. See [Note: rounds].

@@ -1,4 +1,4 @@
-"""What travels instead of a tensor."""
+"""Compression: which tensor travels in place of a gradient."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs requests that all ranks of a process set have agreed on, over the set's c10d groups.
 
-All ranks hand in the same requests in the same order; what is decided here depends only on what all know of them.
+All ranks hand in the same requests in the same order; every decision here depends only on what all ranks know of them.
 """
 
 from __future__ import annotations
@@ -189,8 +189,7 @@ class Executor:
         )
 
     def _reduce_each(self, op: str, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        is_float = tensors[0].dtype.is_floating_point or tensors[0].dtype.is_complex
-        averages = op == "Average" and is_float and _can_average(group)
+        averages = op == "Average" and _can_average(tensors[0].dtype, group)
         kind = ReduceOp.AVG if averages else _OPS[op]
         is_async = not isinstance(group, EngineProcessGroup)
         given = tensors
@@ -207,8 +206,7 @@ class Executor:
                 original.copy_(tensor)
 
     def _divide(self, tensor: torch.Tensor) -> None:
-        is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        tensor.div_(len(self._ranks), rounding_mode=None if is_float else "trunc")
+        tensor.div_(len(self._ranks), rounding_mode=None if _has_fractions(tensor.dtype) else "trunc")
 
     # ---- one request -----------------------------------------------------------------------------
 
@@ -258,8 +256,8 @@ class Executor:
             padded[: tensor.size(0)].copy_(tensor)
             gathered = tensor.new_empty((len(sizes), *padded.shape))
             gather_equal(gathered.view(-1, *rest), padded, group)
-            for part, size, place in zip(gathered.unbind(0), sizes, torch.split(output, sizes), strict=True):
-                place.copy_(part[:size])
+            for part, size, target in zip(gathered.unbind(0), sizes, torch.split(output, sizes), strict=True):
+                target.copy_(part[:size])
         return output
 
     def _all_to_all(self, request: Request, metas: dict[int, Meta]) -> None:
@@ -284,8 +282,7 @@ class Executor:
             scale(tensor, meta.prescale)
         if isinstance(group, EngineProcessGroup) or (not extra and dist.get_backend(group) == "nccl"):
             output = tensor.new_empty((sizes[self._rank], *tensor.shape[1:]))
-            is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-            averages = meta.op == "Average" and is_float
+            averages = meta.op == "Average" and _can_average(tensor.dtype, group)
             op = ReduceOp.AVG if averages else ReduceOp.SUM
             dist.reduce_scatter(output, list(torch.split(tensor, sizes)), op, group=group)
             if meta.op == "Average" and not averages:
@@ -299,5 +296,10 @@ class Executor:
         return output
 
 
-def _can_average(group: dist.ProcessGroup) -> bool:
-    return isinstance(group, EngineProcessGroup) or dist.get_backend(group) == "nccl"
+def _can_average(dtype: torch.dtype, group: dist.ProcessGroup) -> bool:
+    """Whether a group divides sums of this dtype by itself."""
+    return _has_fractions(dtype) and (isinstance(group, EngineProcessGroup) or dist.get_backend(group) == "nccl")
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

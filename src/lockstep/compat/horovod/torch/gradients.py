@@ -174,7 +174,7 @@ class Buckets:
         self._transport: _Averaging | None = None
         self._views: list[torch.Tensor] = []
         # For each bucket: offset and number of each parameter.
-        self._members = [[(place.offset, place.index) for place in plan.placements] for plan in self._plans]
+        self._members = [[(placement.offset, placement.index) for placement in plan.placements] for plan in self._plans]
         self._bucket_of = {index: bucket for bucket, members in enumerate(self._members) for _, index in members}
         self._sizes = [len(members) for members in self._members]
         self._missing = list(self._sizes)  # gradients that have not come yet in this pass
@@ -212,7 +212,7 @@ class Buckets:
         )
 
     def _fill(self, bucket: int) -> None:
-        """Move the gradients of a bucket to their places, those that are not there. Local."""
+        """Move the gradients of a bucket to their views of it, those that are not there. Local."""
         transport = self._transport
         assert transport is not None
         transport.forget(bucket)

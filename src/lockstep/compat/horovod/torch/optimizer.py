@@ -86,25 +86,23 @@ class ReducingOptimizer(CountingOptimizer):
         on_cpu = all(parameter.is_cpu for parameter in self._parameters)
         self._counts.holds_back = on_cpu and isinstance(self._channel.control, LockstepProcessGroup)
         if self._counts.holds_back:
-            self._channel.add_source(self)
+            self._channel.add_holder(self)
 
     def _assign_groups(self, groups: Any) -> dict[int, _Group]:
         """Parameter -> those whose gradients go together with its own."""
         if groups is None:
             return {index: (index,) for index in self._required}
-        if isinstance(groups, int):
-            count = max(1, min(groups, len(self._required)))
-            share, extra = divmod(len(self._required), count)
-            starts = [number * share + min(number, extra) for number in range(count + 1)]
-            parts = [tuple(self._required[a:b]) for a, b in itertools.pairwise(starts)]
-        else:
-            index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-            required = set(self._required)
-            wanted = [[index_of.get(id(tensor), -1) for tensor in group] for group in groups]
-            parts = [tuple(index for index in group if index in required) for group in wanted]
-            grouped = {index for part in parts for index in part}
-            parts += [(index,) for index in self._required if index not in grouped]
+        parts = _split_evenly(self._required, groups) if isinstance(groups, int) else self._parts_as_asked(groups)
         return {index: part for part in parts for index in part}
+
+    def _parts_as_asked(self, groups: Iterable[Iterable[torch.Tensor]]) -> list[_Group]:
+        """The groups that the user lists; a parameter that is in none of them is a group by itself."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        required = set(self._required)
+        wanted = [[index_of.get(id(tensor), -1) for tensor in group] for group in groups]
+        parts = [tuple(index for index in group if index in required) for group in wanted]
+        grouped = {index for part in parts for index in part}
+        return parts + [(index,) for index in self._required if index not in grouped]
 
     def _watch(self, number: int, index: int) -> RemovableHandle:
         counts, reference = self._counts, weakref.ref(self)
@@ -339,6 +337,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     reducing._sparse_as_dense = sparse_as_dense
     reducing._prepare(names, parameters, settings, backward_passes_per_step, groups)
     return reducing
+
+
+def _split_evenly(indices: Sequence[int], num_parts: int) -> list[_Group]:
+    """Up to `num_parts` parts, none of them empty, whose lengths differ by one at most."""
+    count = max(1, min(num_parts, len(indices)))
+    share, extra = divmod(len(indices), count)
+    starts = [number * share + min(number, extra) for number in range(count + 1)]
+    return [tuple(indices[start:end]) for start, end in itertools.pairwise(starts)]
 
 
 def _check_groups(groups: Any) -> None:

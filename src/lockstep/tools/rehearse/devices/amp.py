@@ -1,4 +1,4 @@
-"""Mixed precision: autocast for CUDA casts on the CPU, and is told apart from autocast for the CPU.
+"""Mixed precision: autocast for CUDA casts tensors on the CPU, and stays apart from autocast for the CPU.
 
 torch keeps a switch and a dtype for each type of device, in each thread. Those of CUDA stay as they are, and so
 everything that asks for them or restores them (`torch.autocast`, checkpoints, `custom_fwd`, Apex) gets its own answer

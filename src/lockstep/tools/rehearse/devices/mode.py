@@ -1,4 +1,4 @@
-"""What makes results lie where their inputs do: a `TorchDispatchMode` that is on in every thread of a rehearsal.
+"""A `TorchDispatchMode`, on in every thread of a rehearsal, that marks results with the device of their inputs.
 
 It sees every operator below autograd, so also those of backward passes and of C++ code. An operator's fresh
 outputs get the mark of its first marked input; a `device="cuda"` becomes a mark as well. [Note: marks]

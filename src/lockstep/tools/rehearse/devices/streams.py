@@ -1,6 +1,6 @@
 """Streams and events on a device that does everything at once.
 
-A stand-in computes in the thread that asks, so whatever was queued is done: waiting is over at once, and the time
+A stand-in computes in the thread that asks, so all that was queued is done: waiting is over at once, and the time
 between two events is the time that passed between recording them.
 """
 

@@ -17,7 +17,7 @@ General layout:
 
 from __future__ import annotations
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings import (
     checkpoints,
     children,
@@ -55,7 +55,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def judge(job: Job) -> list[Finding]:
+def judge(job: RehearsedJob) -> list[Finding]:
     """All findings, by file and line; what was seen twice is said once."""
     found: dict[tuple[str, tuple[Site, ...]], Finding] = {}
     families = job.families()

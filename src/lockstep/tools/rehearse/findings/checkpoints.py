@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lockstep.tools.rehearse.events import Event, Job, Process
+from lockstep.tools.rehearse.events import Event, Process, RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
@@ -29,7 +29,7 @@ class _Writers:
         return {copy for copy, _ in self.by_node}
 
 
-def _copy_of(job: Job, process: Process) -> str:
+def _copy_of(job: RehearsedJob, process: Process) -> str:
     """Which copy of the job a process belongs to: ranks know only those of their own. Empty for the whole job's.
 
     One of several is that of a parent who has started ranks for itself, or of a process in a job without any group.
@@ -42,7 +42,7 @@ def _copy_of(job: Job, process: Process) -> str:
     return "" if any(one.joined for one in job.processes) else f"rank {process.rank}"
 
 
-def _writers(job: Job) -> list[tuple[str, _Writers]]:
+def _writers(job: RehearsedJob) -> list[tuple[str, _Writers]]:
     """Path -> who wrote it, for each line that writes."""
     found: dict[tuple[object, str], _Writers] = {}
     for process, event in job.each("save"):
@@ -55,7 +55,7 @@ def _writers(job: Job) -> list[tuple[str, _Writers]]:
     return [(path, writers) for (_, path), writers in found.items()]
 
 
-def _written_by_all(job: Job) -> Iterator[Finding]:
+def _written_by_all(job: RehearsedJob) -> Iterator[Finding]:
     """Several ranks of a node save to one file from one line."""
     for path, writers in _writers(job):
         ranks = max(writers.by_node.values(), key=len)
@@ -64,7 +64,7 @@ def _written_by_all(job: Job) -> Iterator[Finding]:
             yield Finding("checkpoint-by-every-rank", writers.event.sites, what, tuple(sorted(ranks)))
 
 
-def _written_by_nodes(job: Job) -> Iterator[Finding]:
+def _written_by_nodes(job: RehearsedJob) -> Iterator[Finding]:
     """One rank of each node saves to one file from one line, which is right where nodes have disks of their own."""
     for path, writers in _writers(job):
         ranks = sorted(rank for by_node in writers.by_node.values() for rank in by_node)
@@ -74,7 +74,7 @@ def _written_by_nodes(job: Job) -> Iterator[Finding]:
             yield Finding("checkpoint-by-every-node", writers.event.sites, what, tuple(ranks))
 
 
-def _written_by_copies(job: Job) -> Iterator[Finding]:
+def _written_by_copies(job: RehearsedJob) -> Iterator[Finding]:
     """Processes that know nothing of each other save to one file from one line."""
     for path, writers in _writers(job):
         num_copies = len(writers.copies)
@@ -83,7 +83,7 @@ def _written_by_copies(job: Job) -> Iterator[Finding]:
             yield Finding("checkpoint-by-copies", writers.event.sites, what)
 
 
-def _prefixed(job: Job) -> Iterator[Finding]:
+def _prefixed(job: RehearsedJob) -> Iterator[Finding]:
     """All names of a saved dict of tensors begin with `module.`."""
     for _, event in job.each("save"):
         if event.data["prefixed"]:
@@ -92,7 +92,7 @@ def _prefixed(job: Job) -> Iterator[Finding]:
             yield Finding("module-prefix", event.sites, what)
 
 
-def _loaded_elsewhere(job: Job) -> Iterator[Finding]:
+def _loaded_elsewhere(job: RehearsedJob) -> Iterator[Finding]:
     """A rank loads without map_location, and gets tensors on a device that is not its own."""
     for process, event in job.each("load"):
         foreign = event.data["foreign"]
@@ -102,7 +102,7 @@ def _loaded_elsewhere(job: Job) -> Iterator[Finding]:
             yield Finding("load-without-map-location", event.sites, what, (process.rank or 0,))
 
 
-def _loaded_anything(job: Job) -> Iterator[Finding]:
+def _loaded_anything(job: RehearsedJob) -> Iterator[Finding]:
     """torch.load without a word about weights_only."""
     for _, event in job.each("load"):
         if not event.data["has_weights_only"]:

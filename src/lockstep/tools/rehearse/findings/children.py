@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
@@ -18,7 +18,7 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" + "".join(f" ({name})" for name in known)
 
 
-def _died(job: Job) -> Iterator[Finding]:
+def _died(job: RehearsedJob) -> Iterator[Finding]:
     """Children that failed, and that nobody asked how they had ended, of a script that came to its end."""
     for sites, seen in job.by_sites("child").items():
         children = [event.data for process, event in seen if process.finished]

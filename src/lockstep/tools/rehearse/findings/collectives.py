@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.source import tests_around
@@ -24,7 +24,7 @@ class _Call:
     site: Site | None
 
 
-def _calls(job: Job) -> dict[object, dict[int, list[_Call]]]:
+def _calls(job: RehearsedJob) -> dict[object, dict[int, list[_Call]]]:
     """Group -> rank -> its calls."""
     found: dict[object, dict[int, list[_Call]]] = {}
     for process, event in job.each("sequence"):
@@ -63,7 +63,7 @@ def _blame(callers: dict[_Call, list[int]]) -> _Call:
     return min(callers, key=order)
 
 
-def _partings(job: Job) -> Iterator[tuple[str, Finding]]:
+def _partings(job: RehearsedJob) -> Iterator[tuple[str, Finding]]:
     finished = {process.rank for process in job.processes if process.finished}
     for by_rank in _calls(job).values():
         ranks = sorted(by_rank)
@@ -96,7 +96,7 @@ def _describe(call: _Call | None, ranks: Sequence[int]) -> str:
     return f"{name_ranks(ranks)} called {call.text} at {call.site}"
 
 
-def _only(kind: str, job: Job) -> Iterator[Finding]:
+def _only(kind: str, job: RehearsedJob) -> Iterator[Finding]:
     return (finding for found, finding in _partings(job) if found == kind)
 
 

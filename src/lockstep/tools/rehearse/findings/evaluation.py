@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Event, Job
+from lockstep.tools.rehearse.events import Event, RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 
 __all__ = ["KINDS"]
 
 
-def _whole_set_on_each(job: Job) -> Iterator[Finding]:
+def _whole_set_on_each(job: RehearsedJob) -> Iterator[Finding]:
     """A whole pass that trains nothing, over the very same samples on every rank."""
     passes: dict[tuple[tuple[Site, ...], tuple[Site, ...], int], dict[int, Event]] = defaultdict(dict)
     for process, event in job.each("pass"):

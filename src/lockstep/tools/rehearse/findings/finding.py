@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.line import Site
 
 __all__ = ["Finding", "Kind"]
@@ -39,7 +39,7 @@ class Kind:
         fix: what to write instead.
         judge: finds all of this kind in what a job's processes saw.
         by_path: the callers of the blamed line count, too: the same line on another path is another finding.
-        spans_families: it compares ranks that were started apart, too; see `Job.families`.
+        spans_families: it compares ranks that were started apart, too; see `RehearsedJob.families`.
         is_failure: the script has failed, even where its exit code is 0.
     """
 
@@ -47,7 +47,7 @@ class Kind:
     title: str
     why: str
     fix: str
-    judge: Callable[[Job], Iterable[Finding]]
+    judge: Callable[[RehearsedJob], Iterable[Finding]]
     by_path: bool = False
     spans_families: bool = False
     is_failure: bool = False

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from lockstep.tools.rehearse.events import Job, Process
+from lockstep.tools.rehearse.events import Process, RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.source import argument_at, assigned_values, assignments_at, divisors_at, is_factor
@@ -24,29 +24,32 @@ _DEVICE_SETTERS = ("set_device", "set_device_index", "set_device_idx")
 
 def _global_source(value: ast.expr | None) -> str:
     """How an expression gets a global rank, and does nothing else with it; empty if it does not."""
-    if not isinstance(value, ast.Call | ast.Subscript):
-        return ""
     if isinstance(value, ast.Subscript):
-        key = value.slice
-        is_environ = ast.unparse(value.value).endswith("environ")
-        return str(key.value) if is_environ and isinstance(key, ast.Constant) and key.value in _GLOBAL else ""
+        return _global_variable(value.slice) if ast.unparse(value.value).endswith("environ") else ""
+    if not isinstance(value, ast.Call):
+        return ""
     name = ast.unparse(value.func)
     if name in _CONVERSIONS and len(value.args) == 1:
         return _global_source(value.args[0])
     if name.endswith(("dist.get_rank", "distributed.get_rank")) or name in ("get_rank", "hvd.rank"):
         return f"{name}()" if not value.args and not value.keywords else ""
-    if name.endswith(("environ.get", "getenv")) and value.args and isinstance(value.args[0], ast.Constant):
-        return str(value.args[0].value) if value.args[0].value in _GLOBAL else ""
+    if name.endswith(("environ.get", "getenv")) and value.args:
+        return _global_variable(value.args[0])
     return ""
 
 
-def _numbers_tasks(job: Job, process: Process) -> bool:
+def _global_variable(name: ast.expr) -> str:
+    """The variable that a literal names, if it holds a global rank; empty if not."""
+    return str(name.value) if isinstance(name, ast.Constant) and name.value in _GLOBAL else ""
+
+
+def _numbers_tasks(job: RehearsedJob, process: Process) -> bool:
     """Whether a variable with a number of all processes is that of a node: one process each, which starts the ranks."""
     starts_ranks = process.family != "" or any(process.of("spawn"))
     return job.settings.processes_per_node == 1 and starts_ranks
 
 
-def _named_local(job: Job) -> Iterator[Finding]:
+def _named_local(job: RehearsedJob) -> Iterator[Finding]:
     """`local_rank = int(os.environ["SLURM_PROCID"])`, on a line that was seen to read that variable.
 
     What a script computes with the number, such as `local_rank * gpus + gpu`, it takes for something else, whatever
@@ -74,7 +77,7 @@ def _resolve(file: str, value: ast.expr | None, source_of: Callable[[ast.expr | 
     return source
 
 
-def _chosen_device(job: Job) -> Iterator[Finding]:
+def _chosen_device(job: RehearsedJob) -> Iterator[Finding]:
     """`torch.cuda.set_device` of what is a global rank wherever it is assigned."""
     for process, event in job.each("device"):
         site = event.site
@@ -88,7 +91,7 @@ def _chosen_device(job: Job) -> Iterator[Finding]:
             yield Finding("local-rank-from-global-rank", event.sites[:1], what)
 
 
-def _local_from_global(job: Job) -> Iterator[Finding]:
+def _local_from_global(job: RehearsedJob) -> Iterator[Finding]:
     yield from _named_local(job)
     yield from _chosen_device(job)
 
@@ -103,7 +106,7 @@ def _count_source(value: ast.expr | None) -> str:
     return f"{name}()" if name.rpartition(".")[2] == "device_count" and not value.args else ""
 
 
-def _counted_world(job: Job) -> Iterator[Finding]:
+def _counted_world(job: RehearsedJob) -> Iterator[Finding]:
     """The number of a node's devices stands where that of ranks belongs, in a job that has a rank per process."""
     for process in job.processes:
         if not job.is_launched(process):
@@ -143,7 +146,7 @@ def _world_argument(
         yield site, name, argument
 
 
-def _wrong_slurm_world(job: Job) -> Iterator[Finding]:
+def _wrong_slurm_world(job: RehearsedJob) -> Iterator[Finding]:
     """Each Slurm task starts several ranks, and the number of tasks is given for the number of ranks."""
     tasks = {
         event.data["value"]
@@ -163,7 +166,7 @@ def _wrong_slurm_world(job: Job) -> Iterator[Finding]:
             yield Finding("slurm-world-size", event.sites[:1], what)
 
 
-def _shared_gpus(job: Job) -> Iterator[Finding]:
+def _shared_gpus(job: RehearsedJob) -> Iterator[Finding]:
     """Ranks of one node whose model lies on one GPU, in a job over nccl."""
     users: dict[tuple[int, int], dict[int, tuple[Site, ...]]] = defaultdict(dict)
     for process, event in job.each("ddp"):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
@@ -15,7 +15,7 @@ __all__ = ["KINDS"]
 _TOLERANCE = 1e-6
 
 
-def _judge(job: Job) -> Iterator[Finding]:
+def _judge(job: RehearsedJob) -> Iterator[Finding]:
     """A sum, or divisors that differ between ranks in one step."""
     for sites, seen in job.by_sites("loss").items():
         by_rank = {process.rank: event.data for process, event in seen}
@@ -29,17 +29,27 @@ def _judge(job: Job) -> Iterator[Finding]:
 def _describe(of_ranks: Sequence[Mapping[str, Any]]) -> str:
     found = [{number: (text, value) for number, text, value in data["found"]} for data in of_ranks]
     for number in range(min(data["count"] for data in of_ranks)):
-        seen = [each.get(number) for each in found]
-        text = next((one[0] for one in seen if one is not None), "")
-        if not text:
-            continue
-        is_sum = [one is not None and one[1] is None for one in seen]
-        if all(is_sum):
-            return f"the loss is {text}, and gradients are averaged: the sum over all ranks, divided by their number"
-        divisors = [None if one is None else one[1] for one in seen]
-        if not any(is_sum) and _differ(divisors):
-            shown = ", ".join("all its samples" if one is None else f"{one:g}" for one in divisors)
-            return f"the loss is {text}; it is divided by {shown} on ranks 0 to {len(seen) - 1}, in backward {number}"
+        what = _describe_backward(number, [each.get(number) for each in found])
+        if what:
+            return what
+    return ""
+
+
+def _describe_backward(number: int, of_ranks: Sequence[tuple[str, float | None] | None]) -> str:
+    """What is wrong with the losses of one backward pass; empty if nothing is.
+
+    Args:
+        number: the backward pass.
+        of_ranks: for each rank the text and the divisor of its loss, without a divisor for a sum; None for a mean.
+    """
+    text = next((one[0] for one in of_ranks if one is not None), "")
+    is_sum = [one is not None and one[1] is None for one in of_ranks]
+    if all(is_sum):
+        return f"the loss is {text}, and gradients are averaged: the sum over all ranks, divided by their number"
+    divisors = [None if one is None else one[1] for one in of_ranks]
+    if text and not any(is_sum) and _differ(divisors):
+        shown = ", ".join("all its samples" if one is None else f"{one:g}" for one in divisors)
+        return f"the loss is {text}; it is divided by {shown} on ranks 0 to {len(of_ranks) - 1}, in backward {number}"
     return ""
 
 

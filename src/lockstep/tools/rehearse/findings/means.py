@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 
@@ -28,7 +28,7 @@ def _by_call(means: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
     return {number: moment for number, *moment in means}
 
 
-def _means_of_means(job: Job) -> Iterator[Finding]:
+def _means_of_means(job: RehearsedJob) -> Iterator[Finding]:
     """A value divided by the number of ranks, where the ranks have seen different numbers of samples."""
     for sites, seen in job.by_sites("reduced").items():
         by_rank = {process.rank: _by_call(event.data["means"]) for process, event in seen}
@@ -45,7 +45,7 @@ def _means_of_means(job: Job) -> Iterator[Finding]:
                 break
 
 
-def _unequal_steps(job: Job) -> Iterator[Finding]:
+def _unequal_steps(job: RehearsedJob) -> Iterator[Finding]:
     """torch's DDP averages gradients of batches that differ in size."""
     steps: dict[int, tuple[tuple[Site, ...], list[int]]] = {}
     for process, event in job.each("steps"):
@@ -63,7 +63,7 @@ def _unequal_steps(job: Job) -> Iterator[Finding]:
             return
 
 
-def _judge(job: Job) -> Iterator[Finding]:
+def _judge(job: RehearsedJob) -> Iterator[Finding]:
     yield from _means_of_means(job)
     yield from _unequal_steps(job)
 

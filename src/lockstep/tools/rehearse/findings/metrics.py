@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
@@ -12,7 +12,7 @@ __all__ = ["KINDS"]
 _MIN_TIMES = 2
 
 
-def _thrown_away(job: Job) -> Iterator[Finding]:
+def _thrown_away(job: RehearsedJob) -> Iterator[Finding]:
     """Nothing on any rank that gets the result ever looks at it."""
     for sites, seen in job.by_sites("reduced").items():
         getters = [
@@ -30,7 +30,7 @@ def _thrown_away(job: Job) -> Iterator[Finding]:
             yield Finding("reduced-value-unused", sites, what)
 
 
-def _bursts(job: Job) -> Iterator[Finding]:
+def _bursts(job: RehearsedJob) -> Iterator[Finding]:
     """Several reductions of single numbers in a row, time and again."""
     for sites, seen in job.by_sites("burst").items():
         data = max((event.data for _, event in seen), key=lambda one: one["times"])

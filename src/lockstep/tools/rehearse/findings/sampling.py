@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Event, Job
+from lockstep.tools.rehearse.events import Event, RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 
@@ -16,7 +16,7 @@ def _sites(event: Event, name: str) -> tuple[Site, ...]:
     return tuple(Site.load(values) for values in event.data[name])
 
 
-def _forgotten_epochs(job: Job) -> Iterator[Finding]:
+def _forgotten_epochs(job: RehearsedJob) -> Iterator[Finding]:
     """Two training passes in the same shuffled order, over a sampler that was never told of an epoch."""
     for process in job.processes:
         trained: dict[object, list[Event]] = defaultdict(list)
@@ -30,7 +30,7 @@ def _forgotten_epochs(job: Job) -> Iterator[Finding]:
                 yield Finding("set-epoch-forgotten", repeats[0].sites, what)
 
 
-def _padded_evaluation(job: Job) -> Iterator[Finding]:
+def _padded_evaluation(job: RehearsedJob) -> Iterator[Finding]:
     """A whole pass that trains nothing, over more samples than there are."""
     for process, event in job.each("pass"):
         data = event.data
@@ -44,7 +44,7 @@ def _padded_evaluation(job: Job) -> Iterator[Finding]:
             yield Finding("padded-evaluation", _sites(event, "sampler") or event.sites, what)
 
 
-def _same_draws(job: Job) -> Iterator[Finding]:
+def _same_draws(job: RehearsedJob) -> Iterator[Finding]:
     """All ranks make a batch of a training loader from random numbers that begin in the same state."""
     training = {
         _sites(event, "loader") for _, event in job.each("pass") if event.data["trained"] or event.data["backwards"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.source import parse
 
@@ -15,7 +15,7 @@ _LOCAL_VARIABLES = frozenset({"LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LO
 _ATTRIBUTE = "local_rank"
 
 
-def _never_joined(job: Job) -> Iterator[Finding]:
+def _never_joined(job: RehearsedJob) -> Iterator[Finding]:
     """Every process that was started trains, none is in a group, and none has asked which one it is."""
     if job.num_started < 2 or any(process.joined for process in job.processes):
         return
@@ -38,7 +38,7 @@ def _reads_attribute(file: str) -> bool:
     )
 
 
-def _option_of_old_launchers(job: Job) -> Iterator[Finding]:
+def _option_of_old_launchers(job: RehearsedJob) -> Iterator[Finding]:
     """The script has its local rank from an option alone, which the rehearsal has passed."""
     if not job.settings.local_rank_option:
         return
@@ -51,7 +51,7 @@ def _option_of_old_launchers(job: Job) -> Iterator[Finding]:
             yield Finding("local-rank-option", event.sites, what)
 
 
-def _older_torch(job: Job) -> Iterator[Finding]:
+def _older_torch(job: RehearsedJob) -> Iterator[Finding]:
     """A call went well because Lockstep had changed torch for the script."""
     for _, event in job.each("older"):
         yield Finding("needs-older-torch", event.sites, event.data["error"])

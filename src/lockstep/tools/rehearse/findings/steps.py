@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Job
+from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.source import argument_at, assigned_values
@@ -24,7 +24,7 @@ def _is_bare_option(file: str, value: ast.expr | None) -> bool:
     return not assigned_values(file, ast.unparse(value))
 
 
-def _unscaled_lr(job: Job) -> Iterator[Finding]:
+def _unscaled_lr(job: RehearsedJob) -> Iterator[Finding]:
     """Both the rate and the batch of a rank are options as they came: the global batch alone grows with the ranks."""
     if job.world_size < 2:
         return
@@ -52,7 +52,7 @@ def _unscaled_lr(job: Job) -> Iterator[Finding]:
                 break
 
 
-def _repeated_schedule(job: Job) -> Iterator[Finding]:
+def _repeated_schedule(job: RehearsedJob) -> Iterator[Finding]:
     """A scheduler is stepped as often as there are ranks for each step of its optimizer."""
     for process, event in job.each("scheduler"):
         gaps = [*event.data["gaps"], *([event.data["rest"]] if event.data["rest"] else [])]
@@ -61,7 +61,7 @@ def _repeated_schedule(job: Job) -> Iterator[Finding]:
             yield Finding("scheduler-steps-per-rank", event.sites, what)
 
 
-def _clipped_scaled(job: Job) -> Iterator[Finding]:
+def _clipped_scaled(job: RehearsedJob) -> Iterator[Finding]:
     """Gradients were clipped while they were still multiplied by the loss scale."""
     for _, event in job.each("clip"):
         what = f"gradients were clipped {event.data['count']} time(s) before scaler.unscale_(optimizer)"

@@ -1,4 +1,4 @@
-"""Losses under DistributedDataParallel, torch's or ours, by which divisor they have on this rank.
+"""The divisors that losses have on this rank, under torch's DistributedDataParallel or ours.
 
 Notes `loss` for every line that walks one backward: `count` (how often), and `found`: of each time at which the loss
 was seen to be no mean over samples, its number, what it is, and what it is divided by (None for a sum).

@@ -9,10 +9,10 @@ from lockstep.data.checks import check_integer
 from lockstep.errors import DataError
 from lockstep.world import current_world
 
-__all__ = ["check_place", "find_place"]
+__all__ = ["check_rank_and_size", "find_rank_and_size"]
 
 
-def check_place(rank: object, world_size: object) -> tuple[int, int] | None:
+def check_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | None:
     """Explicit rank and world size; None where neither was given."""
     if rank is None and world_size is None:
         return None
@@ -26,7 +26,7 @@ def check_place(rank: object, world_size: object) -> tuple[int, int] | None:
     return number, size
 
 
-def find_place() -> tuple[int, int]:
+def find_rank_and_size() -> tuple[int, int]:
     """Rank and world size of the open world, else of torch's default group, else of one process."""
     world = current_world()
     if world is not None:
