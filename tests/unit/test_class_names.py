@@ -21,11 +21,9 @@ EXCEPTIONS = {
     "Event": "torch.cuda.Event in rehearsals, and what the events of a rehearsal record",
     "Finding": "of the doctor and of a rehearsal: each is what its tool finds",
     "Host": "a host of a job, and a network namespace that tests take for one",
-    "Job": "of a rehearsal, of a test's worker, of a recipe",
     "Progress": "of an epoch, of a conformance run, of a measurement: each shows that something goes on",
     "Setting": "what is measured, of engines and of collectives",
     "Settings": "of a rehearsal, and of Horovod's gradients",
-    "Source": "of batches, of requests, of lines of a script",
     "_Call": "private: of a replica, and in the source of a script",
     "_Run": "private: of two benchmarks",
 }

@@ -14,7 +14,7 @@ promises, and which file keeps the promise:
 
 General layout, from the bottom up:
 
-* `checks`: refuses arguments that cannot be met; `place`: finds this rank and the world size.
+* `checks`: refuses arguments that cannot be met; `rank_and_size`: finds this rank and the world size.
 * `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `fingerprints`: numbers by which ranks notice that they hold different data.

@@ -58,12 +58,7 @@ from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import (
-    current_graph_task_id,
-    innermost_transform,
-    queue_callback,
-    without_transforms,
-)
+from lockstep.torch_private.autograd import current_graph_task_id, queue_callback, without_transforms
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
 from lockstep.tree import map_tensors
@@ -329,8 +324,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
         reached = weakref.WeakMethod(self._backward_reaches)
-        is_functional = innermost_transform() is not None and self.changes.are_replaced()
-        forward = ForwardPass(feed, syncing, self.process_group, reached, self._own, is_functional)
+        forward = ForwardPass(feed, syncing, self.process_group, reached, self._own, self.changes.are_transformed())
         return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)

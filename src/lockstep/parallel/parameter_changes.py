@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.drift import describe_step, engines
 from lockstep.errors import ModelError
+from lockstep.torch_private.autograd import innermost_transform
 
 __all__ = ["ParameterChanges", "install"]
 
@@ -66,10 +67,12 @@ class ParameterChanges:
         """A backward pass over the model's output reached no parameter: look before the next step. Local."""
         self._is_suspicious = True
 
-    def are_replaced(self) -> bool:
-        """Whether the model has none of the parameters that are averaged, as within `functional_call`. Local."""
+    def are_transformed(self) -> bool:
+        """Whether this is inside of `torch.func.grad` or the like, with other parameters in the model. Local."""
         module = self._module()
-        return module is not None and not any(id(parameter) in self.own for parameter in module.parameters())
+        if innermost_transform() is None or module is None:
+            return False
+        return not any(id(parameter) in self.own for parameter in module.parameters())
 
     def look(self) -> bool:
         """An optimizer is about to step: whether this step is one to look in, and there are such parameters. Local."""

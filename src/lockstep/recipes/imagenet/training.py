@@ -333,12 +333,20 @@ def _check(options: argparse.Namespace, config: ImagenetConfig, strategy: str, s
         raise InputError(f"{option} is not for --strategy dp, whose replicas are threads: choose ddp")
     if strategy != "apex" and options.opt_level != "O0":
         raise InputError(f"--opt-level {options.opt_level} is Apex's: give --strategy apex, or --precision instead")
-    if options.evaluate:
-        return
-    if state is not None and state["epoch"] >= config.epochs:
+    if state is not None and not options.evaluate:
+        _check_goes_on(options, config, state)
+
+
+def _check_goes_on(options: argparse.Namespace, config: ImagenetConfig, state: Mapping[str, Any]) -> None:
+    """Find that nothing is left to do for a run that is resumed.
+
+    Raises:
+        InputError: says what to give.
+    """
+    if state["epoch"] >= config.epochs:
         done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
         raise InputError(f"{options.resume} has done {done} already; give --epochs more than that to go on")
-    if state is not None and options.max_steps is not None and state["step"] >= options.max_steps:
+    if options.max_steps is not None and state["step"] >= options.max_steps:
         raise InputError(f"{options.resume} has done {state['step']} steps already; --max-steps counts those, too")
 
 
