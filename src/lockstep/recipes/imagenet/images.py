@@ -72,7 +72,7 @@ def read_image(path: Path) -> Image.Image:
                 return picture if upright is None else picture.transpose(upright)
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's error, not the decoder's
-            raise DataError(f"{path} cannot be opened: {error.strerror}") from None
+            raise DataError(f"{path} cannot be opened: {error.strerror}") from error
         raise DataError(
             f"{path} cannot be read as an image ({error}). Repair or remove it, or give --skip-broken to leave such "
             "images out"
