@@ -91,7 +91,7 @@ docs-serve: $(SITE_TOOLS) ## show the documentation site, and what changes in it
 torch-suite: venv ## run PyTorch's own tests of process groups on this backend
 	$(RUN) $(BIN)/python tests/torch_suite/run.py $(ARGS)
 
-nightly: venv ## what is too long for every commit: PyTorch's own suite, and two hours of random programs
+nightly: venv ## what is too long for every commit: PyTorch's own suite, and three hours of random programs and input
 	$(RUN) $(BIN)/python tests/torch_suite/run.py
 	$(RUN) SOAK_MINUTES=60 $(BIN)/python -m pytest tests/soak $(ARGS)
 	$(RUN) FUZZ_MINUTES=60 $(BIN)/python -m pytest tests/fuzz $(ARGS)

@@ -1,7 +1,7 @@
 """Random training programs give what one process gives, in float64 to 1e-12, or the error that a feature of theirs has.
 
-Some dozens of programs, the same each time; others each time where FUZZ_MINUTES is set (`make nightly`), for so long. A
-program that fails is shown as steps, with the command that runs it again.
+About a minute of programs on two quiet cores, the same each time; others each time where FUZZ_MINUTES is set (`make
+nightly`), for so long. A program that fails is shown as steps, with the command that runs it again.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import batch
 from lockstep.batch import BatchShare
 from lockstep.errors import LockstepError
 from lockstep.testing import run_ranks
-from training_programs import EVENTS, HOOKS, LOOPS, Program, draw, train
+from training_programs import CHANGES, CHECKPOINTS, EVENTS, FROZEN, HOOKS, LOOPS, Program, draw
+from training_runs import train
 
 IS_NIGHTLY = "FUZZ_MINUTES" in os.environ
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "1"))
-PROGRAMS = {2: 120, 3: 60}
+# By world size. Programs of more ranks take longer, on two cores.
+PROGRAMS = {1: 60, 2: 800, 3: 320, 5: 180}
 PROGRAMS_AT_ONCE = 20
 TOLERANCE = 1e-12
 BITS_OF_SEED = 30
@@ -43,14 +47,15 @@ def farthest(ours: dict[str, Tensor], alone: dict[str, Tensor]) -> tuple[float, 
 
 def check(program: Program) -> str:
     """Run a program on these ranks. Returns what is wrong with it; "" for nothing. Collective."""
+    # Ranks free the loaders of earlier programs at different times, and would understand sizes of batches differently.
+    batch.reset()
     again = f"python tests/fuzz/test_fuzz.py --world-size {dist.get_world_size()} --seed {program.seed}"
     try:
         ours = train(program, with_engine=True)
-    except LockstepError as error:
-        if any(part in str(error) for part in program.may_raise):
-            return ""
-        raise AssertionError(f"{type(error).__name__}: {error}\n{program}\nTo see it again: {again}") from error
     except Exception as error:
+        excused = program.may_raise(dist.get_world_size()) if isinstance(error, LockstepError) else program.known_faults
+        if any(part in str(error) for part in excused):
+            return ""
         raise AssertionError(f"{type(error).__name__}: {error}\n{program}\nTo see it again: {again}") from error
     difference, name = farthest(ours, train(program, with_engine=False))
     return "" if difference <= TOLERANCE else f"{name} differs by {difference:.2g}\n{program}\nTo see it again: {again}"
@@ -67,11 +72,16 @@ def run_some(seeds: list[int], world_size: int) -> None:
         assert not wrong, wrong[0]
 
 
+def first_seed(world_size: int) -> int:
+    """Where the programs of CI begin: each world size has others."""
+    return 1000 * world_size
+
+
 @pytest.mark.timeout(60 * MINUTES + 300)
 @pytest.mark.parametrize("world_size", PROGRAMS)
 def test_training_programs(world_size: int) -> None:
-    until = time.monotonic() + 60 * MINUTES / len(PROGRAMS)
-    seed = time.time_ns() % (1 << BITS_OF_SEED) if IS_NIGHTLY else 0
+    until = time.monotonic() + 60 * MINUTES * PROGRAMS[world_size] / sum(PROGRAMS.values())
+    seed = time.time_ns() % (1 << BITS_OF_SEED) if IS_NIGHTLY else first_seed(world_size)
     num_programs = 0
     while num_programs < PROGRAMS[world_size] or (IS_NIGHTLY and time.monotonic() < until):
         run_some(list(range(seed, seed + PROGRAMS_AT_ONCE)), world_size)
@@ -93,9 +103,8 @@ def check_without_weights(seeds: list[int]) -> list[str]:
 
 def is_simple(program: Program) -> bool:
     """Its last batch divides into 3 and 2 samples, and every pass is stepped by."""
-    passes = [one for _, passes in program.epochs for one in passes]
-    may_fail = program.may_raise or program.num_samples != 17
-    return not may_fail and all(one.syncs and one.zero == "none" for one in passes)
+    may_fail = program.may_raise(2) or program.num_samples != 17
+    return not may_fail and all(one.syncs and one.zero == "none" for one in program.passes)
 
 
 def test_a_wrong_answer_is_found_and_its_program_shown() -> None:
@@ -107,19 +116,30 @@ def test_a_wrong_answer_is_found_and_its_program_shown() -> None:
 
 
 def test_programs_have_everything() -> None:
-    programs = [draw(seed) for seed in range(400)]
-    passes = [one for program in programs for _, passes in program.epochs for one in passes]
-    assert {loop for program in programs for loop, _ in program.epochs} == set(LOOPS)
-    assert {program.hook for program in programs} == set(HOOKS)
-    assert len({program.checkpoint for program in programs}) == 5
-    assert {one.event for one in passes} == {"", *EVENTS}
-    assert {one.zero for one in passes} == {"none", "zeros", ""}
-    assert {one.scale for one in passes} == {"", "in place", "replace", "clip"}
-    for name in ("tied", "channels_last", "sparse", "averaged"):
-        assert {getattr(program, name) for program in programs} == {True, False}
-    for name in ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
-        assert any(name in program.options for program in programs)
-    assert sum(not program.may_raise for program in programs) > 200
+    """Those that CI runs: each feature is in some that no error may end, or is there for its error."""
+    counts: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    for world_size, number in PROGRAMS.items():
+        for program in map(draw, range(first_seed(world_size), first_seed(world_size) + number)):
+            (errors if program.may_raise(world_size) else counts).update(["programs", *program.features])
+    for_their_errors = {"sparse", "event: assign", "event: thaw what was frozen"}
+    expected = {"tied", "channels_last", "averaged", "again", "evaluates", "keeps", "leaves_out", "no_sync"}
+    expected |= {"static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"}
+    for kind, values in {
+        "loop": LOOPS,
+        "batches": CHANGES,
+        "checkpoint": CHECKPOINTS,
+        "hook": HOOKS,
+        "event": ["", *EVENTS],
+        "frozen": ["", *FROZEN],
+        "zero_grad": ["none", "zeros", ""],
+        "gradients": ["", "in place", "replace", "clip"],
+        "forward passes": [1, 2],
+    }.items():
+        expected |= {f"{kind}: {value}" for value in values}
+    assert {feature for feature in expected - for_their_errors if counts[feature] < 5} == set()
+    assert {feature for feature in for_their_errors if errors[feature] < 5} == set()
+    assert counts["programs"] > 2 * errors["programs"]
     assert str(draw(7)) == str(draw(7))
 
 
