@@ -39,13 +39,13 @@ class Net(nn.Module):
         if self.program.tied:
             self.heads[1].weight = self.heads[0].weight
 
-    def forward(self, inputs: Tensor, heads: str) -> Tensor:
+    def forward(self, inputs: Tensor, heads: tuple[int, ...]) -> Tensor:
         which, _, how = self.program.checkpoint.partition(" ")
         if which == "all":
             return checkpoint(self.run, inputs, heads, use_reentrant=bool(how))  # type: ignore[no-any-return]
         return self.run(inputs, heads)
 
-    def run(self, inputs: Tensor, heads: str) -> Tensor:
+    def run(self, inputs: Tensor, heads: tuple[int, ...]) -> Tensor:
         features = self.conv(inputs).relu().flatten(1)
         which, _, how = self.program.checkpoint.partition(" ")
         features = (
@@ -54,9 +54,7 @@ class Net(nn.Module):
         features = features + self.frozen(features)
         if self.program.sparse:
             features = features + self.words(inputs.new_zeros(len(inputs), dtype=torch.int64))
-        outputs = sum(
-            (self.heads[head](features) * (head + 1) for head in map(int, heads)), torch.zeros(2, dtype=inputs.dtype)
-        )
+        outputs = sum((self.heads[head](features) * (head + 1) for head in heads), torch.zeros(2, dtype=inputs.dtype))
         turned = outputs.to(torch.complex128) @ self.turn
         # Its gradients are bounded: no program diverges, and rounding stays what it is.
         return (turned.real.square() + turned.imag.square()).log1p() * self.scale + self.empty.sum()

@@ -181,13 +181,6 @@ class Program:
         return sorted(found)
 
     @property
-    def known_faults(self) -> list[str]:
-        """Parts of errors that are faults of the engine's, and known: each goes from here when it is mended."""
-        # What the engine hangs onto a parameter to notice a backward pass is refused by one that is frozen just then.
-        freezes = any(one.frozen or one.event == "freeze and thaw" for one in self.passes)
-        return ["not possible to get the gradient edge"] if freezes else []
-
-    @property
     def features(self) -> set[str]:
         """What is in it, in words: for counting."""
         found = {f"loop: {one.loop}" for one in self.epochs} | {f"batches: {one.change}" for one in self.epochs}

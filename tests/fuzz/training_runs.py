@@ -19,8 +19,7 @@ from training_programs import BATCH_SIZE, NUM_HEADS, Epoch, Pass, Program
 __all__ = ["train"]
 
 LEARNING_RATE = 0.02
-# Heads go to the model as text: a tuple that is as long as a batch might be the batch.
-EVERY_HEAD = "".join(map(str, range(NUM_HEADS)))
+EVERY_HEAD = tuple(range(NUM_HEADS))
 
 
 class BackwardError(Exception):
@@ -128,11 +127,10 @@ class _Training:
 
     def loss(self, one: Pass, inputs: list[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        heads = "".join(map(str, one.heads))
         for each in inputs:
             for number in range(one.forwards):
                 # Re-entrant checkpoints need an input with a gradient.
-                total = total + self.model(each.detach().requires_grad_(), heads).mean() * (number + 1)
+                total = total + self.model(each.detach().requires_grad_(), one.heads).mean() * (number + 1)
         return total
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ compared in `test_loops.py`.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import queue
 import threading
@@ -321,6 +322,65 @@ def two_loaders_in_turn(site: Site) -> None:
     other = itertools.cycle(site.loader(pairs(17, seed=1), 7))
     for x, y in site.loader(pairs(23), 6):
         train(site, [(x * 2, y), next(other)], model, optimizer)
+
+
+def one_after_another(site: Site, keep: Callable[[Any, int], object]) -> None:
+    """Loaders whose last batches have one size on some rank; of the first, something stays on rank 0 alone."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    is_first_rank = dist.get_rank() == 0
+    kept = []
+    for seed, count in enumerate((14, 13, 17)):
+        loader = site.loader(pairs(count, seed=seed), 6)
+        train(site, loader, model, optimizer)
+        if seed == 0 and is_first_rank:
+            kept.append(keep(loader, count))
+    assert len(kept) == is_first_rank
+
+
+@exact
+def loaders_one_after_another_and_a_batch_kept(site: Site) -> None:
+    one_after_another(site, lambda loader, _: next(iter(loader)))
+
+
+@exact
+def loaders_one_after_another_and_one_kept(site: Site) -> None:
+    one_after_another(site, lambda loader, _: loader)
+
+
+@exact
+def loaders_in_a_reference_cycle(site: Site) -> None:
+    """The garbage collector comes by on rank 0 alone; batches are changed, so that their sizes tell."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    gc.disable()
+    try:
+        for seed, count in enumerate((14, 13)):
+            holder: dict[str, Any] = {"loader": site.loader(pairs(count, seed=seed), 6)}
+            holder["itself"] = holder
+            if seed == 1 and dist.get_rank() == 0:
+                gc.collect()
+            train(site, ((x * 2, y) for x, y in holder["loader"]), model, optimizer)
+    finally:
+        gc.enable()
+
+
+class Headed(Net):
+    """Is told by numbers how often to count each output."""
+
+    def forward(self, inputs: Any, heads: tuple[int, ...]) -> Tensor:
+        return super().forward(inputs) * float(sum(heads))
+
+
+@exact
+def numbers_beside_a_changed_batch(site: Site) -> None:
+    """As many as a rank has rows of full batches; they are no batch."""
+    model = site.wrap(Headed())
+    optimizer = sgd(model)
+    for x, y in site.loader(pairs(13), 6):
+        optimizer.zero_grad()
+        loss_of(model(x * 2, (0, 1, 2)), y).backward()
+        optimizer.step()
 
 
 @exact

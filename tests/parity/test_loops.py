@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import lockstep
+from lockstep import batch
 from lockstep.testing import limit_s, run_ranks
 from loops import EXACT, REFUSED, Site
 
@@ -14,6 +15,7 @@ WORLDS = (1, 2, 3, 5)
 
 def distance(name: str) -> float:
     """How far a loop's parameters are from those of one process."""
+    batch.reset()  # as in a program that has nothing but this loop
     loop = (EXACT | REFUSED)[name]
     alone, ranks = Site(alone=True), Site(alone=False)
     loop(alone)

@@ -212,6 +212,48 @@ def test_gradients_by_torch_func_that_a_penalty_may_contain(begin: int, clones: 
             assert outcome is True if step % 3 != 2 else "that the ranks do not divide" in str(outcome)
 
 
+class Turned(nn.Module):
+    """Two buckets, for two dtypes; `b` is not in the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).double() * self.turn
+
+
+def freeze_for_a_while(part: str, begin: int) -> list[float]:
+    net = Turned()
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    frozen = list((net if part == "all" else net.get_submodule(part)).parameters())
+    norms = []
+    for step in range(begin + 4):
+        is_frozen = begin <= step < begin + 2
+        for parameter in frozen:
+            parameter.requires_grad_(not is_frozen)
+        model.zero_grad()
+        output = model(torch.full((2, 4), dist.get_rank() + 1.0)).mean()
+        if output.requires_grad:
+            output.backward()
+        found = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+        assert_same_on_all_ranks(*found)
+        norms.append(float(sum(each.norm() for each in found)))
+    return norms
+
+
+@pytest.mark.parametrize("part", ["a", "b", "all"])
+@pytest.mark.parametrize("begin", [0, 1, 5])
+def test_parts_may_be_frozen_for_a_while(part: str, begin: int) -> None:
+    """From the first step on, or when the engine no longer watches all parameters."""
+    (norms, again) = run_ranks(freeze_for_a_while, 2, part, begin)
+    assert norms == again
+    assert norms[-1] > 0
+    assert (norms[begin] == 0) == (part == "all")
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ from lockstep.batch.hand import (
     latest_iteration,
     note_forward,
 )
-from lockstep.batch.plans import Division, LoaderToken, divisions, is_ambiguous, register
+from lockstep.batch.plans import Division, LoaderToken, divisions, must_ask, register
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import Tag, find_tag, is_filler, note_weighed, num_weighed, purge, tag_batch
 
@@ -56,12 +56,12 @@ __all__ = [
     "held",
     "hold",
     "in_hand",
-    "is_ambiguous",
     "is_filler",
     "is_marked",
     "latest_iteration",
     "mark",
     "marks_tell_shares",
+    "must_ask",
     "names_behind",
     "note_forward",
     "note_weighed",

@@ -2,10 +2,15 @@
 
 A tensor without a tag is recognised by its size, if the batches of all loaders in use have different sizes on this
 rank. Every rank knows the sizes on all ranks, so that all of them choose the same way.
+
+[Note: who asks] Where sizes are ambiguous, ranks ask each other, which is a collective: all of them must, or none. But
+how long a loader is in use depends on the garbage collector, and on who keeps a batch. So whether to ask is decided by
+the loaders that were iterated last, in use or not: all ranks iterate the same ones in the same order.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from dataclasses import dataclass
@@ -14,7 +19,7 @@ from functools import lru_cache
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import purge
 
-__all__ = ["Division", "LoaderToken", "divisions", "is_ambiguous", "register", "reset"]
+__all__ = ["Division", "LoaderToken", "divisions", "must_ask", "register", "reset"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,25 @@ class Division:
 
 
 class LoaderToken:
-    """Stands for one loader. It lives as long as the loader, an iteration of it, or a batch that it yielded."""
+    """Stands for one loader. It lives as long as the loader, an iteration of it, or a batch that it yielded.
+
+    Attributes:
+        number: no other loader of this process has it.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
 
 
+_NUM_RECENT = 64
 # Of each loader in use: its divisions, and the rank it was iterated as.
 _registered: weakref.WeakKeyDictionary[LoaderToken, set[tuple[int, Division]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _num_registrations = 0
+# The same of the loaders that were iterated last, in use or not, by their number; the latest is the last.
+_recent: dict[int, set[tuple[int, Division]]] = {}
 # By rank and world size: what `divisions` found, and for which loaders. Loaders come by a registration, and go by
 # leaving fewer behind, so the numbers of both say whether it still holds.
 _found: dict[tuple[int, int], tuple[tuple[int, int], tuple[Division, ...]]] = {}
@@ -72,6 +89,10 @@ def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
     with _lock:
         _num_registrations += 1
         _registered.setdefault(token, set()).update((rank, division) for division in batches)
+        if batches:
+            _recent[token.number] = _recent.pop(token.number, set()) | {(rank, division) for division in batches}
+            if len(_recent) > _NUM_RECENT:
+                del _recent[next(iter(_recent))]
 
 
 def divisions(rank: int, world_size: int) -> tuple[Division, ...]:
@@ -103,12 +124,32 @@ def reset() -> None:
     with _lock:
         _registered.clear()
         _found.clear()
+        _recent.clear()
+    _must_ask.cache_clear()
+
+
+def must_ask(rank: int, world_size: int) -> bool:
+    """Whether a size may stand for batches of different numbers of samples, on some rank. Local.
+
+    The same on all ranks; see [Note: who asks].
+
+    Args:
+        rank: as which loaders were iterated.
+        world_size: over which they split.
+    """
+    return bool(_recent) and _must_ask(rank, world_size, _num_registrations)
 
 
 @lru_cache(maxsize=64)
-def is_ambiguous(found: tuple[Division, ...]) -> bool:
-    """Whether on some rank batches of different numbers of samples have the same size."""
-    for rank in range(found[0].world_size if found else 0):
+def _must_ask(rank: int, world_size: int, _: int) -> bool:
+    with _lock:
+        found = {
+            division
+            for of_loader in _recent.values()
+            for its_rank, division in of_loader
+            if its_rank == rank and division.world_size == world_size
+        }
+    for rank in range(world_size):
         by_rows: dict[int, int] = {}
         for division in found:
             rows = division.rows(rank)

@@ -18,6 +18,7 @@ one collective more, and a backward pass that could not begin before those of th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,44 +156,44 @@ class Feeding:
         tags = _tags_of(inputs)
         if tags:
             return self._of_tags(tags, trains, syncs, joins_none)
-        divisions = batch.divisions(self._rank, self._world_size)
-        sizes = _sizes_of(inputs)
-        if divisions and not self._matches(divisions, sizes):
-            batch.purge()  # of loaders that are gone the last batches may still be known
-            divisions = batch.divisions(self._rank, self._world_size)
-        if not divisions:
-            return _of_equal(sizes)
-        matches, shown = self._matches(divisions, sizes), _show(inputs)
-        if batch.is_ambiguous(divisions) and joins_none:
-            sizes_of_batches = {each.rows(self._rank) for each in matches}
-            shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
-            known = shares.popitem()[1] if len(shares) == 1 else None
-            return self._ask(
-                sizes_of_batches, lambda rows: self._of_all_rows(rows, matches, sizes, shown, divisions), known
-            )
-        return self._of_matches(matches, sizes, shown, divisions)
+        sizes, shown = _sizes_of(inputs), _show(inputs)
+        if not (joins_none and batch.must_ask(self._rank, self._world_size)):
+            return self._by_size(sizes, shown)
+        matches = self._matches(batch.divisions(self._rank, self._world_size), sizes)
+        shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
+        known = shares.popitem()[1] if len(shares) == 1 else None
+        rows = {each.rows(self._rank) for each in matches}
+        return self._ask(rows, lambda of_ranks: self._by_size(sizes, shown, tuple(of_ranks.tolist())), known)
 
     def _ask(self, sizes: set[int], follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
         rows = next(iter(sizes)) if len(sizes) == 1 else 0
         return Feed(share=share, question=Question(rows, self._group, self._device, follow))
 
-    def _of_all_rows(
-        self,
-        of_ranks: torch.Tensor,
-        matches: list[Division],
-        sizes: set[int],
-        shown: str,
-        divisions: Sequence[Division],
-    ) -> Feed:
-        rows = tuple(of_ranks.tolist())
-        return self._of_matches([each for each in matches if each.rows_of_ranks == rows], sizes, shown, divisions)
+    def _by_size(self, sizes: set[int], shown: str, rows_of_ranks: tuple[int, ...] | None = None) -> Feed:
+        """What inputs of these sizes are. Local.
 
-    def _of_matches(self, matches: list[Division], sizes: set[int], shown: str, divisions: Sequence[Division]) -> Feed:
-        if len(matches) == 1:
-            share = matches[0].share(self._rank)
-            return Feed(share.weight, share, f"{share.global_samples} samples")
-        if not all(division.is_even for division in divisions):
-            raise InputError(self._explain(shown, divisions))
+        Args:
+            sizes: what may be their number of rows.
+            shown: the inputs, in words.
+            rows_of_ranks: how many rows each rank holds; None where nobody has asked.
+
+        Raises:
+            InputError: nothing, or several things, as far as ranks weigh them differently.
+        """
+        for is_last in (False, True):
+            divisions = batch.divisions(self._rank, self._world_size)
+            matches = self._matches(divisions, sizes)
+            if rows_of_ranks is not None:
+                matches = [each for each in matches if each.rows_of_ranks == rows_of_ranks]
+            if len(matches) == 1:
+                share = matches[0].share(self._rank)
+                return Feed(share.weight, share, f"{share.global_samples} samples")
+            if all(division.is_even for division in divisions):
+                break
+            if is_last:
+                raise InputError(self._explain(shown, divisions))
+            gc.collect()  # of loaders that are gone, all may still be known
+            batch.purge()
         return _of_equal(sizes)
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
@@ -231,7 +232,7 @@ class Feeding:
         if num_parts > 1:
             feed = replace(feed, claim=f"{feed.claim} in {num_parts} parts")
         may_be_alone = feed.question is None and share.rows and joins_none
-        if may_be_alone and batch.is_ambiguous(batch.divisions(self._rank, self._world_size)):
+        if may_be_alone and batch.must_ask(self._rank, self._world_size):
             return self._ask({share.rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
         return feed
 
@@ -277,6 +278,8 @@ def _sizes_of(inputs: Any) -> set[int]:
     args, kwargs = inputs
     sizes: set[int] = set()
     for value in (*args, *kwargs.values()):
+        if isinstance(value, tuple) and value and isinstance(value[0], int | float | None):
+            continue  # a shape, or numbers of heads; samples come in lists
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
             sizes.add(len(value))
         else:

@@ -44,7 +44,7 @@ from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
 from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import version_of
+from lockstep.torch_private.autograd import version_of, without_transforms
 from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["CommHook", "Reducer"]
@@ -449,7 +449,13 @@ class _HookBehindAll:
     """
 
     def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        self._node = get_gradient_edge(parameter).node
+        with without_transforms():
+            is_frozen = not parameter.requires_grad
+            if is_frozen:  # for now: the node stays the same when it is thawed
+                parameter.requires_grad = True
+            self._node = get_gradient_edge(parameter).node
+            if is_frozen:
+                parameter.requires_grad = False
         reference = weakref.ref(parameter)
 
         def call(*_: object) -> None:
