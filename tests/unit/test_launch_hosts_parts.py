@@ -15,12 +15,14 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lockstep.commands.run import main
 from lockstep.errors import LaunchError
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.hosts import job_store as job_store_module
 from lockstep.launch.hosts.agent import Interrupted
+from lockstep.launch.hosts.birth import BirthAnswers, NoAnswer, ask_for_birth
 from lockstep.launch.hosts.heartbeat import Observer
 from lockstep.launch.hosts.job_store import JobStore
 from lockstep.launch.hosts.membership import Host, JobTerms, Membership
@@ -29,6 +31,7 @@ from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
+from lockstep.secret import Secret
 from lockstep.testing import limit_s
 
 # ---- options ---------------------------------------------------------------------------------------
@@ -390,3 +393,98 @@ def test_second_launcher_of_a_machine_connects_to_the_first() -> None:
     assert third.get("key") is None
     # A connection has two ends, both here, and whatever the store opens beside it.
     assert len(os.listdir("/proc/self/fd")) - before <= 3
+
+
+# ---- the birth of a store -----------------------------------------------------------------------------------------
+
+SECRET = Secret("a token in a file that stays when its job ends")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + limit_s(10)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def recording(port: int) -> dict[str, str]:
+    """What stands in the store of a job that has ended, with the same token, name and port as the next."""
+    config = quick(port, is_holder=True, secret=SECRET)
+    rendezvous = rendezvous_of(config)
+    rendezvous.close("the job is done", 0)
+    found = {key: rendezvous.job_store.raw(key) for key in ("birth", "membership")}
+    rendezvous.shutdown()
+    return found
+
+
+def test_holder_takes_no_birth_that_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who came first to the port had it go on with an earlier job, which was closed."""
+    port = find_free_port()
+    earlier = recording(port)
+    hold = job_store_module._hold
+
+    def hold_and_lose(config: HostsConfig) -> Any:
+        store = hold(config)
+        for key, value in earlier.items():
+            store.set(key, value)
+        return store
+
+    monkeypatch.setattr(job_store_module, "_hold", hold_and_lose)
+    zero = rendezvous_of(quick(port, is_holder=True, secret=SECRET))
+    assert zero.job_store.raw("birth") != earlier["birth"]
+    assert zero.membership.closed is None
+    zero.shutdown()
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_who_comes_believes_no_birth_that_stands_there(is_removed: bool) -> None:
+    """It took a recorded one for the job's, and made one of its own where there was none."""
+    port = find_free_port()
+    earlier = recording(port)
+    zero = rendezvous_of(quick(port, is_holder=True, secret=SECRET))
+    for key, value in earlier.items():
+        zero.job_store._store.set(key, value)
+    if is_removed:
+        zero.job_store._store.delete_key("birth")
+    one = rendezvous_of(quick(port, is_holder=False, secret=SECRET))
+    assert one.job_store.birth == zero.job_store.birth
+    assert one.membership.closed is None
+    assert (zero.job_store.raw("birth") == "") == is_removed, "only the holder writes it"
+    zero.job_store.put_back_birth()
+    assert zero.job_store.raw("birth") not in ("", earlier["birth"])
+    one.shutdown()
+    zero.shutdown()
+
+
+def test_answers_to_others_are_refused_and_asked_again() -> None:
+    """What a holder has answered is of use to nobody else, and garbage in its place keeps nobody out."""
+    shared = dist.HashStore()
+    asked = dist.PrefixStore("lockstep-birth", shared)
+    answers = BirthAnswers(shared, SECRET, 5, "the birth")
+    asked.set("ask", b"\xff garbage")
+    old = "0" * 32
+    wait_until(lambda: not asked.check(["ask"]))
+    asked.set("ask", f"{old} and more")
+    wait_until(lambda: asked.check([f"answer/{old}"]))
+    recorded = asked.get(f"answer/{old}")
+    is_first = True
+
+    def nap(seconds: float) -> None:
+        nonlocal is_first
+        if is_first:  # The question stands there; the stranger answers first.
+            is_first = False
+            question = asked.get("ask").decode().split()[0]
+            asked.set(f"answer/{question}", recorded)
+        time.sleep(seconds)
+
+    answers.stop()
+    with pytest.raises(NoAnswer, match="its seal is forged"):
+        ask_for_birth(shared, SECRET, 5, limit_s(20), 0.2, nap)
+    answers = BirthAnswers(shared, SECRET, 5, "the birth")
+    assert ask_for_birth(shared, SECRET, 5, limit_s(20), limit_s(20), time.sleep) == "the birth"
+    answers.stop()
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(NoAnswer, match=r"nobody there answers within 0.1 s"):
+        ask_for_birth(dist.HashStore(), SECRET, 5, 0.1, 0.1, time.sleep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -20,7 +21,29 @@ else:
     FileStore, HashStore, PrefixStore, TCPStore = dist.FileStore, dist.HashStore, dist.PrefixStore, dist.TCPStore
     GradBucket, Store, Work = dist.GradBucket, dist.Store, dist.Work
 
-__all__ = ["FileStore", "GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore", "Work", "serve_tcp_store"]
+__all__ = [
+    "FileStore",
+    "GradBucket",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "Work",
+    "find",
+    "serve_tcp_store",
+]
+
+# Expected where nothing stands: nobody else has written it.
+_ABSENT = secrets.token_hex(16)
+
+
+def find(store: Store, key: str) -> bytes | None:
+    """The value under a key of a store, None if there is none, by one question.
+
+    Between two, whether it is there and what it is, others may remove it, and torch then waits for another.
+    """
+    found = bytes(store.compare_set(key, _ABSENT, _ABSENT))
+    return None if found == _ABSENT.encode() else found
 
 
 def serve_tcp_store(

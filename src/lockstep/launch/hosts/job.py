@@ -130,6 +130,9 @@ class _Job:
                 # Not while ranks are at work: no launcher closes the job then.
                 say(f"lockstep: the job was ended from outside while ranks of this host were at work ({closed})\n")
                 code = 1
+            elif code == 0 and not self._rendezvous.has_belonged:
+                say(f"lockstep: the job was over before this host took part in it ({closed})\n")
+                code = 1
             elif code != 0:
                 say(f"lockstep: {closed}; the job ends here too\n")
         except Interrupted as interrupted:

@@ -2,9 +2,10 @@
 
 [Note: refusals] Every process that reaches the port can write into the store. So launchers seal their values
 (`lockstep.secret`), and a value without a seal of this job counts as not there. The seals also hold a word that the
-first launcher has made, the birth, so that no value of an earlier job with the same token fits. A launcher with another
-token leaves a knock, which is not believed, but mentioned. A launcher that finds a value that none of the job has
-written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of the clients.
+holder has made, the birth, so that no value of an earlier job with the same token fits. See [Note: birth]. A launcher
+with another token leaves a knock, which is not believed, but mentioned. A launcher that finds a value that none of the
+job has written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of the
+clients.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from lockstep.errors import LaunchError, RendezvousError
 from lockstep.launch.free_port import find_free_port
+from lockstep.launch.hosts.birth import BirthAnswers, NoAnswer, ask_for_birth
 from lockstep.launch.hosts.clients import Clients
 from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.screen import say
@@ -44,8 +46,9 @@ _SILENCE_S = 8
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
 _BIRTH, _KNOCK, _REFUSAL = "birth", "knock", "refusal"
-# Seconds until a launcher takes the store for that of another job: others put back what a stranger wrote over.
+# Seconds until a launcher takes the store for that of another job: a stranger may write over the holder's answer.
 _PATIENCE_S = 5.0
+_LEAST_PATIENCE_S = 1.0
 _LONGEST_KNOCK = 200
 _NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
 
@@ -62,15 +65,15 @@ class JobStore:
         config: the endpoint of the store, and the times of the job.
         address: the address by which other hosts reach this one.
         is_holder: whether this launcher holds the store.
-        birth: the word of the job in this store, plain and sealed. See [Note: refusals].
+        birth: the word of this store. See [Note: birth].
     """
 
-    def __init__(
-        self, store: Store, config: HostsConfig, address: str, is_holder: bool, birth: tuple[str, str]
-    ) -> None:
+    def __init__(self, store: Store, config: HostsConfig, address: str, is_holder: bool, birth: str) -> None:
         self._store = store
         self._config = config
-        self._birth, self._sealed_birth = birth
+        self._birth = birth
+        self._sealed_birth = Seals(config.secret, config.run_id, str(config.port)).seal(_BIRTH, birth)
+        self._answers: BirthAnswers | None = None
         self._seals = Seals(config.secret, config.run_id, str(config.port), self._birth)
         self._clients = Clients(config.port) if is_holder else None
         self._has_warned = False
@@ -93,8 +96,7 @@ class JobStore:
         is_holder = config.is_holder if config.is_holder is not None else _is_here(config.address)
         if is_holder:
             try:
-                store, address = _hold(config), config.local_addr or config.address
-                return cls(store, config, address, True, _agree_on_birth(store, config, address, 0.0, check))
+                return cls._holding(config, config.local_addr or config.address)
             except RendezvousError as error:
                 # Another launcher of this machine came first, unless this one was told to be it.
                 if config.is_holder:
@@ -103,9 +105,31 @@ class JobStore:
                         "uses the port, or give all launchers another --master-port"
                     ) from None
         own_address = _reach(config, check)
+        return cls._joining(config, config.local_addr or own_address, max(config.join_s, _PATIENCE_S), check)
+
+    @classmethod
+    def _holding(cls, config: HostsConfig, address: str) -> JobStore:
+        """The store in this process, with a birth of its own, whatever somebody wrote there since the port is open.
+
+        Raises:
+            RendezvousError: the port is taken.
+        """
+        made = cls(_hold(config), config, address, True, secrets.token_hex(16))
+        made._store.set(_BIRTH, made._sealed_birth)
+        made._answers = BirthAnswers(_connect(config, time.sleep), config.secret, config.port, made._birth)
+        return made
+
+    @classmethod
+    def _joining(cls, config: HostsConfig, address: str, silence_s: float, check: Callable[[float], None]) -> JobStore:
+        """A connection to the store that another launcher holds.
+
+        Raises:
+            LaunchError: it is gone, does not answer for that long, or has another token.
+        """
         store = _connect(config, check)
-        address = config.local_addr or own_address
-        return cls(store, config, address, False, _agree_on_birth(store, config, address, _PATIENCE_S, check))
+        return cls(
+            _of_job(store, config), config, address, False, _learn_birth(store, config, address, silence_s, check)
+        )
 
     @classmethod
     def spare(cls, config: HostsConfig, address: str) -> JobStore:
@@ -114,9 +138,7 @@ class JobStore:
         Raises:
             LaunchError: no port is free.
         """
-        own = replace(config, address=address, port=find_free_port())
-        store = _hold(own)
-        return cls(store, own, address, True, _agree_on_birth(store, own, address, 0.0, time.sleep))
+        return cls._holding(replace(config, address=address, port=find_free_port()), address)
 
     @classmethod
     def try_connect(
@@ -132,8 +154,7 @@ class JobStore:
         """
         try:
             socket.create_connection((config.address, config.port), timeout_s).close()
-            store = _connect(config, check)
-            return cls(store, config, address, False, _agree_on_birth(store, config, address, timeout_s, check))
+            return cls._joining(config, address, max(timeout_s, _LEAST_PATIENCE_S), check)
         except (OSError, UnicodeError, LaunchError):
             return None
 
@@ -149,8 +170,13 @@ class JobStore:
 
     def reconnect(self) -> JobStore:
         """Another connection to the same store."""
-        store, birth = _connect(self._config, time.sleep), (self._birth, self._sealed_birth)
-        return JobStore(store, self._config, self.address, False, birth)
+        store = _of_job(_connect(self._config, time.sleep), self._config)
+        return JobStore(store, self._config, self.address, False, self._birth)
+
+    def close(self) -> None:
+        """Tell who comes nothing more. By the holder, at the end."""
+        if self._answers is not None:
+            self._answers.stop()
 
     def torch_store(self, prefix: str) -> Store:
         """The torch store, with keys of its own under a prefix."""
@@ -213,8 +239,8 @@ class JobStore:
             return bytes(self._store.compare_set(key, expected, sealed)).decode(errors="replace") == sealed
 
     def put_back_birth(self) -> None:
-        """Write the word of the job again, for launchers that come later, if a stranger has written over it."""
-        if self.raw(_BIRTH) != self._sealed_birth:
+        """Notice if a stranger has written over the word of the store, and write it again. By the holder."""
+        if self.is_holder and self.raw(_BIRTH) != self._sealed_birth:
             self.note_refusal(_BIRTH, "it was another")
             self.put_back(_BIRTH, self._sealed_birth)
 
@@ -263,36 +289,34 @@ class JobStore:
 def _hold(config: HostsConfig) -> Store:
     """Start the store, listening on that address only."""
     listener = tcp.listen(config.address, config.port)
-    store = serve_tcp_store(listener, config.address, config.port, _STORE_TIMEOUT)
+    return _of_job(serve_tcp_store(listener, config.address, config.port, _STORE_TIMEOUT), config)
+
+
+def _of_job(store: Store, config: HostsConfig) -> Store:
+    """The part of a store that has the keys of this job: launchers of several jobs may meet at one port."""
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 
-def _agree_on_birth(
-    store: Store, config: HostsConfig, address: str, patience_s: float, check: Callable[[float], None]
-) -> tuple[str, str]:
-    """The word of a job in a store, which the first launcher has written: plain and sealed.
+def _learn_birth(
+    store: Store, config: HostsConfig, address: str, silence_s: float, check: Callable[[float], None]
+) -> str:
+    """The word of a store, of the launcher that holds it. See [Note: birth].
 
     Raises:
         LaunchError: launchers of this job do not meet there.
     """
-    seals, deadline_s = Seals(config.secret, config.run_id, str(config.port)), time.monotonic() + patience_s
-    own = seals.seal(_BIRTH, secrets.token_hex(16))
-    while True:
-        try:
-            found = bytes(store.compare_set(_BIRTH, "", own)).decode(errors="replace")
-            return seals.open(_BIRTH, found), found
-        except Refused as refused:
-            reason = str(refused)
-        except (RuntimeError, ValueError) as error:
-            raise LaunchError(f"the launcher at {config.endpoint} is gone ({str(error).splitlines()[0]})") from None
-        if time.monotonic() > deadline_s:
-            break
-        check(_POLL_S)
+    patience_s = min(silence_s, _PATIENCE_S)
+    try:
+        return ask_for_birth(store, config.secret, config.port, silence_s, patience_s, check)
+    except NoAnswer as error:
+        reason = str(error)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(f"the launcher at {config.endpoint} is gone ({str(error).splitlines()[0]})") from None
     with contextlib.suppress(RuntimeError):
-        store.set(_KNOCK, json.dumps({"host": socket.gethostname(), "address": address}))
+        _of_job(store, config).set(_KNOCK, json.dumps({"host": socket.gethostname(), "address": address}))
     raise LaunchError(
         f"this launcher, on {socket.gethostname()}, has no part in the job at {config.endpoint}, where launchers meet: "
-        f"of what stands there, {reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
+        f"{reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
         "LOCKSTEP_TOKEN), and install the same release of Lockstep on all hosts"
     )
 
@@ -334,7 +358,7 @@ def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
             f"what listens at {config.endpoint} is no launcher of a job on several hosts ({store}); choose another "
             "port, the same for all launchers"
         )
-    return PrefixStore(f"lockstep/{config.run_id}", store)
+    return store
 
 
 def _bound_silence(port: int) -> None:
