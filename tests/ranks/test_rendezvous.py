@@ -205,11 +205,30 @@ def test_rank_zero_listens_where_it_must(address: str) -> None:
     assert listens_on in LOOPBACK
 
 
-def meet_by_env(port: int) -> tuple[float, set[str]]:
+def meet_by_url(port: int, opens: str, url: str | None) -> tuple[float, set[str]]:
+    rank, world_size = whoami()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    numbers = {}
+    if url is not None:  # the script says all
+        numbers = {"rank": rank, "world_size": world_size}
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        if url.startswith("tcp"):
+            del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        url = url.format(port)
+    if opens == "mpirun":
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ[f"OMPI_COMM_WORLD_{name}"] = str(rank)
+            del os.environ[name]
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ[f"OMPI_COMM_{name}".replace("LOCAL_WORLD", "WORLD_LOCAL")] = str(world_size)
+            del os.environ[name]
     total = 0.0
     for _ in range(2):
-        dist.init_process_group("lockstep")
+        if opens == "init":
+            lockstep.init("lockstep", init_method=url, timeout=LONG, device="cpu", **numbers)  # type: ignore[arg-type]
+        else:
+            dist.init_process_group("lockstep", url, **numbers)  # type: ignore[arg-type]
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         total += tensor.item()
@@ -219,9 +238,20 @@ def meet_by_env(port: int) -> tuple[float, set[str]]:
     return total, found
 
 
-def test_env_url_listens_on_one_address() -> None:
-    """torch's own handler has rank 0 listen on every address of its host."""
-    outcomes = run_ranks(meet_by_env, 3, find_free_port(), init=False)
+@pytest.mark.parametrize(
+    ("opens", "url"),
+    [
+        ("torch", None),
+        ("torch", "env://"),
+        ("torch", "tcp://127.0.0.1:{}"),
+        ("init", "env://"),
+        ("init", "tcp://127.0.0.1:{}"),
+        ("mpirun", None),
+    ],
+)
+def test_env_url_listens_on_one_address(opens: str, url: str | None) -> None:
+    """torch's own handlers have rank 0 listen on every address of its host."""
+    outcomes = run_ranks(meet_by_url, 3, find_free_port(), opens, url, init=False)
     assert {total for total, _ in outcomes} == {6.0}
     assert outcomes[0][1] == {LOOPBACK[0]}
 
