@@ -325,8 +325,7 @@ def come_late_once(port: int, another: int) -> int:
         with pytest.raises(RendezvousError, match="rank 1 did not come"):
             tcp.open_store("127.0.0.1", port, 0, 2, SHORT)
         left = dist.TCPStore("127.0.0.1", port, None, False, LONG)
-        assert left.check(["lockstep/meetings"])
-        assert not left.check(["lockstep/invitation/1"])
+        assert left.num_keys() <= 1, "nothing but a key of torch's own is left"
         tcp.open_store("127.0.0.1", another, 0, 2, LONG)
     else:
         tcp.open_store("127.0.0.1", another, 1, 2, LONG)
@@ -335,6 +334,88 @@ def come_late_once(port: int, another: int) -> int:
 
 def test_a_meeting_that_failed_is_not_the_next() -> None:
     assert sorted(run_ranks(come_late_once, 2, find_free_port(), find_free_port(), init=False)) == [1, 2]
+
+
+# ---- strangers at the port -----------------------------------------------------------------------
+
+
+def store_at(port: int) -> dist.Store:
+    """The ranks' store as whoever reaches the port has it."""
+    client: list[dist.Store] = []
+
+    def connect() -> bool:
+        with contextlib.suppress(RuntimeError):
+            client.append(dist.TCPStore("127.0.0.1", port, None, False, SHORT, wait_for_workers=False))
+        return bool(client)
+
+    wait_until(connect)
+    return dist.PrefixStore("lockstep", client[0])
+
+
+def ask_as(store: dist.Store, rank: int, word: str) -> bytes:
+    """What rank 0 answers to a word that a stranger writes in the place of a rank."""
+    store.set(f"coming/{rank}", f"{word} no seal")
+    wait_until(lambda: store.check([f"invitation/{word}"]))
+    return bytes(store.get(f"invitation/{word}"))
+
+
+def disturb_a_meeting(port: int, what: str) -> str:
+    """Two ranks meet; rank 1 writes as a stranger first."""
+    rank, _ = whoami()
+    os.environ["LOCKSTEP_TOKEN"] = "0123456789abcdef" * 2
+    if rank == 0:
+        if what == "an earlier server":  # of this process, whose keys others have written
+            server = dist.TCPStore("127.0.0.1", port, None, True, LONG, wait_for_workers=False, multi_tenant=True)
+            early = dist.PrefixStore("lockstep", server)
+            for key in ("meetings", "coming/1", "invitation/1"):
+                early.set(key, b"\xff abc")
+        return str(tcp.open_store("127.0.0.1", port, 0, 2, LONG).add("who comes", 1))
+    store = store_at(port)
+    if what in ("garbage", "a number"):
+        store.set("coming/1", b"\xff\xfe" if what == "garbage" else "999")
+        store.set("invitation/1", b"\xff\xfe" if what == "garbage" else "999")
+        store.set("meeting999/complete", "1")
+    elif what == "a recording":
+        forged = ask_as(store, 1, "0" * 32)
+        real = tcp.find
+
+        def find(place: dist.Store, key: str) -> bytes | None:
+            """The invitation that was made for another word stands there first."""
+            if key.startswith("invitation/") and not recorded:
+                recorded.append(key)
+                place.set(key, forged)
+            return real(place, key)
+
+        recorded: list[str] = []
+        tcp.find = find
+        try:
+            return str(tcp.open_store("127.0.0.1", port, 1, 2, LONG).add("who comes", 1))
+        finally:
+            tcp.find = real
+            assert recorded
+    return str(tcp.open_store("127.0.0.1", port, 1, 2, LONG).add("who comes", 1))
+
+
+@pytest.mark.parametrize("what", ["garbage", "a number", "a recording", "an earlier server"])
+def test_strangers_do_not_disturb_a_meeting(what: str) -> None:
+    """There were raw errors of torch, and a forged number parted a rank from the others."""
+    assert sorted(run_ranks(disturb_a_meeting, 2, find_free_port(), what, init=False)) == ["1", "2"]
+
+
+def meet_with_token(port: int) -> str:
+    rank, _ = whoami()
+    os.environ["LOCKSTEP_TOKEN"] = "0123456789abcdef" * (rank + 1)
+    with pytest.raises(RendezvousError) as caught:
+        tcp.open_store("127.0.0.1", port, rank, 2, timedelta(seconds=limit_s(2)))
+    return str(caught.value)
+
+
+def test_ranks_with_different_tokens_do_not_meet() -> None:
+    zero, one = run_ranks(meet_with_token, 2, find_free_port(), init=False)
+    assert zero.startswith("rank 1 did not come")
+    for said in (zero, one):
+        assert "made with another token" in said
+        assert "Do all ranks have the same LOCKSTEP_TOKEN" in said
 
 
 def begin_groups_in_turn(port: int) -> float:
