@@ -191,6 +191,27 @@ def test_who_stops_counting_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert observer.lost("abc") == ["b"]
 
 
+def test_who_is_written_over_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who wrote there faster than the launcher counts had it given up. One that never counts is lost."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    store: Any = Counts(a="1", b="7")
+    observer = Observer(store, 5.0)
+    assert observer.lost("ab") == []
+    del store.counts["a"], store.counts["b"]
+    for _ in range(9):
+        now_s += 4
+        assert observer.lost("ab") == []
+    store.counts["a"] = "2"
+    now_s += 4
+    assert observer.lost("ab") == []
+    now_s += 11
+    store.counts["a"] = "3"
+    assert observer.lost("ab") == ["b"], "not seen for ten times as long"
+    now_s += 6
+    assert observer.lost("ab") == ["a", "b"], "it stands still, and nobody writes over it"
+
+
 # ---- reports ---------------------------------------------------------------------------------------
 
 
@@ -488,3 +509,33 @@ def test_answers_to_others_are_refused_and_asked_again() -> None:
 def test_nobody_answers() -> None:
     with pytest.raises(NoAnswer, match=r"nobody there answers within 0.1 s"):
         ask_for_birth(dist.HashStore(), SECRET, 5, 0.1, 0.1, time.sleep)
+
+
+class Removing:
+    """A store in which a stranger removes each value once it was seen there.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_value_that_is_removed_while_it_is_read_counts_as_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher waited 30 s for another, and took the store for lost, which ended the job."""
+    monkeypatch.setattr(job_store_module, "_STORE_TIMEOUT", timedelta(seconds=1))
+    store = JobStore.open(quick(find_free_port(), is_holder=True), time.sleep)
+    store._store.set("round0/failed", "a stranger's")
+    store._store = Removing(store._store)  # type: ignore[assignment]
+    assert store.get("round0/failed") is None
+    store.close()

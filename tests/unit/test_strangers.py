@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -102,6 +104,33 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
     with pytest.raises(RendezvousError, match=r"made with another token.*same LOCKSTEP_TOKEN"):
         theirs.has("segment")
     assert TOKEN not in capfd.readouterr().err
+
+
+def test_values_that_are_removed_while_they_are_read_count_as_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank waited for others to write them for as long as its store waits, half an hour."""
+    monkeypatch.setattr("lockstep.torch_private.stores._REMOVED_MEANWHILE", timedelta(seconds=0.1))
+    shared = dist.HashStore()
+    shared.set_timeout(timedelta(minutes=5))
+    store, start_s = BootstrapStore(shared, "group"), time.monotonic()
+    inner = store._store
+
+    class Removing:
+        def check(self, keys: list[str]) -> bool:
+            found = inner.check(keys)
+            inner.delete_key("b")
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    store._store = Removing()  # type: ignore[assignment]
+    for key in "ab":
+        store.set(key, "1")
+    assert store.get_all(["a", "b"]) is None
+    store.set("b", "1")
+    assert store.has("b")
+    assert time.monotonic() - start_s < limit_s(30)
+    assert shared.timeout == timedelta(minutes=5)
 
 
 def test_a_value_refused_to_the_end_is_named_whichever_way_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lockstep.log import get_logger, warn_once
 from lockstep.secret import Refused, Seals, secret_of_ranks
 from lockstep.shm.liveness import Watch
 from lockstep.shm.sync import PeerState
-from lockstep.torch_private.stores import PrefixStore, Store
+from lockstep.torch_private.stores import PrefixStore, Store, find, find_all
 
 __all__ = ["BootstrapStore", "LivenessCheck", "NewGroup"]
 
@@ -101,14 +101,16 @@ class BootstrapStore:
         Raises:
             RendezvousError: a value that a process of another job wrote has been there for some time.
         """
-        if not self._store.check(list(keys)):
+        sealed = find_all(self._store, keys)
+        if sealed is None:
             return None
-        values = [self._open(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
+        values = [self._open(key, value) for key, value in zip(keys, sealed, strict=True)]
         found = [value for value in values if value is not None]
         return found if len(found) == len(values) else None
 
     def _find(self, key: str) -> str | None:
-        return self._open(key, self._store.get(key)) if self._store.check([key]) else None
+        sealed = find(self._store, key)
+        return None if sealed is None else self._open(key, sealed)
 
     def _open(self, key: str, sealed: bytes) -> str | None:
         """The value that a rank of this job wrote; None if it was somebody else."""

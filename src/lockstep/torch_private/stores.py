@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ __all__ = [
     "serve_tcp_store",
 ]
 
+# How long torch waits for a value that was there, and that somebody has removed before it was read.
+_REMOVED_MEANWHILE = timedelta(seconds=2)
+
 # Expected where nothing stands: nobody else has written it.
 _ABSENT = secrets.token_hex(16)
 
@@ -44,6 +48,20 @@ def find(store: Store, key: str) -> bytes | None:
     """
     found = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     return None if found == _ABSENT.encode() else found
+
+
+def find_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
+    """The values under these keys, None unless all are there, by two questions, however many keys there are."""
+    if not store.check(list(keys)):
+        return None
+    before = store.timeout
+    store.set_timeout(_REMOVED_MEANWHILE)
+    try:
+        return [bytes(value) for value in store.multi_get(list(keys))]
+    except dist.DistStoreError:
+        return None
+    finally:
+        store.set_timeout(before)
 
 
 def serve_tcp_store(

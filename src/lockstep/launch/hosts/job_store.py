@@ -33,7 +33,7 @@ from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
 from lockstep.secret import Refused, Seals
-from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
+from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, find, serve_tcp_store
 
 __all__ = ["JobStore", "StoreLost"]
 
@@ -185,7 +185,7 @@ class JobStore:
     def raw(self, key: str) -> str:
         """The value under a key, also one that a stranger wrote; "" if there is none."""
         with self._explained():
-            return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else ""
+            return (find(self._store, key) or b"").decode(errors="replace")
 
     def seal(self, key: str, value: str, count: int | None = None) -> str:
         """Seal a value for the store; see `Seals.seal`."""
