@@ -23,6 +23,10 @@ __all__ = ["BootstrapStore", "LivenessCheck", "NewGroup"]
 # Seconds until a value of others is an error: the rank that wrote the true one writes it again before that.
 _PATIENCE_S = 10.0
 
+_SHORTEST_NAP_S = 0.001
+_LONGEST_NAP_S = 0.02
+_WRITE_AGAIN_S = 0.5
+
 _SAME_TOKEN = "Do all ranks have the same LOCKSTEP_TOKEN, and the same Lockstep?"
 
 
@@ -127,6 +131,29 @@ class BootstrapStore:
             raise RendezvousError(f"{text}. {_SAME_TOKEN}")
         warn_once(get_logger(__name__), f"{text}. It is refused, and the job goes on")
         return None
+
+    def share(self, topic: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str] | None:
+        """Publish a value of this rank under a topic and read those of all ranks, in order. Collective.
+
+        Returns:
+            None if a rank has not published its own within that time.
+
+        Raises:
+            RendezvousError: a value that a process of another job wrote has been there for some time.
+            RuntimeError: the store is gone.
+        """
+        keys = [f"{topic}{peer}" for peer in range(world_size)]
+        end_s, write_s, nap_s = time.monotonic() + timeout_s, 0.0, _SHORTEST_NAP_S
+        while True:
+            now_s = time.monotonic()
+            if now_s >= write_s:  # Again and again, as somebody may remove it, or write over it.
+                self.set(keys[rank], text)
+                write_s = now_s + _WRITE_AGAIN_S
+            found = self.get_all(keys)
+            if found is not None or now_s > end_s:
+                return found
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def delete(self, key: str) -> None:
         """Remove a value, from a store that can."""
