@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import socket
@@ -229,6 +230,20 @@ def test_failures_of_all_hosts_are_compared() -> None:
     assert failures[0].ended.host == socket.gethostname()
     assert [report.has_failed for report in received] == [True, True]
     assert not HostReport({2: RankExit(2, 12, 0, None, 1.0, False)}).has_failed
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [("exits", {"time": "soon"}), ("exits", {"stopped": "no"}), ("exits", {"rank": [1]}), ("reports", {"line": "7"})],
+)
+def test_report_with_other_types_is_refused(part: str, change: dict[str, Any]) -> None:
+    """It was a TypeError where the failures of all hosts are compared."""
+    error = ErrorReport(1, 11, "b", "ValueError", "text", "…", "x.py", 1, 50.0, False)
+    report = json.loads(HostReport({1: RankExit(1, 11, 1, None, 50.1, False)}, {1: error}, [1]).encode())
+    HostReport.decode(json.dumps(report))
+    report[part][0].update(change)
+    with pytest.raises(ValueError, match="no report of a host"):
+        HostReport.decode(json.dumps(report))
 
 
 # ---- rounds ----------------------------------------------------------------------------------------
