@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.errors import RendezvousError
+from lockstep.errors import RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
 from lockstep.secret import Refused, Seals, secret_of_ranks
 from lockstep.topology import name_each
@@ -70,7 +70,13 @@ def open_store(
 
     Raises:
         RendezvousError: the port is taken, or not all came in time; names those who did not.
+        SetupError: the port is 0, and there are others to come to it.
     """
+    if port == 0 and world_size > 1:
+        raise SetupError(
+            f"{world_size} ranks would meet at port 0 of {address}, which is any that is free, and another for each: "
+            "set MASTER_PORT to one that is free there, the same for all ranks"
+        )
     meeting = _Meeting(address, port, world_size, timeout)
     if rank == 0:
         return meeting.invite(_serve(address, port, timeout, listener))
