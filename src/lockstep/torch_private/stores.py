@@ -31,6 +31,7 @@ __all__ = [
     "TCPStore",
     "Work",
     "find",
+    "find_all",
     "serve_tcp_store",
 ]
 
@@ -54,7 +55,7 @@ def find_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
     """The values under these keys, None unless all are there, by two questions, however many keys there are."""
     if not store.check(list(keys)):
         return None
-    before = store.timeout
+    before = store.timeout  # type: ignore[attr-defined]  # not in torch's stubs
     store.set_timeout(_REMOVED_MEANWHILE)
     try:
         return [bytes(value) for value in store.multi_get(list(keys))]

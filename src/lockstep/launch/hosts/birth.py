@@ -108,7 +108,7 @@ def ask_for_birth(
     while True:
         now_s = time.monotonic()
         if now_s >= ask_s:  # The holder may have lost the question, and a stranger taken it away.
-            store.append(_ASK, f" {question} ")
+            store.append(_ASK, f" {question} ")  # type: ignore[attr-defined]  # not in torch's stubs
             ask_s = now_s + _ASK_AGAIN_S
         found = find(store, key)
         if found is not None:
