@@ -37,13 +37,12 @@ ranks that end without leaving their world.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -59,10 +58,12 @@ from lockstep import batch
 from lockstep.comm import clock
 from lockstep.comm.backend import EngineProcessGroup
 from lockstep.comm.callsite import make_locator, site_text
+from lockstep.comm.group_setup import BootstrapStore
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import default_store, open_groups, sequence_number_of
+from lockstep.torch_private.stores import PrefixStore
 from lockstep.world import World, check_at_shutdown
 
 __all__ = [
@@ -388,22 +389,44 @@ def _shapes(summaries: list[Any]) -> list[Any]:
 
 
 def _exchange(text: str, world: World) -> list[Any] | None:
-    """What each rank says, as parsed JSON; None where one of them does not say anything soon. Local."""
+    """What each rank says; None where one of them says nothing soon, or what no rank says. Collective."""
     try:
         group = world.process_group
         store: Any = group.get_group_store() if isinstance(group, EngineProcessGroup) else default_store()
         if store is None:
             return None
-        prefix = f"lockstep/drift/{group.group_name}"
-        keys = [f"{prefix}/{rank}" for rank in range(world.world_size)]
-        store.set(keys[world.rank], text)
-        store.wait(keys, timedelta(seconds=_PATIENCE_S))
-        found = [json.loads(store.get(key)) for key in keys]
-        num_readers = store.add(f"{prefix}/readers", 1)
-        end = time.monotonic() + _STAY_S
-        while world.rank == 0 and num_readers < world.world_size and time.monotonic() < end:
-            time.sleep(0.01)
-            num_readers = store.add(f"{prefix}/readers", 0)
+        name = group.group_name
+        sealed = BootstrapStore(PrefixStore(f"lockstep/drift/{name}", store), "drift", name)
+        said = sealed.share("parameters", world.rank, world.world_size, text, _PATIENCE_S)
+        found = None if said is None else [_read_summaries(one) for one in said]
     except (RuntimeError, AttributeError, ValueError):
         return None  # A rank is not there any more, or has taken the store with it.
+    with contextlib.suppress(RuntimeError):
+        if world.rank == 0:  # It may hold the store, and stays until all have read.
+            sealed.share("has read ", world.rank, world.world_size, "", _STAY_S)
+        else:
+            sealed.set(f"has read {world.rank}", "")
     return found
+
+
+def _read_summaries(text: str) -> list[Any]:
+    """What `_summary` made of each optimizer of a rank.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("no summary") from None
+    is_known = isinstance(found, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("shapes"), list)
+        and isinstance(one.get("now"), str)
+        and isinstance(one.get("synced"), list)
+        and all(isinstance(digest, str) for digest in one["synced"])
+        for one in found
+    )
+    if not is_known:
+        raise ValueError("no summary")
+    return list(found)

@@ -21,6 +21,8 @@ from lockstep.errors import SetupError
 T = TypeVar("T")
 
 _OWN = "LOCKSTEP_"
+# No job has more; a number with too many digits would be counted up to for ever.
+MOST_RANKS = 1 << 20
 
 __all__ = ["Variable", "check", "class_of_environment", "registry", "replace", "snapshot"]
 
@@ -34,19 +36,21 @@ class Variable(Generic[T]):
         name: its name in the environment.
         parse: turns its text into a value; raises ValueError if it cannot.
         doc: what it means and who sets it.
+        is_secret: whether errors keep its text to themselves.
     """
 
-    def __init__(self, name: str, parse: Callable[[str], T], doc: str) -> None:
+    def __init__(self, name: str, parse: Callable[[str], T], doc: str, is_secret: bool = False) -> None:
         self.name = name
         self.parse = parse
         self.doc = doc
+        self.is_secret = is_secret
         registry[name] = self  # type: ignore[assignment]
 
     def get(self, env: Mapping[str, str] | None = None) -> T | None:
         """Its value, or None if unset or empty.
 
         Raises:
-            SetupError: the text is not of the expected form; quotes it.
+            SetupError: the text is not of the expected form; quotes it, unless it is a secret.
         """
         text = (os.environ if env is None else env).get(self.name)
         if text is None or text == "":
@@ -54,7 +58,8 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise SetupError(f"environment variable {self.name}={text!r}: {error}. {self.doc}") from None
+            shown = "" if self.is_secret else f"={text!r}"
+            raise SetupError(f"environment variable {self.name}{shown}: {error}. {self.doc}") from None
 
     def set(self, value: T, env: MutableMapping[str, str] | None = None) -> None:
         """Write it, into the process or into `env`."""
@@ -118,6 +123,21 @@ def _port(text: str) -> int:
     return port
 
 
+def _rank_count(text: str) -> int:
+    count = _integer(text)
+    if count > MOST_RANKS:
+        raise ValueError(f"expected at most {MOST_RANKS}")
+    return count
+
+
+def _token(text: str) -> str:
+    token = text.strip()
+    # What is no UTF-8 in the environment is surrogates here, which are not printable.
+    if not token or not token.isprintable():
+        raise ValueError("expected a line of text, such as `openssl rand -hex 32` prints")
+    return token
+
+
 def _one_of(*values: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.strip().lower() not in values:
@@ -136,7 +156,7 @@ def _level(text: str) -> str:
 
 # What every launcher agrees on (torchrun's names; ours sets them all).
 RANK = Variable("RANK", _integer, "Global rank of this process, 0 … WORLD_SIZE-1.")
-WORLD_SIZE = Variable("WORLD_SIZE", _integer, "Number of ranks over all hosts.")
+WORLD_SIZE = Variable("WORLD_SIZE", _rank_count, "Number of ranks over all hosts.")
 LOCAL_RANK = Variable("LOCAL_RANK", _integer, "Rank among the processes of this host.")
 LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", _integer, "Number of ranks on this host.")
 GROUP_RANK = Variable("GROUP_RANK", _integer, "Number of this host (torchrun's name for the node rank).")
@@ -269,9 +289,10 @@ LOCKSTEP_JOB = Variable(
 )
 LOCKSTEP_TOKEN = Variable(
     "LOCKSTEP_TOKEN",
-    str,
+    _token,
     "The secret of the job, by which its launchers and ranks know each other; every process of it has the same. Set by "
     "`lockstep run` for its ranks. Never shown.",
+    is_secret=True,
 )
 LOCKSTEP_REHEARSAL = Variable(
     "LOCKSTEP_REHEARSAL", str, "What `lockstep rehearse` tells the processes of its job, as JSON; set by it alone."

@@ -21,7 +21,16 @@ import stat
 from lockstep import env
 from lockstep.errors import SetupError
 
-__all__ = ["Refused", "Seals", "Secret", "new_token", "read_token_file", "secret_of_ranks", "token_for_ranks"]
+__all__ = [
+    "Refused",
+    "Seals",
+    "Secret",
+    "new_token",
+    "read_token_file",
+    "remarks_on",
+    "secret_of_ranks",
+    "token_for_ranks",
+]
 
 MAC_BYTES = 32
 _SHORTEST_TOKEN = 16
@@ -162,6 +171,18 @@ def secret_of_ranks() -> Secret:
     return Secret(env.LOCKSTEP_TOKEN.get())
 
 
+def remarks_on(token: str | None, place: str = "LOCKSTEP_TOKEN") -> list[str]:
+    """What is to be said of a token, which does not show.
+
+    Args:
+        token: the token; None for none.
+        place: where it stands.
+    """
+    if token is None or len(token) >= _SHORTEST_TOKEN:
+        return []
+    return [f"the token in {place} has {len(token)} characters: so few can be guessed"]
+
+
 def read_token_file(path: str) -> tuple[str, list[str]]:
     """The token in a file, which is made, for this user alone, if there is none yet. Local.
 
@@ -196,9 +217,7 @@ def read_token_file(path: str) -> tuple[str, list[str]]:
         raise SetupError(f"token_file={path} holds no token: a line of text, such as `openssl rand -hex 32` prints")
     if stat.S_IMODE(state.st_mode) & 0o077:
         remarks.append(f"others may read {path} (mode {stat.S_IMODE(state.st_mode):04o}): chmod 600 keeps it secret")
-    if len(token) < _SHORTEST_TOKEN:
-        remarks.append(f"the token in {path} has {len(token)} characters: so few can be guessed")
-    return token, remarks
+    return token, remarks + remarks_on(token, path)
 
 
 def _make_token_file(path: str) -> bool:

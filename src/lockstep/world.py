@@ -473,8 +473,15 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
             )
         # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
         number = _num_rendezvous[folder]
-        name = "store" if number == 0 else f"store-{number}"
-        return FileStore(os.path.join(folder, name), topology.world_size), None
+        path = os.path.join(folder, "store" if number == 0 else f"store-{number}")
+        try:  # torch would try again for minutes
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise SetupError(
+                f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}: no file can be made there ({error.strerror}). "
+                "The launcher makes the folder for its ranks: unset it, or start the script with `lockstep run`"
+            ) from None
+        return FileStore(path, topology.world_size), None
     if topology.world_size == 1:
         return HashStore(), None
     found = meet_in_slurm(env.snapshot(), topology, timeout)

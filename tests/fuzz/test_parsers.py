@@ -1,8 +1,8 @@
 """What comes from a socket, a store, a file or shared memory, and is not what should: a named error, and nothing else.
 
-Every parser gets what it should get with random changes: some thousands in a run of CI, from fixed seeds; for
-FUZZ_MINUTES where that is set (`make nightly`), from others each time. A failure prints the seed; `SEED=… pytest
-tests/fuzz/test_parsers.py` runs it again.
+Every parser gets what it should get with random changes, also of the types of values: for a minute in CI, from fixed
+seeds, and some hundred times elsewhere; for FUZZ_MINUTES where that is set (`make nightly`), from others each time. A
+failure prints the seed; `SEED=… pytest tests/fuzz/test_parsers.py` runs it again.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lockstep.comm.hosts.discovery import _RankInfo
+from lockstep import drift
+from lockstep.comm.hosts.discovery import _Listener, _RankInfo, _read_first, _read_reached
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Stranger
 from lockstep.comm.hosts.links import Links
+from lockstep.comm.mpi.group import _Member
 from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
+from lockstep.launch.hosts import store_nonce
 from lockstep.launch.hosts.job_store import _read_join_request
 from lockstep.launch.hosts.membership import Host, JobTerms, Membership
 from lockstep.launch.hosts.rendezvous import _read_master
-from lockstep.launch.hosts.reports import HostReport
+from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, _parse, read_reports
 from lockstep.rank_status import find_unjoined, read_positions
-from lockstep.secret import Refused, Seals, Secret, read_token_file
+from lockstep.rendezvous import tcp
+from lockstep.secret import Refused, Seals, Secret, read_token_file, secret_of_ranks
 from lockstep.shm.bootstrap import Bootstrap, _read_failure
 from lockstep.shm.control_blocks import Failure, SharedControlBlocks
 from lockstep.shm.liveness import own_identity
@@ -42,6 +48,7 @@ from lockstep.shm.segment import PAGE_BYTES, Segment
 from lockstep.shm.terms import disagreement
 
 IS_NIGHTLY = "FUZZ_MINUTES" in os.environ
+GOES_ON = IS_NIGHTLY or "CI" in os.environ
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "1"))
 CASES = 600
 INTERESTING = [
@@ -79,6 +86,23 @@ def mutate(data: bytes, choose: random.Random) -> bytes:
         else:
             del changed[place:]
     return bytes(changed)
+
+
+def retype(data: bytes, choose: random.Random) -> bytes:
+    """The same with one value of JSON that has another type; the same where it is no JSON."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+    box = [value]
+    places: list[tuple[Any, Any]] = [(box, 0)]
+    for holder, key in places:
+        inner = holder[key]
+        keys = inner.keys() if isinstance(inner, dict) else range(len(inner)) if isinstance(inner, list) else ()
+        places.extend((inner, one) for one in keys)
+    holder, key = choose.choice(places)
+    holder[key] = choose.choice([None, True, -1, 1 << 70, 1.5, "", "text", [], [1], {}, {"a": 1}, [[]]])
+    return json.dumps(box[0]).encode()
 
 
 @dataclass
@@ -238,6 +262,23 @@ def ring_of(segment: Segment) -> Parser:
     return Parser(read, [sample], (SegmentDamaged,))
 
 
+def read_questions(data: bytes) -> object:
+    """What stands where launchers ask for the store_nonce."""
+    store = dist.HashStore()
+    dist.PrefixStore(store_nonce._PREFIX, store).set(store_nonce._ASK, data)
+    answers = object.__new__(store_nonce.BirthAnswers)
+    answers._store = dist.PrefixStore(store_nonce._PREFIX, store)
+    return answers._take_questions()
+
+
+def read_coming(data: bytes) -> object:
+    """What stands where a rank comes to a meeting."""
+    store, invited = dist.HashStore(), dict[int, str]()
+    store.set("coming/1", data)
+    tcp._Rendezvous("127.0.0.1", 1, 2, timedelta(seconds=1))._invite_one(store, "0" * 32, 1, invited)
+    return invited
+
+
 def read_folder(folder: Path, rank_file: str, read: Callable[[], object]) -> Callable[[bytes], object]:
     """For what reads a file."""
 
@@ -255,6 +296,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
     secret = folder / "token"
     secret.touch(mode=0o600)
     hello = _HELLO.pack(_MAGIC, 1, bytes(16)) + bytes(32)
+    coming = Seals(secret_of_ranks(), "coming", "0" * 32)
     host_report = HostReport({1: RankExit(1, 2, 1, None, 1.0, False)}, {1: report()}, (1,))
     box = b"".join(struct.pack("=q", number) for number in range(2048))
     return {
@@ -264,7 +306,11 @@ def parsers(folder: Path) -> dict[str, Parser]:
             (Refused,),
         ),
         "membership": Parser(text_of(Membership.decode), [membership().encode().encode()], (ValueError,)),
-        "host report": Parser(text_of(HostReport.decode), [host_report.encode().encode()], (ValueError,)),
+        "host report": Parser(
+            text_of(lambda text: find_first_failure_of_all([HostReport.decode(text), host_report])),
+            [host_report.encode().encode()],
+            (ValueError,),
+        ),
         "master": Parser(text_of(_read_master), [b'["10.0.0.1", 29500]'], (LaunchError,)),
         "knock": Parser(text_of(_read_join_request), [b'{"host": "a", "address": "10.0.0.1"}']),
         "handle": Parser(
@@ -283,6 +329,21 @@ def parsers(folder: Path) -> dict[str, Parser]:
             [json.dumps({"identity": asdict(own_identity()), "boot_id": "b", "handle": "h"}).encode()],
             (RendezvousError,),
         ),
+        "first": Parser(as_json(lambda value: _read_first(value, 3)), [b"2"], (RendezvousError,)),
+        "probe": Parser(
+            as_json(_Listener.decode),
+            [b'{"nonce": "a", "endpoints": [["eth0", "10.0.0.1", 5000], ["lo", "127.0.0.1", 1]]}'],
+            (RendezvousError,),
+        ),
+        "reached": Parser(as_json(_read_reached), [b'{"1": [0, 1], "2": []}'], (RendezvousError,)),
+        "member": Parser(
+            text_of(_Member.decode), [_Member(0, 2, own_identity()).encode().encode()], (RendezvousError,)
+        ),
+        "drift": Parser(
+            text_of(drift._read_summaries), [b'[{"shapes": [[2, 3]], "now": "ab", "synced": ["cd"]}]'], (ValueError,)
+        ),
+        "questions": Parser(read_questions, [f" {'0' * 32}  {'a' * 32} ".encode()]),
+        "coming": Parser(read_coming, [f"{'0' * 32} {coming.seal('coming/1', '1')}".encode()]),
         "label": Parser(Label.decode, [Label("float32", (2, 3), "a.py:1").encode()], (ValueError,)),
         "control blocks": blocks_of(segment),
         "ring": ring_of(Segment.create(1 << 14)),
@@ -307,7 +368,8 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 
 NAMES = [
-    "seals", "membership", "host report", "master", "knock", "handle", "bootstrap", "failure", "terms", "info", "label",
+    "seals", "membership", "host report", "master", "knock", "handle", "bootstrap", "failure", "terms", "info", "first",
+    "probe", "reached", "member", "drift", "questions", "coming", "label",
     "control blocks", "ring", "handshake", "links", "error report", "report file", "status file", "token file",
 ]  # fmt: skip
 
@@ -323,9 +385,10 @@ def test_parser(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     until = time.monotonic() + 60 * MINUTES / len(NAMES)
     seed = int(os.environ.get("SEED", time.time_ns() % (1 << 30) if IS_NIGHTLY else 0))
     count = 0
-    while count < CASES or (IS_NIGHTLY and time.monotonic() < until):
+    while count < CASES or (GOES_ON and time.monotonic() < until):
         choose = random.Random(f"{name} {seed + count}")
-        data = mutate(choose.choice(parser.samples), choose)
+        change = choose.choice((mutate, mutate, retype))
+        data = change(choose.choice(parser.samples), choose)
         try:
             parser.read(data)
         except parser.refuses:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +18,10 @@ import torch.distributed as dist
 
 from launching import Launches, wait_until
 from lockstep.launch.free_port import find_free_port
+from lockstep.launch.hosts.job_store import JobStore
+from lockstep.launch.hosts.options import HostsConfig
+from lockstep.launch.hosts.rendezvous import HostRendezvous
+from lockstep.secret import Secret
 from lockstep.testing import limit_s
 
 RUN_ID = "job7"
@@ -43,17 +50,22 @@ class Job:
     Args:
         launches: starts them.
         token: of the job; None for none.
+        between: called once the first launcher is there, before the second comes.
     """
 
-    def __init__(self, launches: Launches, token: str | None) -> None:
+    def __init__(
+        self, launches: Launches, token: str | None, port: int = 0, between: Callable[[Job], None] = lambda job: None
+    ) -> None:
         self.launches = launches
-        self.port = find_free_port()
+        self.port = port or find_free_port()
         self._script = launches.script(WORK)
         if token is not None:
             (launches.folder / "secret").write_text(f"{token}\n")
             (launches.folder / "secret").chmod(0o600)
         self._conf = "" if token is None else ",token_file=secret"
-        self.launchers = [self.start(number) for number in range(2)]
+        self.launchers = [self.start(0)]
+        between(self)
+        self.launchers.append(self.start(1))
         wait_until(lambda: all((launches.folder / f"up-0-{rank}").exists() for rank in range(2)), "it runs", 60)
 
     def start(self, number: int, conf: str | None = None, **options: object) -> subprocess.Popen[str]:
@@ -68,6 +80,13 @@ class Job:
             "127.0.0.1", self.port, None, False, timedelta(seconds=limit_s(10)), wait_for_workers=False
         )
         return dist.PrefixStore(f"lockstep/{RUN_ID}", store)
+
+    def can_connect(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
 
     def end(self) -> list[tuple[int, str, str]]:
         """Let it end: exit code, stdout and stderr of each launcher."""
@@ -137,6 +156,58 @@ def test_without_a_token_other_programs_are_refused_too(launches: Launches) -> N
     ends = job.end()
     assert [(code, out.count("has no token")) for code, out, _ in ends] == [(0, 1), (0, 1)]
     assert "this job has no token" not in "".join(err for _, _, err in ends), "nobody reaches a loopback address"
+
+
+def recording(port: int) -> dict[str, str]:
+    """What a stranger reads at the end of a job of the same name, at the same port and with the same token."""
+    config = HostsConfig(2, 2, "127.0.0.1", port, is_holder=True, run_id=RUN_ID, secret=Secret(TOKEN))
+    store = JobStore.open(config, time.sleep)
+    rendezvous = HostRendezvous(config, store, 1, 0, time.sleep)
+    rendezvous.close("the job is done", 0)
+    found = {key: store.raw(key) for key in ("birth", "membership")}
+    rendezvous.shutdown()
+    return found
+
+
+def test_recording_of_an_earlier_job_ends_no_launcher(launches: Launches) -> None:
+    """Who came to a store with an earlier job's values ended with code 0 and no line, or was parted from the others."""
+    port, is_over = find_free_port(), threading.Event()
+    earlier = recording(port)
+
+    def replay_all(job: Job) -> None:
+        wait_until(lambda: job.can_connect(), "the first launcher is there", 60)
+        store = job.stranger()
+        wait_until(lambda: store.check(["membership"]), "it has begun", 60)
+        for key, value in earlier.items():
+            store.set(key, value)
+        threading.Thread(target=keep_nonce, args=(store,)).start()
+
+    def keep_nonce(store: dist.Store) -> None:
+        while not is_over.wait(0.01):
+            store.set("birth", earlier["birth"])
+
+    try:
+        job = Job(launches, TOKEN, port, replay_all)
+    finally:
+        is_over.set()
+    ends = job.end()
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "refused, and the job goes on" in "".join(err for _, _, err in ends)
+
+
+def test_job_that_was_over_before_a_launcher_came_is_no_success(launches: Launches) -> None:
+    """It ended with code 0 and no line, as if its ranks had run."""
+    port = find_free_port()
+    config = HostsConfig(2, 2, "127.0.0.1", port, is_holder=True, run_id=RUN_ID, secret=Secret(TOKEN))
+    rendezvous = HostRendezvous(config, JobStore.open(config, time.sleep), 1, 0, time.sleep)
+    rendezvous.close("the job is done", 0)
+    (launches.folder / "secret").write_text(f"{TOKEN}\n")
+    (launches.folder / "secret").chmod(0o600)
+    meet = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", RUN_ID, "--rdzv-conf=is_host=0,token_file=secret")
+    done = launches.run("--nnodes", "2", *meet, "--nproc", "1", launches.script("pass"))
+    rendezvous.shutdown()
+    assert done.returncode == 1
+    assert "the job was over before this host took part in it (the job is done)" in done.stderr
 
 
 @pytest.mark.parametrize("conf", ["", ",token_file=other"])

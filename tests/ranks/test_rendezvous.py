@@ -205,11 +205,30 @@ def test_rank_zero_listens_where_it_must(address: str) -> None:
     assert listens_on in LOOPBACK
 
 
-def meet_by_env(port: int) -> tuple[float, set[str]]:
+def meet_by_url(port: int, opens: str, url: str | None) -> tuple[float, set[str]]:
+    rank, world_size = whoami()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    numbers = {}
+    if url is not None:  # the script says all
+        numbers = {"rank": rank, "world_size": world_size}
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        if url.startswith("tcp"):
+            del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        url = url.format(port)
+    if opens == "mpirun":
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ[f"OMPI_COMM_WORLD_{name}"] = str(rank)
+            del os.environ[name]
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ[f"OMPI_COMM_{name}".replace("LOCAL_WORLD", "WORLD_LOCAL")] = str(world_size)
+            del os.environ[name]
     total = 0.0
     for _ in range(2):
-        dist.init_process_group("lockstep")
+        if opens == "init":
+            lockstep.init("lockstep", init_method=url, timeout=LONG, device="cpu", **numbers)  # type: ignore[arg-type]
+        else:
+            dist.init_process_group("lockstep", url, **numbers)  # type: ignore[arg-type]
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         total += tensor.item()
@@ -219,9 +238,20 @@ def meet_by_env(port: int) -> tuple[float, set[str]]:
     return total, found
 
 
-def test_env_url_listens_on_one_address() -> None:
-    """torch's own handler has rank 0 listen on every address of its host."""
-    outcomes = run_ranks(meet_by_env, 3, find_free_port(), init=False)
+@pytest.mark.parametrize(
+    ("opens", "url"),
+    [
+        ("torch", None),
+        ("torch", "env://"),
+        ("torch", "tcp://127.0.0.1:{}"),
+        ("init", "env://"),
+        ("init", "tcp://127.0.0.1:{}"),
+        ("mpirun", None),
+    ],
+)
+def test_env_url_listens_on_one_address(opens: str, url: str | None) -> None:
+    """torch's own handlers have rank 0 listen on every address of its host."""
+    outcomes = run_ranks(meet_by_url, 3, find_free_port(), opens, url, init=False)
     assert {total for total, _ in outcomes} == {6.0}
     assert outcomes[0][1] == {LOOPBACK[0]}
 
@@ -295,8 +325,7 @@ def come_late_once(port: int, another: int) -> int:
         with pytest.raises(RendezvousError, match="rank 1 did not come"):
             tcp.open_store("127.0.0.1", port, 0, 2, SHORT)
         left = dist.TCPStore("127.0.0.1", port, None, False, LONG)
-        assert left.check(["lockstep/meetings"])
-        assert not left.check(["lockstep/invitation/1"])
+        assert left.num_keys() <= 1, "nothing but a key of torch's own is left"
         tcp.open_store("127.0.0.1", another, 0, 2, LONG)
     else:
         tcp.open_store("127.0.0.1", another, 1, 2, LONG)
@@ -305,6 +334,88 @@ def come_late_once(port: int, another: int) -> int:
 
 def test_a_meeting_that_failed_is_not_the_next() -> None:
     assert sorted(run_ranks(come_late_once, 2, find_free_port(), find_free_port(), init=False)) == [1, 2]
+
+
+# ---- strangers at the port -----------------------------------------------------------------------
+
+
+def store_at(port: int) -> dist.Store:
+    """The ranks' store as whoever reaches the port has it."""
+    client: list[dist.Store] = []
+
+    def connect() -> bool:
+        with contextlib.suppress(RuntimeError):
+            client.append(dist.TCPStore("127.0.0.1", port, None, False, SHORT, wait_for_workers=False))
+        return bool(client)
+
+    wait_until(connect)
+    return dist.PrefixStore("lockstep", client[0])
+
+
+def ask_as(store: dist.Store, rank: int, word: str) -> bytes:
+    """What rank 0 answers to a word that a stranger writes in the place of a rank."""
+    store.set(f"coming/{rank}", f"{word} no seal")
+    wait_until(lambda: store.check([f"invitation/{word}"]))
+    return bytes(store.get(f"invitation/{word}"))
+
+
+def disturb_a_meeting(port: int, what: str) -> str:
+    """Two ranks meet; rank 1 writes as a stranger first."""
+    rank, _ = whoami()
+    os.environ["LOCKSTEP_TOKEN"] = "0123456789abcdef" * 2
+    if rank == 0:
+        if what == "an earlier server":  # of this process, whose keys others have written
+            server = dist.TCPStore("127.0.0.1", port, None, True, LONG, wait_for_workers=False, multi_tenant=True)
+            early = dist.PrefixStore("lockstep", server)
+            for key in ("meetings", "coming/1", "invitation/1"):
+                early.set(key, b"\xff abc")
+        return str(tcp.open_store("127.0.0.1", port, 0, 2, LONG).add("who comes", 1))
+    store = store_at(port)
+    if what in ("garbage", "a number"):
+        store.set("coming/1", b"\xff\xfe" if what == "garbage" else "999")
+        store.set("invitation/1", b"\xff\xfe" if what == "garbage" else "999")
+        store.set("meeting999/complete", "1")
+    elif what == "a recording":
+        forged = ask_as(store, 1, "0" * 32)
+        real = tcp.find
+
+        def find(place: dist.Store, key: str) -> bytes | None:
+            """The invitation that was made for another word stands there first."""
+            if key.startswith("invitation/") and not recorded:
+                recorded.append(key)
+                place.set(key, forged)
+            return real(place, key)
+
+        recorded: list[str] = []
+        tcp.find = find
+        try:
+            return str(tcp.open_store("127.0.0.1", port, 1, 2, LONG).add("who comes", 1))
+        finally:
+            tcp.find = real
+            assert recorded
+    return str(tcp.open_store("127.0.0.1", port, 1, 2, LONG).add("who comes", 1))
+
+
+@pytest.mark.parametrize("what", ["garbage", "a number", "a recording", "an earlier server"])
+def test_strangers_do_not_disturb_a_meeting(what: str) -> None:
+    """There were raw errors of torch, and a forged number parted a rank from the others."""
+    assert sorted(run_ranks(disturb_a_meeting, 2, find_free_port(), what, init=False)) == ["1", "2"]
+
+
+def meet_with_token(port: int) -> str:
+    rank, _ = whoami()
+    os.environ["LOCKSTEP_TOKEN"] = "0123456789abcdef" * (rank + 1)
+    with pytest.raises(RendezvousError) as caught:
+        tcp.open_store("127.0.0.1", port, rank, 2, timedelta(seconds=limit_s(2)))
+    return str(caught.value)
+
+
+def test_ranks_with_different_tokens_do_not_meet() -> None:
+    zero, one = run_ranks(meet_with_token, 2, find_free_port(), init=False)
+    assert zero.startswith("rank 1 did not come")
+    for said in (zero, one):
+        assert "made with another token" in said
+        assert "Do all ranks have the same LOCKSTEP_TOKEN" in said
 
 
 def begin_groups_in_turn(port: int) -> float:

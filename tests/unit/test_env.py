@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep import env
+from lockstep import env, secret
 from lockstep.errors import SetupError
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.supervisor import Supervisor
@@ -79,6 +79,37 @@ def test_rendezvous_that_is_no_folder(is_file: bool, tmp_path: Path, monkeypatch
         monkeypatch.setenv(name, text)
     with pytest.raises(SetupError, match=r"LOCKSTEP_RENDEZVOUS=.*there is no such folder"):
         lockstep.init(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"LOCKSTEP_RENDEZVOUS": "/proc"}, "LOCKSTEP_RENDEZVOUS='/proc': no file can be made there"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, "2 ranks would meet at port 0 of 127.0.0.1"),
+        ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(10**20)}, "WORLD_SIZE='1.*': expected at most 1048576"),
+    ],
+)
+def test_settings_with_which_nobody_could_meet(
+    variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank waited past its timeout, or for ever."""
+    for name in ("LOCKSTEP_RENDEZVOUS", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", **variables}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(SetupError, match=says):
+        lockstep.init(device="cpu", timeout=3)
+
+
+@pytest.mark.parametrize("text", ["   ", "a\x00b", "two\nlines", "\udcff\udcfe" * 20])
+def test_token_that_is_none_is_an_error_that_does_not_show_it(text: str) -> None:
+    """Blanks were taken for a token that everybody knows; what is no text was a raw error."""
+    with pytest.raises(SetupError, match=r"variable LOCKSTEP_TOKEN: expected a line of text") as caught:
+        env.check({"LOCKSTEP_TOKEN": text})
+    assert "two" not in str(caught.value)
+    assert env.LOCKSTEP_TOKEN.get({"LOCKSTEP_TOKEN": " abc\n"}) == "abc"
+    assert secret.remarks_on("abc") == ["the token in LOCKSTEP_TOKEN has 3 characters: so few can be guessed"]
+    assert secret.remarks_on("a" * 16) == secret.remarks_on(None) == []
 
 
 def test_settings_that_make_sense() -> None:

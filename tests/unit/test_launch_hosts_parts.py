@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lockstep.commands.run import main
 from lockstep.errors import LaunchError
@@ -27,8 +29,10 @@ from lockstep.launch.hosts.membership import Host, JobTerms, Membership
 from lockstep.launch.hosts.options import HostsConfig, add_arguments, hosts_from, parse_conf, parse_endpoint
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
+from lockstep.launch.hosts.store_nonce import NoAnswer, NonceAnswers, ask_for_nonce
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
+from lockstep.secret import Secret
 from lockstep.testing import limit_s
 
 # ---- options ---------------------------------------------------------------------------------------
@@ -188,6 +192,27 @@ def test_who_stops_counting_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert observer.lost("abc") == ["b"]
 
 
+def test_who_is_written_over_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who wrote there faster than the launcher counts had it given up. One that never counts is lost."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    store: Any = Counts(a="1", b="7")
+    observer = Observer(store, 5.0)
+    assert observer.lost("ab") == []
+    del store.counts["a"], store.counts["b"]
+    for _ in range(9):
+        now_s += 4
+        assert observer.lost("ab") == []
+    store.counts["a"] = "2"
+    now_s += 4
+    assert observer.lost("ab") == []
+    now_s += 11
+    store.counts["a"] = "3"
+    assert observer.lost("ab") == ["b"], "not seen for ten times as long"
+    now_s += 6
+    assert observer.lost("ab") == ["a", "b"], "it stands still, and nobody writes over it"
+
+
 # ---- reports ---------------------------------------------------------------------------------------
 
 
@@ -205,6 +230,20 @@ def test_failures_of_all_hosts_are_compared() -> None:
     assert failures[0].ended.host == socket.gethostname()
     assert [report.has_failed for report in received] == [True, True]
     assert not HostReport({2: RankExit(2, 12, 0, None, 1.0, False)}).has_failed
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [("exits", {"time": "soon"}), ("exits", {"stopped": "no"}), ("exits", {"rank": [1]}), ("reports", {"line": "7"})],
+)
+def test_report_with_other_types_is_refused(part: str, change: dict[str, Any]) -> None:
+    """It was a TypeError where the failures of all hosts are compared."""
+    error = ErrorReport(1, 11, "b", "ValueError", "text", "…", "x.py", 1, 50.0, False)
+    report = json.loads(HostReport({1: RankExit(1, 11, 1, None, 50.1, False)}, {1: error}, [1]).encode())
+    HostReport.decode(json.dumps(report))
+    report[part][0].update(change)
+    with pytest.raises(ValueError, match="no report of a host"):
+        HostReport.decode(json.dumps(report))
 
 
 # ---- rounds ----------------------------------------------------------------------------------------
@@ -390,3 +429,128 @@ def test_second_launcher_of_a_machine_connects_to_the_first() -> None:
     assert third.get("key") is None
     # A connection has two ends, both here, and whatever the store opens beside it.
     assert len(os.listdir("/proc/self/fd")) - before <= 3
+
+
+# ---- the nonce of a store  -----------------------------------------------------------------------------------------
+
+SECRET = Secret("a token in a file that stays when its job ends")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + limit_s(10)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def recording(port: int) -> dict[str, str]:
+    """What stands in the store of a job that has ended, with the same token, name and port as the next."""
+    config = quick(port, is_holder=True, secret=SECRET)
+    rendezvous = rendezvous_of(config)
+    rendezvous.close("the job is done", 0)
+    found = {key: rendezvous.job_store.raw(key) for key in ("birth", "membership")}
+    rendezvous.shutdown()
+    return found
+
+
+def test_holder_takes_no_nonce_that_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who came first to the port had it go on with an earlier job, which was closed."""
+    port = find_free_port()
+    earlier = recording(port)
+    hold = job_store_module._hold
+
+    def hold_and_lose(config: HostsConfig) -> Any:
+        store = hold(config)
+        for key, value in earlier.items():
+            store.set(key, value)
+        return store
+
+    monkeypatch.setattr(job_store_module, "_hold", hold_and_lose)
+    zero = rendezvous_of(quick(port, is_holder=True, secret=SECRET))
+    assert zero.job_store.raw("birth") != earlier["birth"]
+    assert zero.membership.closed is None
+    zero.shutdown()
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_who_comes_believes_no_nonce_that_stands_there(is_removed: bool) -> None:
+    """It took a recorded one for the job's, and made one of its own where there was none."""
+    port = find_free_port()
+    earlier = recording(port)
+    zero = rendezvous_of(quick(port, is_holder=True, secret=SECRET))
+    for key, value in earlier.items():
+        zero.job_store._store.set(key, value)
+    if is_removed:
+        zero.job_store._store.delete_key("birth")
+    one = rendezvous_of(quick(port, is_holder=False, secret=SECRET))
+    assert one.job_store.nonce == zero.job_store.nonce
+    assert one.membership.closed is None
+    assert (zero.job_store.raw("birth") == "") == is_removed, "only the holder writes it"
+    zero.job_store.put_back_nonce()
+    assert zero.job_store.raw("birth") not in ("", earlier["birth"])
+    one.shutdown()
+    zero.shutdown()
+
+
+def test_answers_to_others_are_refused_and_asked_again() -> None:
+    """What a holder has answered is of use to nobody else, and garbage in its place keeps nobody out."""
+    shared = dist.HashStore()
+    asked = dist.PrefixStore("lockstep-birth", shared)
+    answers = NonceAnswers(shared, SECRET, 5, "the nonce")
+    asked.set("ask", b"\xff garbage")
+    old = "0" * 32
+    wait_until(lambda: not asked.check(["ask"]))
+    asked.set("ask", f"{old} and more")
+    wait_until(lambda: asked.check([f"answer/{old}"]))
+    recorded = asked.get(f"answer/{old}")
+    is_first = True
+
+    def nap(seconds: float) -> None:
+        nonlocal is_first
+        if is_first:  # The question stands there; the stranger answers first.
+            is_first = False
+            question = asked.get("ask").decode().split()[0]
+            asked.set(f"answer/{question}", recorded)
+        time.sleep(seconds)
+
+    answers.stop()
+    with pytest.raises(NoAnswer, match="its seal is forged"):
+        ask_for_nonce(shared, SECRET, 5, limit_s(20), 0.2, nap)
+    answers = NonceAnswers(shared, SECRET, 5, "the nonce")
+    assert ask_for_nonce(shared, SECRET, 5, limit_s(20), limit_s(20), time.sleep) == "the nonce"
+    answers.stop()
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(NoAnswer, match=r"nobody there answers within 0.1 s"):
+        ask_for_nonce(dist.HashStore(), SECRET, 5, 0.1, 0.1, time.sleep)
+
+
+class Removing:
+    """A store in which a stranger removes each value once it was seen there.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_value_that_is_removed_while_it_is_read_counts_as_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher waited 30 s for another, and took the store for lost, which ended the job."""
+    monkeypatch.setattr(job_store_module, "_STORE_TIMEOUT", timedelta(seconds=1))
+    store = JobStore.open(quick(find_free_port(), is_holder=True), time.sleep)
+    store._store.set("round0/failed", "a stranger's")
+    store._store = Removing(store._store)  # type: ignore[assignment]
+    assert store.get("round0/failed") is None
+    store.close()

@@ -38,6 +38,9 @@ def test_what_listens_is_complete() -> None:
     listens = {
         str(path.relative_to(ROOT / "src/lockstep"))
         for path in (ROOT / "src/lockstep").rglob("*.py")
-        if re.search(r"listener\.listen\(|tcp\.listen\(|(?<!def )serve_tcp_store\(|create_server\(", path.read_text())
+        if re.search(
+            r"listener\.listen\(|tcp\.listen\(|(?<!def )serve_tcp_store\(|create_server\(|TCPStore\([^)]*, True, ",
+            path.read_text(),
+        )
     }
     assert listens == {"launch/hosts/job_store.py", "network_interfaces.py", "rendezvous/mpi.py", "rendezvous/tcp.py"}

@@ -13,6 +13,8 @@ import re
 import resource
 import signal
 import stat
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -197,6 +199,25 @@ def test_other_kinds_of_files_are_refused_without_waiting(tmp_path: Path) -> Non
     with pytest.raises(SharedMemoryError, match="symbolic links"):
         Segment.attach(altered(segment, path=str(link)), str(tmp_path))
     segment.release()
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    """A reader of a pipe that a handle named was let go, as if its writer had come."""
+    segment, pipe = Segment.create(PAGE_BYTES), tmp_path / f"lockstep-segment-{'0' * 16}"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen([sys.executable, "-c", f"open({str(pipe)!r}).read()"])
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            reader.wait(0.3)
+        for _ in range(3):
+            with pytest.raises(SharedMemoryError, match="is not the segment"):
+                Segment.attach(altered(segment, path=str(pipe)), str(tmp_path))
+        with pytest.raises(subprocess.TimeoutExpired):
+            reader.wait(0.3)
+    finally:
+        reader.kill()
+        reader.wait()
+        segment.release()
 
 
 def forged(path: Path | None, contents: bytes, **changes: object) -> str:

@@ -10,21 +10,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lockstep import env
+from lockstep import drift, env
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.peer_listener import PeerListener
+from lockstep.comm.mpi.group import _Member
 from lockstep.errors import LaunchError, RendezvousError, SetupError
 from lockstep.launch.hosts.clients import _address, connected_to
 from lockstep.launch.hosts.options import parse_conf
 from lockstep.network_interfaces import Interface, ProbeListener, reachable
 from lockstep.secret import MAC_BYTES, Refused, Seals, Secret, new_token, read_token_file
+from lockstep.shm.liveness import own_identity
 from lockstep.testing import limit_s
 
 LOOPBACK = Interface("lo", "127.0.0.1", True)
@@ -102,6 +107,72 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
     with pytest.raises(RendezvousError, match=r"made with another token.*same LOCKSTEP_TOKEN"):
         theirs.has("segment")
     assert TOKEN not in capfd.readouterr().err
+
+
+def test_values_that_are_removed_while_they_are_read_count_as_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank waited for others to write them for as long as its store waits, half an hour."""
+    monkeypatch.setattr("lockstep.torch_private.stores._REMOVED_MEANWHILE", timedelta(seconds=0.1))
+    shared = dist.HashStore()
+    shared.set_timeout(timedelta(minutes=5))
+    store, start_s = BootstrapStore(shared, "group"), time.monotonic()
+    inner = store._store
+
+    class Removing:
+        def check(self, keys: list[str]) -> bool:
+            found = inner.check(keys)
+            inner.delete_key("b")
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    store._store = Removing()  # type: ignore[assignment]
+    for key in "ab":
+        store.set(key, "1")
+    assert store.get_all(["a", "b"]) is None
+    store.set("b", "1")
+    assert store.has("b")
+    assert time.monotonic() - start_s < limit_s(30)
+    assert shared.timeout == timedelta(minutes=5)
+
+
+def test_ranks_that_compare_models_believe_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What he wrote in the place of a rank was the end of a good run, by a ModelError or a raw one."""
+    monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
+    shared, said = dist.HashStore(), json.dumps([{"shapes": [[2]], "now": "same", "synced": []}])
+    forged = said.replace("same", "other")
+    for key in ("lockstep/drift/g/1", "lockstep/drift/g/attempt0/parameters1", "lockstep/drift/g/attempt0/parameters0"):
+        shared.set(key, forged)
+    monkeypatch.setattr("lockstep.drift.default_store", lambda: shared)
+    found: dict[int, Any] = {}
+
+    def end(rank: int) -> None:
+        group = SimpleNamespace(group_name="g")
+        world = SimpleNamespace(process_group=group, rank=rank, world_size=2)
+        found[rank] = drift._exchange(said, world)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=end, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] == [json.loads(said)] * 2
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '[{"a": 1}]', '[{"shapes": [], "now": 1, "synced": []}]', "[" * 9000])
+def test_summary_that_no_rank_makes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        drift._read_summaries(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "3", "[0, 1, 2, 3, 4, 5]", '["0", 1, 2, 3, "host", 5]', '[7, 2, 2, 3, "h", 5]']
+)
+def test_member_of_an_mpi_group_is_checked(text: str) -> None:
+    with pytest.raises(RendezvousError, match="says of itself what no rank says"):
+        _Member.decode(text)
+    member = _Member(1, 2, own_identity())
+    assert _Member.decode(member.encode()) == member
 
 
 def test_a_value_refused_to_the_end_is_named_whichever_way_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,16 @@ from lockstep.log import get_logger, warn_once
 from lockstep.secret import Refused, Seals, secret_of_ranks
 from lockstep.shm.liveness import Watch
 from lockstep.shm.sync import PeerState
-from lockstep.torch_private.stores import PrefixStore, Store
+from lockstep.torch_private.stores import PrefixStore, Store, find, find_all
 
 __all__ = ["BootstrapStore", "LivenessCheck", "NewGroup"]
 
 # Seconds until a value of others is an error: the rank that wrote the true one writes it again before that.
 _PATIENCE_S = 10.0
+
+_SHORTEST_NAP_S = 0.001
+_LONGEST_NAP_S = 0.02
+_WRITE_AGAIN_S = 0.5
 
 _SAME_TOKEN = "Do all ranks have the same LOCKSTEP_TOKEN, and the same Lockstep?"
 
@@ -101,14 +105,16 @@ class BootstrapStore:
         Raises:
             RendezvousError: a value that a process of another job wrote has been there for some time.
         """
-        if not self._store.check(list(keys)):
+        sealed = find_all(self._store, keys)
+        if sealed is None:
             return None
-        values = [self._open(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
+        values = [self._open(key, value) for key, value in zip(keys, sealed, strict=True)]
         found = [value for value in values if value is not None]
         return found if len(found) == len(values) else None
 
     def _find(self, key: str) -> str | None:
-        return self._open(key, self._store.get(key)) if self._store.check([key]) else None
+        sealed = find(self._store, key)
+        return None if sealed is None else self._open(key, sealed)
 
     def _open(self, key: str, sealed: bytes) -> str | None:
         """The value that a rank of this job wrote; None if it was somebody else."""
@@ -125,6 +131,29 @@ class BootstrapStore:
             raise RendezvousError(f"{text}. {_SAME_TOKEN}")
         warn_once(get_logger(__name__), f"{text}. It is refused, and the job goes on")
         return None
+
+    def share(self, topic: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str] | None:
+        """Publish a value of this rank under a topic and read those of all ranks, in order. Collective.
+
+        Returns:
+            None if a rank has not published its own within that time.
+
+        Raises:
+            RendezvousError: a value that a process of another job wrote has been there for some time.
+            RuntimeError: the store is gone.
+        """
+        keys = [f"{topic}{peer}" for peer in range(world_size)]
+        end_s, write_s, nap_s = time.monotonic() + timeout_s, 0.0, _SHORTEST_NAP_S
+        while True:
+            now_s = time.monotonic()
+            if now_s >= write_s:  # Again and again, as somebody may remove it, or write over it.
+                self.set(keys[rank], text)
+                write_s = now_s + _WRITE_AGAIN_S
+            found = self.get_all(keys)
+            if found is not None or now_s > end_s:
+                return found
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def delete(self, key: str) -> None:
         """Remove a value, from a store that can."""

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import itertools
 import os
+import secrets
 import socket
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-from lockstep.errors import RendezvousError
+import torch.distributed as dist
+
+from lockstep.errors import RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
+from lockstep.secret import Refused, Seals, secret_of_ranks
 from lockstep.topology import name_each
-from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
+from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, find, serve_tcp_store
 
 __all__ = ["listen", "open_store", "stop_serving"]
 
@@ -23,6 +29,15 @@ _ANY_ADDRESS_V4 = "0.0.0.0"
 _LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 _COMPLETE = "complete"
+_WORD_BYTES = 16
+_HEX = frozenset("0123456789abcdef")
+_LONGEST_COMING = 1024
+_MOST_NAMED = 64
+_SHORTEST_NAP_S = 0.001
+_LONGEST_NAP_S = 0.02
+_WRITE_AGAIN_S = 1.0
+# Seconds until a rank with another token is an error.
+_PATIENCE_S = 10.0
 
 # What this process serves until it ends, by its pid and the port: the server of a forked child stayed in its parent.
 _servers: dict[tuple[int, int], Store] = {}
@@ -55,7 +70,13 @@ def open_store(
 
     Raises:
         RendezvousError: the port is taken, or not all came in time; names those who did not.
+        SetupError: the port is 0, and there are others to come to it.
     """
+    if port == 0 and world_size > 1:
+        raise SetupError(
+            f"{world_size} ranks would meet at port 0 of {address}, which is any that is free, and another for each: "
+            "set MASTER_PORT to one that is free there, the same for all ranks"
+        )
     rendezvous = _Rendezvous(address, port, world_size, timeout)
     if rank == 0:
         return rendezvous.admit_all(_serve(address, port, timeout, listener))
@@ -90,13 +111,14 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
 
 
 class _Rendezvous:
-    """Ranks that come to one port for one store: [Note: numbered rendezvous].
+    """Ranks that come to one port for one store: [Note: named rendezvous].
 
-    [Note: numbered rendezvous] A server that stays holds the keys of earlier rendezvous, and a rank does not know how
-    many there were: it may be new, or have missed one that failed. So rank 0 numbers them. It writes the number for
-    each rank under a key of that rank; a rank removes its key and signs. When all have signed, rank 0 marks the
-    rendezvous as complete, and all go on, with a store whose keys begin with the number. If they do not come in time,
-    rank 0 removes the keys, so that no rank that comes later waits for the others in a rendezvous that has failed.
+    [Note: named rendezvous] A server that stays holds the keys of earlier rendezvous, and everybody who reaches it may
+    write there. So each rendezvous has a random name of rank 0's, and nothing that stands there from before is
+    believed. A rank comes with a random word; rank 0 answers it with an invitation, sealed over that word, which
+    holds the name; the rank signs under a seal that holds the name. When all have signed, rank 0 says so, with the
+    words that it has let in, and all go on, with a store whose keys begin with the name. What has no seal of this
+    job counts as not there and is removed, and its writer writes again.
 
     Args:
         address: of rank 0's host.
@@ -111,69 +133,187 @@ class _Rendezvous:
         self._world_size = world_size
         self._timeout = timeout
         self._end_s = time.monotonic() + timeout.total_seconds()
+        self._secret = secret_of_ranks()
+        self._refused = _Refusals()
 
     def admit_all(self, server: Store) -> Store:
-        """Rank 0's part: number the rendezvous, and wait for all ranks."""
+        """Rank 0's part: answer ranks that come, and wait until all have signed."""
         server.set_timeout(self._timeout)
-        numbers = PrefixStore("lockstep", server)
-        number = str(numbers.add("meetings", 1))
-        others = range(1, self._world_size)
-        for rank in others:
-            numbers.set(_number_key(rank), number)
+        name = secrets.token_hex(_WORD_BYTES)
+        signed: dict[int, str] = {}
+        invited: dict[int, str] = {}
+        nap_s = _SHORTEST_NAP_S
         try:
-            met = self._wait_for_all(server, number, [str(rank) for rank in others])
+            while len(signed) < self._world_size - 1:
+                has_changed = self._let_in(PrefixStore("lockstep", server), name, invited, signed)
+                nap_s = _SHORTEST_NAP_S if has_changed else min(2 * nap_s, _LONGEST_NAP_S)
+                self._check_deadline(lambda: self._explain(rank for rank in self._others if rank not in signed))
+                time.sleep(nap_s)
+            meeting = PrefixStore(f"lockstep/meeting{name}", server)
+            meeting.set(_COMPLETE, Seals(self._secret, "meeting", name).seal(_COMPLETE, " ".join(signed.values())))
         except RendezvousError:
-            with contextlib.suppress(RuntimeError):
-                for rank in others:
-                    numbers.delete_key(_number_key(rank))
             raise
-        numbers.set(f"meeting{number}/{_COMPLETE}", "1")
-        return met
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(error) from error
+        return PrefixStore(f"world{name}", server)
+
+    @property
+    def _others(self) -> range:
+        return range(1, self._world_size)
+
+    def _let_in(self, store: Store, name: str, invited: dict[int, str], signed: dict[int, str]) -> bool:
+        """Answer who has come since the last look, and note who has signed; whether there was any."""
+        has_changed = False
+        for rank in self._others:
+            if time.monotonic() > self._end_s:
+                break
+            if rank in signed:
+                continue
+            if self._invite_one(store, name, rank, invited):
+                has_changed = True
+            if rank not in invited:
+                continue
+            word = self._find(PrefixStore(f"meeting{name}", store), str(rank), Seals(self._secret, "meeting", name))
+            if word is not None:
+                signed[rank], has_changed = word, True
+        return has_changed
+
+    def _invite_one(self, store: Store, name: str, rank: int, invited: dict[int, str]) -> bool:
+        """Answer a rank that has come, and also who comes with another token, which then knows."""
+        found = find(store, _coming(rank))
+        if found is None:
+            return False
+        store.delete_key(_coming(rank))
+        word, _, sealed = found[:_LONGEST_COMING].decode(errors="replace").partition(" ")
+        if not _is_word(word):
+            self._refused.note(_coming(rank), "it has no seal")
+            return False
+        try:
+            Seals(self._secret, "coming", word).open(_coming(rank), sealed)
+        except Refused as refused:
+            self._refused.note(_coming(rank), str(refused))
+        else:
+            self._refused.forget(_coming(rank))
+            invited[rank] = word
+        key = _invitation(word)
+        store.set(key, Seals(self._secret, "invitation", word).seal(key, name))
+        return True
 
     def join(self, rank: int) -> Store:
-        """The part of every other rank: read the number, sign, and wait until all have."""
+        """The part of every other rank: come, be answered, sign, and wait until all have."""
         try:
             client = TCPStore(
                 self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
             )
-            numbers = PrefixStore("lockstep", client)
-            numbers.wait([_number_key(rank)], self._time_left())
-            number = numbers.get(_number_key(rank)).decode()
-            numbers.delete_key(_number_key(rank))
-        except RuntimeError as error:
+            store, word = PrefixStore("lockstep", client), secrets.token_hex(_WORD_BYTES)
+            coming = f"{word} {Seals(self._secret, 'coming', word).seal(_coming(rank), str(rank))}"
+            key, seals = _invitation(word), Seals(self._secret, "invitation", word)
+            name = self._wait_for(store, key, seals, lambda: store.set(_coming(rank), coming))
+            if not _is_word(name):
+                raise ValueError(f"rank 0 invites to {name[:60]!r}")
+            store.delete_key(key)
+            seals = Seals(self._secret, "meeting", name)
+            meeting, signature = PrefixStore(f"meeting{name}", store), seals.seal(str(rank), word)
+            words = self._wait_for(meeting, _COMPLETE, seals, lambda: meeting.set(str(rank), signature))
+        except RendezvousError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(error, f"rank {rank} of {self._world_size}") from error
+        if word not in words.split():
             raise RendezvousError(
-                f"rank {rank} of {self._world_size} did not meet the others at {self._address}, port {self._port}, "
-                f"where rank 0 listens: {str(error).splitlines()[0]}"
-            ) from error
-        PrefixStore(f"lockstep/meeting{number}", client).set(str(rank), "here")
-        return self._wait_for_all(client, number, [_COMPLETE])
+                f"another process came to {self._place} as rank {rank}; give each process a rank of its own"
+            )
+        return PrefixStore(f"world{name}", client)
 
-    def _wait_for_all(self, store: Store, number: str, signs: list[str]) -> Store:
-        """Wait for what others write into this rendezvous; returns the store to go on with."""
-        values = PrefixStore(f"lockstep/meeting{number}", store)
-        try:
-            values.wait(signs, self._time_left())
-        except RuntimeError as error:
-            raise RendezvousError(self._explain(error, values)) from error
-        return PrefixStore(f"world{number}", store)
+    def _wait_for(self, store: Store, key: str, seals: Seals, write: Callable[[], None]) -> str:
+        """What rank 0 writes under a key; this rank writes its own part meanwhile, and again if somebody removes it."""
+        while True:
+            write()
+            time_left = max(self._end_s - time.monotonic(), 0.001)
+            with contextlib.suppress(dist.DistStoreError):  # It is not there yet; a lost connection is another error.
+                store.wait([key], timedelta(seconds=min(time_left, _WRITE_AGAIN_S)))
+            found = self._find(store, key, seals)
+            if found is not None:
+                return found
+            self._check_deadline(self._explain)
 
-    def _explain(self, error: RuntimeError, values: Store) -> str:
-        endpoint = f"{self._address}, port {self._port}, where rank 0 listens"
+    def _find(self, store: Store, key: str, seals: Seals) -> str | None:
+        """What a rank of this job wrote under a key; what anybody else wrote is removed."""
+        found = find(store, key)
+        if found is None:
+            return None
         try:
-            missing = name_each(rank for rank in range(1, self._world_size) if not values.check([str(rank)]))
-        except RuntimeError:
-            return f"the connection to {endpoint}, is lost: {str(error).splitlines()[0]}"
+            text = seals.open(key, found.decode(errors="replace"))
+        except Refused as refused:
+            self._refused.note(key, str(refused))
+            store.delete_key(key)
+            time.sleep(_SHORTEST_NAP_S)
+            return None
+        self._refused.forget(key)
+        return text
+
+    def _check_deadline(self, explain: Callable[[], str]) -> None:
+        if time.monotonic() > self._end_s or self._refused.are_lasting():
+            raise RendezvousError(explain())
+
+    def _explain(self, missing: Iterable[int] = ()) -> str:
+        missing = list(itertools.islice(missing, _MOST_NAMED + 1))
+        more = " and others" if len(missing) > _MOST_NAMED else ""
+        names = name_each(missing[:_MOST_NAMED]) + more if missing else "rank 0"
         return (
-            f"{missing or 'rank 0'} did not come to {endpoint}, within {self._timeout.total_seconds():g} s. Did all "
-            "ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+            f"{names} did not come to {self._place}, within {self._timeout.total_seconds():g} s. Did all ranks "
+            f"start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?{self._refused.text}"
         )
 
-    def _time_left(self) -> timedelta:
-        return timedelta(seconds=max(self._end_s - time.monotonic(), 0.001))
+    def _lost(self, error: Exception, who: str = "rank 0") -> RendezvousError:
+        return RendezvousError(
+            f"{who} did not meet the others at {self._place}: {str(error).splitlines()[0]}{self._refused.text}"
+        )
+
+    @property
+    def _place(self) -> str:
+        return f"{self._address}, port {self._port}, where rank 0 listens"
 
 
-def _number_key(rank: int) -> str:
-    return f"invitation/{rank}"
+class _Refusals:
+    """What stood in the store that no rank of this job wrote, as far as none has written the true value since."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, float]] = {}  # by key: why, and since when
+
+    def note(self, key: str, why: str) -> None:
+        _, since_s = self._found.get(key, ("", time.monotonic()))
+        self._found[key] = why, since_s
+
+    def forget(self, key: str) -> None:
+        self._found.pop(key, None)
+
+    def are_lasting(self) -> bool:
+        """Whether one comes again and again: the rank that should write there has another token."""
+        is_other = (since_s for why, since_s in self._found.values() if "another token" in why)
+        return any(time.monotonic() - since_s > _PATIENCE_S for since_s in is_other)
+
+    @property
+    def text(self) -> str:
+        """A sentence on the first, after a blank; empty for none."""
+        for key, (why, _) in self._found.items():
+            return (
+                f" What stood in the store as {key!r} was not written by a rank of this job: {why}. Do all ranks have "
+                "the same LOCKSTEP_TOKEN, and the same Lockstep?"
+            )
+        return ""
+
+
+def _coming(rank: int) -> str:
+    return f"coming/{rank}"
+
+
+def _invitation(word: str) -> str:
+    return f"invitation/{word}"
+
+
+def _is_word(text: str) -> bool:
+    return len(text) == 2 * _WORD_BYTES and _HEX.issuperset(text)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -1,9 +1,10 @@
-"""How ranks meet that call `dist.init_process_group` themselves: by `mpi://`, and by `env://` under mpirun.
+"""How ranks meet that call `dist.init_process_group` themselves: by `mpi://`, `env://` and `tcp://`.
 
 torch looks a handler up by the scheme of `init_method`. `mpi://` is ours: ranks, their number and a store
-come from MPI. `env://`, the default, is torch's own, and stays so wherever torch's variables are set. Under mpirun they
-are not set, and torch would raise: there rank and number come from mpirun's variables, and the rendezvous from
-MASTER_ADDR and MASTER_PORT or, without these, from the job.
+come from MPI. `env://`, the default, and `tcp://` mean what torch's own handlers make of them, but that rank 0 listens
+on the address that was given, whether rank and number come from variables or from the caller. Under mpirun torch's
+variables are not set, and torch would raise: there rank and number come from mpirun's variables, and the rendezvous
+from MASTER_ADDR and MASTER_PORT or, without these, from the job.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from lockstep import env
 from lockstep.errors import RendezvousError
@@ -38,6 +40,9 @@ def register(_: ModuleType) -> None:
     torchs_own = handlers["env"]
     if not isinstance(torchs_own, _EnvHandler):
         handlers["env"] = _EnvHandler(torchs_own)
+    torchs_own = handlers["tcp"]
+    if not isinstance(torchs_own, _TcpHandler):
+        handlers["tcp"] = _TcpHandler(torchs_own)
 
 
 def _meet_by_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> _Met:
@@ -66,14 +71,17 @@ class _EnvHandler:
     def __call__(self, url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **options: Any) -> _Met:
         variables = env.snapshot()
         topology = read_mpi(variables)
-        is_said = bool(_query(url)) or env.RANK.get(variables) is not None or env.WORLD_SIZE.get(variables) is not None
+        given = _query(url)
+        is_said = bool(given) or env.RANK.get(variables) is not None or env.WORLD_SIZE.get(variables) is not None
         if topology is None or is_said:
-            met = None if _query(url) else _listen_on_one_address(variables, timeout)
-            if met is not None:
-                return iter([met])
-            return self._torchs_own(url, timeout=timeout, **options)
+            met = _listen_on_one_address(variables, given, timeout)
+            return iter([met]) if met is not None else self._torchs_own(url, timeout=timeout, **options)
         rank, world_size = topology.rank, topology.world_size
         if env.MASTER_ADDR.get(variables) is not None and env.MASTER_PORT.get(variables) is not None:
+            given = {"rank": str(rank), "world_size": str(world_size)}
+            met = _listen_on_one_address(variables, given, timeout)
+            if met is not None:
+                return iter([met])
             return self._torchs_own(f"env://?rank={rank}&world_size={world_size}", timeout=timeout, **options)
         from lockstep.rendezvous.mpi import meet_under_mpirun
 
@@ -86,21 +94,71 @@ class _EnvHandler:
         return iter([(store, rank, world_size)])
 
 
-def _listen_on_one_address(variables: dict[str, str], timeout: timedelta) -> tuple[Store, int, int] | None:
+class _TcpHandler:
+    """`tcp://HOST:PORT`: torch's own handler, but that rank 0 listens on that host's address alone.
+
+    Args:
+        torchs_own: the handler that torch has registered.
+    """
+
+    def __init__(self, torchs_own: Callable[..., _Met]) -> None:
+        self._torchs_own = torchs_own
+
+    def __call__(self, url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **options: Any) -> _Met:
+        numbers = _numbers(_query(url))
+        place = _place(url)
+        if numbers is None or place is None or _is_torchruns_store(env.snapshot()):
+            return self._torchs_own(url, timeout=timeout, **options)
+        from lockstep.rendezvous import tcp
+
+        return iter([(tcp.open_store(*place, *numbers, timeout), *numbers)])
+
+
+def _listen_on_one_address(
+    variables: dict[str, str], given: dict[str, str], timeout: timedelta
+) -> tuple[Store, int, int] | None:
     """Do what torch's own handler does, with a rank 0 that listens on MASTER_ADDR instead of all addresses of its host.
 
-    Returns None where torch's handler has to do it: torchrun's own process listens, or a variable is missing, which it
-    explains.
+    Args:
+        variables: the environment.
+        given: what the caller said, which wins: maybe rank and world_size.
+        timeout: until a rank that does not come is an error.
+
+    Returns:
+        None where torch's handler has to do it: torchrun's own process listens, or something is missing or no number,
+        which it explains.
     """
-    rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
+    said = {"rank": env.RANK.get(variables), "world_size": env.WORLD_SIZE.get(variables)}
+    numbers = _numbers({**{name: str(value) for name, value in said.items() if value is not None}, **given})
     address, port = env.MASTER_ADDR.get(variables), env.MASTER_PORT.get(variables)
-    if env.TORCHELASTIC_USE_AGENT_STORE.get(variables) == "True":
-        return None
-    if rank is None or world_size is None or address is None or port is None:
+    if numbers is None or address is None or port is None or _is_torchruns_store(variables):
         return None
     from lockstep.rendezvous import tcp
 
-    return tcp.open_store(address, port, rank, world_size, timeout), rank, world_size
+    return tcp.open_store(address, port, *numbers, timeout), *numbers
+
+
+def _is_torchruns_store(variables: dict[str, str]) -> bool:
+    """Whether torchrun's own process listens, and all ranks connect to it."""
+    return env.TORCHELASTIC_USE_AGENT_STORE.get(variables) == "True"
+
+
+def _numbers(given: dict[str, str]) -> tuple[int, int] | None:
+    """Rank and world_size, if both are given, and nothing else that torch's handler may know."""
+    try:
+        rank, world_size = int(given["rank"]), int(given["world_size"])
+    except (KeyError, ValueError):
+        return None
+    return (rank, world_size) if given.keys() == {"rank", "world_size"} and 0 <= rank < world_size else None
+
+
+def _place(url: str) -> tuple[str, int] | None:
+    """Host and port of a `tcp://` URL, if both are given."""
+    try:
+        parts = urlsplit(url)
+        return None if parts.hostname is None or parts.port is None else (parts.hostname, parts.port)
+    except ValueError:
+        return None
 
 
 def _query(url: str) -> dict[str, str]:

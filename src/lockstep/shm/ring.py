@@ -163,6 +163,9 @@ class RingReader:
                 raise SegmentDamaged(damage_text(f"a record of a ring would have {self._size} bytes"))
             if header[1] != _GAP:
                 return header[1:]
+            # A gap is what is left at the ring's end. Others would have this go round without end.
+            if self._offset == 0 or self._size != self._capacity - self._offset:
+                raise SegmentDamaged(damage_text(f"a ring would have a gap of {self._size} bytes at {self._offset}"))
             self.advance()
         return None
 

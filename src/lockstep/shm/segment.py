@@ -171,9 +171,8 @@ def _path_of(description: dict[str, Any], directory: str | None) -> str:
 def _open_peers(description: dict[str, Any], directory: str | None) -> tuple[int, str]:
     """Open what a peer announced, if it is that at all: its descriptor, and where it lies."""
     path = _path_of(description, directory)
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK  # Whatever lies there, do not wait for it.
     try:
-        fd = os.open(path, flags if description["path"] is None else flags | os.O_NOFOLLOW)
+        fd = _open_regular(path, follows_links=description["path"] is None)
     except OSError as error:
         how = advice(error) or (
             ". Ranks in different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they "
@@ -183,15 +182,33 @@ def _open_peers(description: dict[str, Any], directory: str | None) -> tuple[int
             error.errno,
             f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}{how}",
         ) from None
-    found = os.fstat(fd)
-    # Of the open file, since what a path names may change.
-    is_ours = found.st_uid == os.geteuid() and (
-        description["path"] is not None or _MEMFD_LINK.fullmatch(os.readlink(f"/proc/self/fd/{fd}")) is not None
-    )
-    if not is_ours or not stat.S_ISREG(found.st_mode) or found.st_size != description["size_bytes"]:
+    if fd is not None:
+        found = os.fstat(fd)
+        # Of the open file, since what a path names may change.
+        is_ours = found.st_uid == os.geteuid() and (
+            description["path"] is not None or _MEMFD_LINK.fullmatch(os.readlink(f"/proc/self/fd/{fd}")) is not None
+        )
+        if is_ours and found.st_size == description["size_bytes"]:
+            return fd, path
         os.close(fd)
-        raise SharedMemoryError(errno.ESTALE, f"{path} is not the segment that was announced")
-    return fd, path
+    raise SharedMemoryError(errno.ESTALE, f"{path} is not the segment that was announced")
+
+
+def _open_regular(path: str, follows_links: bool) -> int | None:
+    """A descriptor of a regular file; None for another kind: to open a pipe or a tape has effects.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_PATH | os.O_CLOEXEC
+    named = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
+    try:
+        mode = os.fstat(named).st_mode
+        if stat.S_ISLNK(mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return os.open(f"/proc/self/fd/{named}", os.O_RDWR | os.O_CLOEXEC) if stat.S_ISREG(mode) else None
+    finally:
+        os.close(named)
 
 
 def _map(fd: int, size_bytes: int) -> int:

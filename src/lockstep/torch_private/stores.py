@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,47 @@ else:
     FileStore, HashStore, PrefixStore, TCPStore = dist.FileStore, dist.HashStore, dist.PrefixStore, dist.TCPStore
     GradBucket, Store, Work = dist.GradBucket, dist.Store, dist.Work
 
-__all__ = ["FileStore", "GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore", "Work", "serve_tcp_store"]
+__all__ = [
+    "FileStore",
+    "GradBucket",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "Work",
+    "find",
+    "find_all",
+    "serve_tcp_store",
+]
+
+# How long torch waits for a value that was there, and that somebody has removed before it was read.
+_REMOVED_MEANWHILE = timedelta(seconds=2)
+
+# Expected where nothing stands: nobody else has written it.
+_ABSENT = secrets.token_hex(16)
+
+
+def find(store: Store, key: str) -> bytes | None:
+    """The value under a key of a store, None if there is none, by one question.
+
+    Between two, whether it is there and what it is, others may remove it, and torch then waits for another.
+    """
+    found = bytes(store.compare_set(key, _ABSENT, _ABSENT))
+    return None if found == _ABSENT.encode() else found
+
+
+def find_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
+    """The values under these keys, None unless all are there, by two questions, however many keys there are."""
+    if not store.check(list(keys)):
+        return None
+    before = store.timeout  # type: ignore[attr-defined]  # not in torch's stubs
+    store.set_timeout(_REMOVED_MEANWHILE)
+    try:
+        return [bytes(value) for value in store.multi_get(list(keys))]
+    except dist.DistStoreError:
+        return None
+    finally:
+        store.set_timeout(before)
 
 
 def serve_tcp_store(

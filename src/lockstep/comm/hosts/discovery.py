@@ -44,8 +44,52 @@ class _RankInfo:
         except (TypeError, KeyError, AttributeError):
             is_typed = False
         if not is_typed:
-            raise RendezvousError(f"a rank says of itself what no rank says: {str(found)[:60]!r}")
+            raise _nonsense(found)
         return info
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """What the first rank of a host publishes of where it listens: interface, address and port of each place."""
+
+    nonce: str
+    endpoints: list[tuple[str, str, int]]
+
+    @classmethod
+    def decode(cls, found: Any) -> _Listener:
+        try:
+            nonce = found["nonce"]
+            endpoints = [(interface, address, port) for interface, address, port in found["endpoints"]]
+        except (TypeError, KeyError, ValueError):
+            raise _nonsense(found) from None
+        is_typed = isinstance(nonce, str) and all(
+            isinstance(interface, str) and isinstance(address, str) and type(port) is int and 0 < port < 65536
+            for interface, address, port in endpoints
+        )
+        if not is_typed:
+            raise _nonsense(found)
+        return cls(nonce, endpoints)
+
+
+def _read_first(found: Any, world_size: int) -> int:
+    """The first rank of a rank's host, as it says."""
+    if type(found) is not int or not 0 <= found < world_size:
+        raise _nonsense(found)
+    return found
+
+
+def _read_reached(found: Any) -> dict[str, list[int]]:
+    """By host, as a text: the indices of its endpoints that a host reaches."""
+    is_typed = isinstance(found, dict) and all(
+        isinstance(indices, list) and all(type(index) is int for index in indices) for indices in found.values()
+    )
+    if not is_typed:
+        raise _nonsense(found)
+    return dict(found)
+
+
+def _nonsense(found: Any) -> RendezvousError:
+    return RendezvousError(f"a rank says of itself what no rank says: {str(found)[:60]!r}")
 
 
 def find_members(exchange: StoreExchange, rank: int, world_size: int) -> list[Member]:
@@ -61,7 +105,7 @@ def find_members(exchange: StoreExchange, rank: int, world_size: int) -> list[Me
         exchange.write("info", asdict(own))
         infos = [_RankInfo.decode(found) for found in exchange.read("info", everyone)]
         exchange.write("first", _first_on_host(own, infos, rank))
-        first = [int(found) for found in exchange.read("first", everyone)]
+        first = [_read_first(found, world_size) for found in exchange.read("first", everyone)]
     finally:
         segment.release()
     hosts = sorted(set(first))
@@ -106,7 +150,7 @@ def _find_addresses(
 
 def _probe(
     exchange: StoreExchange, rank: int, hosts: Sequence[int]
-) -> tuple[dict[int, list[_Endpoint]], list[Mapping[str, Sequence[int]]]]:
+) -> tuple[dict[int, list[_Endpoint]], list[dict[str, list[int]]]]:
     """Let each host try the endpoints of all others. Collective.
 
     Returns:
@@ -118,19 +162,21 @@ def _probe(
         if rank in hosts:
             listener = ProbeListener(candidates(env.snapshot()))
             exchange.write("probe", {"nonce": listener.nonce, "endpoints": listener.endpoints})
-        listeners = dict(zip(hosts, exchange.read("probe", hosts), strict=True))
+        listeners = {
+            host: _Listener.decode(found) for host, found in zip(hosts, exchange.read("probe", hosts), strict=True)
+        }
         if rank in hosts:
             others = {
-                host: (found["nonce"], [(address, port) for _, address, port in found["endpoints"]])
+                host: (found.nonce, [(address, port) for _, address, port in found.endpoints])
                 for host, found in listeners.items()
                 if host != rank
             }
             exchange.write("reached", reachable(others))
-        reached = exchange.read("reached", hosts)
+        reached = [_read_reached(found) for found in exchange.read("reached", hosts)]
     finally:
         if listener is not None:
             listener.close()
-    return {host: found["endpoints"] for host, found in listeners.items()}, reached
+    return {host: found.endpoints for host, found in listeners.items()}, reached
 
 
 def _unreachable(

@@ -34,7 +34,7 @@ from lockstep.comm.wire import current_wire
 from lockstep.errors import LockstepError, RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
 from lockstep.network_interfaces import interfaces, source_towards
-from lockstep.secret import secret_of_ranks
+from lockstep.secret import remarks_on, secret_of_ranks
 from lockstep.shm import descriptors
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.team import SharedMemoryTeam
@@ -252,6 +252,8 @@ def _is_same(address: str, other: str) -> bool:
 def announce(layout: Layout) -> None:
     """Say in one line which hosts there are, and how they reach each other. By one rank."""
     print(f"[lockstep] {len(layout.hosts)} hosts: {layout.describe()}", file=sys.stderr, flush=True)
+    for remark in remarks_on(env.LOCKSTEP_TOKEN.get()):
+        warn_once(get_logger(__name__), remark)
     is_said = env.LOCKSTEP_RENDEZVOUS.get() is not None  # our launcher has said that there is no token
     if not secret_of_ranks().is_given and not is_said:
         warn_once(

@@ -147,7 +147,8 @@ class StoreExchange:
 
     def _said(self, key: str) -> str | None:
         """The value under that key; None if there is none."""
-        return self._ask(lambda: self._store.get(key) if self._store.has(key) else None)
+        found = self._ask(lambda: self._store.get_all([key]))
+        return None if found is None else found[0]
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Ask the store, which is gone if the rank that holds it has ended."""

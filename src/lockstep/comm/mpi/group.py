@@ -11,9 +11,9 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
-from lockstep import env
 from lockstep.comm.backend import EngineProcessGroup, is_default_group, make_group, ranks_of
 from lockstep.comm.flight_recorder import FlightRecorder
+from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.messages.message_algorithms import MessageAlgorithms
 from lockstep.comm.messages.message_engine import MessageEngine
 from lockstep.comm.messages.message_mailbox import MessageMailbox
@@ -25,7 +25,7 @@ from lockstep.errors import RendezvousError, SetupError
 from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.topology import name_each
-from lockstep.torch_private.stores import PrefixStore, Store
+from lockstep.torch_private.stores import PrefixStore
 
 __all__ = ["MpiProcessGroup", "create"]
 
@@ -46,25 +46,37 @@ class _Member:
 
     @classmethod
     def decode(cls, text: str) -> _Member:
-        mpi_rank, mpi_size, *identity = json.loads(text)
-        return cls(int(mpi_rank), int(mpi_size), PeerIdentity(*identity))
+        """Decode from text.
+
+        Raises:
+            RendezvousError: no rank says that.
+        """
+        try:
+            mpi_rank, mpi_size, *identity = json.loads(text)
+            member = cls(mpi_rank, mpi_size, PeerIdentity(*identity))
+            process = member.identity
+            numbers = (mpi_rank, mpi_size, process.pid, process.start_time, process.pid_namespace)
+            is_typed = all(type(number) is int for number in numbers) and type(process.host) is str
+        except (ValueError, TypeError, RecursionError):
+            is_typed = False
+        if not is_typed or not 0 <= mpi_rank < mpi_size:
+            raise RendezvousError(f"a rank says of itself what no rank says: {text[:60]!r}")
+        return member
 
 
-def _introduce(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> list[_Member]:
+def _introduce(store: BootstrapStore, ranks: Sequence[int], rank: int, timeout: timedelta) -> list[_Member]:
     """All members of a new group, in order of rank. Collective."""
     world = load().COMM_WORLD
     own = _Member(world.Get_rank(), world.Get_size(), own_identity())
-    store.set(f"member{rank}", own.encode())
-    keys = [f"member{peer}" for peer in range(len(ranks))]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError:
-        missing = name_each(ranks[peer] for peer, key in enumerate(keys) if not store.check([key]))
-        raise RendezvousError(
-            f"{missing} did not come within {timeout.total_seconds():g} s of rank {ranks[rank]} "
-            f"(pid {own.identity.pid} on {own.identity.host})"
-        ) from None
-    members = [_Member.decode(bytes(store.get(key)).decode()) for key in keys]
+    with store.explaining():
+        found = store.share("member", rank, len(ranks), own.encode(), timeout.total_seconds())
+        if found is None:
+            missing = name_each(peer for number, peer in enumerate(ranks) if not store.has(f"member{number}"))
+            raise RendezvousError(
+                f"{missing} did not come within {timeout.total_seconds():g} s of rank {ranks[rank]} "
+                f"(pid {own.identity.pid} on {own.identity.host})"
+            )
+    members = [_Member.decode(text) for text in found]
     if len({member.mpi_rank for member in members}) < len(members):
         raise SetupError(
             f"the {len(members)} ranks are not {len(members)} ranks of one MPI job: rank {ranks[rank]} is rank "
@@ -105,8 +117,8 @@ class MpiProcessGroup(EngineProcessGroup):
 
     def __init__(self, options: Any) -> None:
         ranks, timeout = ranks_of(options), options.timeout
-        attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
-        members = _introduce(PrefixStore(f"mpi-attempt{attempt}", options.store), ranks, options.group_rank, timeout)
+        store = BootstrapStore(PrefixStore("mpi", options.store), "mpi", options.group_id)
+        members = _introduce(store, ranks, options.group_rank, timeout)
         team = _connect(members, options.group_id)
         name = describe_group(options.group_id, ranks, is_default_group(options))
         algorithms, make_mailbox = MessageAlgorithms(team), functools.partial(MessageMailbox, team)

@@ -5,6 +5,7 @@ General layout, from the bottom up:
 * `options`: what the command line says about hosts, checked before anything is started. No torch.
 * `membership`: who takes part in the job: a state and its transitions, as pure functions.
 * `clients`: which addresses are connected to the rendezvous endpoint.
+* `store_nonce`: the nonce of the job store, which its holder tells launchers that come.
 * `job_store`: the torch store in which the launchers meet; one of them holds it.
 * `heartbeat`: which launchers are still there.
 * `rendezvous`: rounds of hosts, agreed on through the store: torch's interface of a rendezvous.

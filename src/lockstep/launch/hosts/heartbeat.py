@@ -10,10 +10,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lockstep.launch.hosts.job_store import JobStore, StoreLost
 
 __all__ = ["Heartbeat", "Observer"]
+
+# How much longer than one that stands still a number may be missing.
+_UNSEEN_TIMES = 10
 
 
 def _key(host: str) -> str:
@@ -57,6 +61,10 @@ class Heartbeat:
 class Observer:
     """Notices launchers that have stopped counting.
 
+    A number that is gone, or that a stranger wrote over, proves neither life nor death. So the clock of a launcher
+    stands still meanwhile: who writes there faster than the launcher counts has no living host given up. A launcher
+    that is never seen to count is lost in the end.
+
     Args:
         store: the store in which they count.
         lost_after_s: seconds that a number may stand still.
@@ -65,7 +73,7 @@ class Observer:
     def __init__(self, store: JobStore, lost_after_s: float) -> None:
         self._store = store
         self._lost_after_s = lost_after_s
-        self._seen: dict[str, tuple[str | None, float]] = {}
+        self._seen: dict[str, _Seen] = {}
 
     def lost(self, hosts: Iterable[str]) -> list[str]:
         """The launchers among these whose number has stood still for too long."""
@@ -73,10 +81,24 @@ class Observer:
         gone = []
         for host in hosts:
             count = self._store.get(_key(host))
-            before = self._seen.get(host)
-            # A count that is gone, or that a stranger wrote over, proves neither life nor death.
-            if before is None or (count is not None and before[0] != count):
-                self._seen[host] = (count, now_s)
-            elif now_s - before[1] > self._lost_after_s:
+            seen = self._seen.get(host)
+            if seen is None or (count is not None and count != seen.count):
+                self._seen[host] = _Seen(count, now_s, now_s)
+                continue
+            if count is not None:
+                seen.still_s += now_s - seen.looked_s
+            seen.looked_s = now_s
+            is_unseen_long = now_s - seen.changed_s > _UNSEEN_TIMES * self._lost_after_s
+            if seen.still_s > self._lost_after_s or is_unseen_long:
                 gone.append(host)
         return gone
+
+
+@dataclass
+class _Seen:
+    """What was last seen of a launcher: its count, when it came and was last looked for, and how long it stood."""
+
+    count: str | None
+    changed_s: float
+    looked_s: float
+    still_s: float = 0.0

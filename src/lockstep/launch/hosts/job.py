@@ -26,7 +26,7 @@ from lockstep.launch.process import start_reaper
 from lockstep.launch.root_cause import format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
-from lockstep.secret import Secret, read_token_file
+from lockstep.secret import Secret, read_token_file, remarks_on
 
 __all__ = ["launch_on_hosts"]
 
@@ -73,14 +73,17 @@ def _find_secret(hosts: HostsConfig, variables: Mapping[str, str]) -> Secret:
     """The secret of the job: from the token file, else from LOCKSTEP_TOKEN, else none.
 
     Raises:
-        LaunchError: the file has no token.
+        LaunchError: there is none in the file, or in a variable that is set.
     """
-    if hosts.token_file is None:
-        return Secret(env.LOCKSTEP_TOKEN.get(variables))
+    token: str | None
     try:
-        token, remarks = read_token_file(hosts.token_file)
+        if hosts.token_file is None:
+            token = env.LOCKSTEP_TOKEN.get(variables)
+            remarks = remarks_on(token)
+        else:
+            token, remarks = read_token_file(hosts.token_file)
     except SetupError as error:
-        raise LaunchError(f"--rdzv-conf has {error}") from None
+        raise LaunchError(str(error) if hosts.token_file is None else f"--rdzv-conf has {error}") from None
     for remark in remarks:
         say(f"lockstep: {remark}\n")
     return Secret(token)
@@ -129,6 +132,9 @@ class _Job:
             if closed.is_cut_short and code == 0:
                 # Not while ranks are at work: no launcher closes the job then.
                 say(f"lockstep: the job was ended from outside while ranks of this host were at work ({closed})\n")
+                code = 1
+            elif code == 0 and not self._rendezvous.has_belonged:
+                say(f"lockstep: the job was over before this host took part in it ({closed})\n")
                 code = 1
             elif code != 0:
                 say(f"lockstep: {closed}; the job ends here too\n")

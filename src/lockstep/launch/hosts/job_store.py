@@ -1,11 +1,11 @@
 """The job store: the torch store in which the launchers of a job meet. One of them holds it; it ends with that one.
 
 [Note: refusals] Every process that reaches the port can write into the store. So launchers seal their values
-(`lockstep.secret`), and a value without a seal of this job counts as not there. Each seal covers a nonce of the job,
-which the first launcher generated, so no value of an earlier job with the same token is accepted. A launcher with
-another token leaves an unsealed join request; the holder only reports it. A launcher that finds a value that none of
-the job has written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of the
-clients.
+(`lockstep.secret`), and a value without a seal of this job counts as not there. Each seal also covers a nonce, which
+the holder has generated, so no value of an earlier job with the same token is accepted: [Note: store nonce]. A launcher
+with another token leaves an unsealed join request; the holder only reports it. A launcher that finds a value that none
+of the job has written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of
+the clients.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from lockstep.errors import LaunchError, RendezvousError
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.hosts.clients import Clients
 from lockstep.launch.hosts.options import HostsConfig
+from lockstep.launch.hosts.store_nonce import NoAnswer, NonceAnswers, ask_for_nonce
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
 from lockstep.secret import Refused, Seals
-from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
+from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, find, serve_tcp_store
 
 __all__ = ["JobStore", "StoreLost"]
 
@@ -45,8 +46,9 @@ _SILENCE_S = 8
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
 _NONCE, _JOIN_REQUEST, _REFUSAL = "birth", "knock", "refusal"
-# Seconds until a launcher takes the store for that of another job: others put back what a stranger wrote over.
+# Seconds until a launcher takes the store for that of another job: a stranger may write over the holder's answer.
 _PATIENCE_S = 5.0
+_LEAST_PATIENCE_S = 1.0
 _LONGEST_NAME = 200
 _NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
 
@@ -63,15 +65,15 @@ class JobStore:
         config: the endpoint of the store, and the times of the job.
         address: the address by which other hosts reach this one.
         is_holder: whether this launcher holds the store.
-        nonce: the nonce of the job in this store, plain and sealed. See [Note: refusals].
+        nonce: of this store. See [Note: store nonce].
     """
 
-    def __init__(
-        self, store: Store, config: HostsConfig, address: str, is_holder: bool, nonce: tuple[str, str]
-    ) -> None:
+    def __init__(self, store: Store, config: HostsConfig, address: str, is_holder: bool, nonce: str) -> None:
         self._store = store
         self._config = config
-        self._nonce, self._sealed_nonce = nonce
+        self._nonce = nonce
+        self._sealed_nonce = Seals(config.secret, config.run_id, str(config.port)).seal(_NONCE, nonce)
+        self._answers: NonceAnswers | None = None
         self._seals = Seals(config.secret, config.run_id, str(config.port), self._nonce)
         self._clients = Clients(config.port) if is_holder else None
         self._has_warned = False
@@ -94,8 +96,7 @@ class JobStore:
         is_holder = config.is_holder if config.is_holder is not None else _is_here(config.address)
         if is_holder:
             try:
-                store, address = _hold(config), config.local_addr or config.address
-                return cls(store, config, address, True, _agree_on_nonce(store, config, address, 0.0, check))
+                return cls._holding(config, config.local_addr or config.address)
             except RendezvousError as error:
                 # Another launcher of this machine came first, unless this one was told to be it.
                 if config.is_holder:
@@ -104,9 +105,31 @@ class JobStore:
                         "uses the port, or give all launchers another --master-port"
                     ) from None
         own_address = _reach(config, check)
+        return cls._joining(config, config.local_addr or own_address, max(config.join_s, _PATIENCE_S), check)
+
+    @classmethod
+    def _holding(cls, config: HostsConfig, address: str) -> JobStore:
+        """The store in this process, with a nonce of its own, whatever somebody wrote there since the port is open.
+
+        Raises:
+            RendezvousError: the port is taken.
+        """
+        made = cls(_hold(config), config, address, True, secrets.token_hex(16))
+        made._store.set(_NONCE, made._sealed_nonce)
+        made._answers = NonceAnswers(_connect(config, time.sleep), config.secret, config.port, made._nonce)
+        return made
+
+    @classmethod
+    def _joining(cls, config: HostsConfig, address: str, silence_s: float, check: Callable[[float], None]) -> JobStore:
+        """A connection to the store that another launcher holds.
+
+        Raises:
+            LaunchError: it is gone, does not answer for that long, or has another token.
+        """
         store = _connect(config, check)
-        address = config.local_addr or own_address
-        return cls(store, config, address, False, _agree_on_nonce(store, config, address, _PATIENCE_S, check))
+        return cls(
+            _of_job(store, config), config, address, False, _learn_nonce(store, config, address, silence_s, check)
+        )
 
     @classmethod
     def spare(cls, config: HostsConfig, address: str) -> JobStore:
@@ -115,9 +138,7 @@ class JobStore:
         Raises:
             LaunchError: no port is free.
         """
-        own = replace(config, address=address, port=find_free_port())
-        store = _hold(own)
-        return cls(store, own, address, True, _agree_on_nonce(store, own, address, 0.0, time.sleep))
+        return cls._holding(replace(config, address=address, port=find_free_port()), address)
 
     @classmethod
     def try_connect(
@@ -133,8 +154,7 @@ class JobStore:
         """
         try:
             socket.create_connection((config.address, config.port), timeout_s).close()
-            store = _connect(config, check)
-            return cls(store, config, address, False, _agree_on_nonce(store, config, address, timeout_s, check))
+            return cls._joining(config, address, max(timeout_s, _LEAST_PATIENCE_S), check)
         except (OSError, UnicodeError, LaunchError):
             return None
 
@@ -150,8 +170,13 @@ class JobStore:
 
     def reconnect(self) -> JobStore:
         """Another connection to the same store."""
-        store, nonce = _connect(self._config, time.sleep), (self._nonce, self._sealed_nonce)
-        return JobStore(store, self._config, self.address, False, nonce)
+        store = _of_job(_connect(self._config, time.sleep), self._config)
+        return JobStore(store, self._config, self.address, False, self._nonce)
+
+    def close(self) -> None:
+        """Tell who comes nothing more. By the holder, at the end."""
+        if self._answers is not None:
+            self._answers.stop()
 
     def torch_store(self, prefix: str) -> Store:
         """The torch store, with keys of its own under a prefix."""
@@ -160,7 +185,7 @@ class JobStore:
     def raw(self, key: str) -> str:
         """The value under a key, also one that a stranger wrote; "" if there is none."""
         with self._explained():
-            return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else ""
+            return (find(self._store, key) or b"").decode(errors="replace")
 
     def seal(self, key: str, value: str, count: int | None = None) -> str:
         """Seal a value for the store; see `Seals.seal`."""
@@ -214,8 +239,8 @@ class JobStore:
             return bytes(self._store.compare_set(key, expected, sealed)).decode(errors="replace") == sealed
 
     def put_back_nonce(self) -> None:
-        """Write the nonce of the job again, for launchers that come later, if a stranger has written over it."""
-        if self.raw(_NONCE) != self._sealed_nonce:
+        """Notice if a stranger has written over the nonce of the store, and write it again. By the holder."""
+        if self.is_holder and self.raw(_NONCE) != self._sealed_nonce:
             self.note_refusal(_NONCE, "it was another")
             self.put_back(_NONCE, self._sealed_nonce)
 
@@ -264,36 +289,34 @@ class JobStore:
 def _hold(config: HostsConfig) -> Store:
     """Start the store, listening on that address only."""
     listener = tcp.listen(config.address, config.port)
-    store = serve_tcp_store(listener, config.address, config.port, _STORE_TIMEOUT)
+    return _of_job(serve_tcp_store(listener, config.address, config.port, _STORE_TIMEOUT), config)
+
+
+def _of_job(store: Store, config: HostsConfig) -> Store:
+    """The part of a store that has the keys of this job: launchers of several jobs may meet at one port."""
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 
-def _agree_on_nonce(
-    store: Store, config: HostsConfig, address: str, patience_s: float, check: Callable[[float], None]
-) -> tuple[str, str]:
-    """The nonce of a job in a store, which the first launcher has written: plain and sealed.
+def _learn_nonce(
+    store: Store, config: HostsConfig, address: str, silence_s: float, check: Callable[[float], None]
+) -> str:
+    """The nonce of a store, of the launcher that holds it. See [Note: store nonce].
 
     Raises:
         LaunchError: launchers of this job do not meet there.
     """
-    seals, deadline_s = Seals(config.secret, config.run_id, str(config.port)), time.monotonic() + patience_s
-    own = seals.seal(_NONCE, secrets.token_hex(16))
-    while True:
-        try:
-            found = bytes(store.compare_set(_NONCE, "", own)).decode(errors="replace")
-            return seals.open(_NONCE, found), found
-        except Refused as refused:
-            reason = str(refused)
-        except (RuntimeError, ValueError) as error:
-            raise LaunchError(f"the launcher at {config.endpoint} is gone ({str(error).splitlines()[0]})") from None
-        if time.monotonic() > deadline_s:
-            break
-        check(_POLL_S)
+    patience_s = min(silence_s, _PATIENCE_S)
+    try:
+        return ask_for_nonce(store, config.secret, config.port, silence_s, patience_s, check)
+    except NoAnswer as error:
+        reason = str(error)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(f"the launcher at {config.endpoint} is gone ({str(error).splitlines()[0]})") from None
     with contextlib.suppress(RuntimeError):
-        store.set(_JOIN_REQUEST, json.dumps({"host": socket.gethostname(), "address": address}))
+        _of_job(store, config).set(_JOIN_REQUEST, json.dumps({"host": socket.gethostname(), "address": address}))
     raise LaunchError(
         f"this launcher, on {socket.gethostname()}, has no part in the job at {config.endpoint}, where launchers meet: "
-        f"of what stands there, {reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
+        f"{reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
         "LOCKSTEP_TOKEN), and install the same release of Lockstep on all hosts"
     )
 
@@ -335,7 +358,7 @@ def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
             f"what listens at {config.endpoint} is no launcher of a job on several hosts ({store}); choose another "
             "port, the same for all launchers"
         )
-    return PrefixStore(f"lockstep/{config.run_id}", store)
+    return store
 
 
 def _bound_silence(port: int) -> None:

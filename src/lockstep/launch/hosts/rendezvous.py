@@ -157,7 +157,15 @@ class HostRendezvous(RendezvousHandler):
         with contextlib.suppress(StoreLost):  # A refusal of the last moment is warned of, too.
             self._warn()
         self._heartbeat.stop()
+        for job_store in (self._job_store, self._spare):
+            if job_store is not None:
+                job_store.close()
         return True
+
+    @property
+    def has_belonged(self) -> bool:
+        """Whether this host has run a round, or waited for one in a job that ran without it."""
+        return self._last_number >= 0 or any(host.key == self.host.key for host in self.membership.waiting)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Leave the present round, and take part in the next as soon as there is one.
@@ -339,6 +347,8 @@ class HostRendezvous(RendezvousHandler):
 
     def _settle_at(self, job_store: JobStore) -> None:
         self._heartbeat.stop()
+        if self._job_store is not self._spare:
+            self._job_store.close()
         self._job_store = job_store
         self._heartbeat = Heartbeat(job_store.reconnect(), self.host.key, self._config.heartbeat_s)
         self._observer = Observer(job_store, self._config.lost_after_s)
@@ -445,6 +455,8 @@ class HostRendezvous(RendezvousHandler):
 
         Where it joined before, and the others have begun since, that is its round.
         """
+        if membership.closed is not None:
+            return membership
         has_begun = membership.is_running and membership.number > self._last_number
         is_member = any(member.key == self.host.key for member in membership.members)
         return membership if has_begun and is_member else membership.joined(self.host)

@@ -64,7 +64,7 @@ class HostReport:
         """
         try:
             return cls._decode(json.loads(text))
-        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"no report of a host: {error}") from None
 
     @classmethod
@@ -75,20 +75,47 @@ class HostReport:
             _make(RankStatus, {**entry, "positions": tuple(_make(Position, one) for one in entry["positions"])})
             for entry in found["statuses"]
         ]
+        announced = found["announced"]
+        if not all(type(rank) is int for rank in announced):
+            raise TypeError(f"announced is {str(announced)[:40]!r}")
         return cls(
             {ended.rank: ended for ended in exits},
             {report.rank: report for report in reports},
-            tuple(found["announced"]),
+            tuple(announced),
             {status.rank: status for status in statuses},
         )
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "int | None": (int, type(None)),
+}
+_LISTS: dict[str, type] = {"tuple[int, ...]": int, "tuple[Position, ...]": Position}
+
+
 def _make(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A record from what JSON made of it: lists are tuples here."""
-    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
-    return kind(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in names}
-    )
+    """A record from what JSON made of it: lists are tuples here.
+
+    Raises:
+        TypeError: a field has a value of another type.
+    """
+    made = {}
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name not in values:
+            continue
+        value, name = values[one.name], str(one.type)
+        if name in _LISTS:
+            value = tuple(value)
+            is_typed = all(type(part) is _LISTS[name] for part in value)
+        else:
+            is_typed = type(value) in _KINDS[name]
+        if not is_typed:
+            raise TypeError(f"{one.name} is {str(value)[:40]!r}")
+        made[one.name] = value
+    return kind(**made)
 
 
 def find_first_failure_of_all(reports: Iterable[HostReport]) -> list[RankFailure]:
