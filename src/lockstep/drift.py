@@ -207,7 +207,8 @@ def watch_optimizers(world_size: int) -> None:
 
 
 def _is_watching() -> bool:
-    return _watched is not None and _watched() is dist.group.WORLD
+    group = None if _watched is None else _watched()
+    return group is not None and group is dist.group.WORLD
 
 
 # ---- during training -------------------------------------------------------------------------------

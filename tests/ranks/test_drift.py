@@ -379,3 +379,17 @@ def test_batches_that_the_ranks_do_not_divide_need_an_engine_that_weights_them(b
     told = [text for text in found[0] if "the 2 ranks do not divide this batch of 7 samples" in text]
     assert len(told) == (batch_size == 7 and not weighs)
     assert not any("do not divide" in text for text in found[1])
+
+
+# ---- after the world ------------------------------------------------------------------------------------------
+
+
+def test_optimizers_step_on_when_the_watched_group_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector has taken the group, and no other is open: there is nobody to compare with."""
+    monkeypatch.setattr(drift, "_watched", lambda: None)
+    assert dist.group.WORLD is None
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.sum().backward()
+    drift._before_step(optimizer, (), {})
+    drift._after_step(optimizer, (), {})
