@@ -25,6 +25,7 @@ from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.mpi.waiter import MpiWaiter
 from lockstep.errors import BackendUnavailable, RendezvousError, SetupError
 from lockstep.rendezvous import mpi as meeting
+from lockstep.rendezvous import tcp
 from lockstep.rendezvous.urls import _EnvHandler
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity
@@ -291,7 +292,11 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, url: str) -> list[tuple[object, .
     def by_the_job(variables: object, topology: Topology, timeout: timedelta) -> None:
         calls.append(("job", topology.rank, topology.world_size))
 
+    def at_the_master(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> None:
+        calls.append((address, port, rank, world_size))
+
     monkeypatch.setattr(meeting, "meet_under_mpirun", by_the_job)
+    monkeypatch.setattr(tcp, "open_store", at_the_master)
     try:
         list(_EnvHandler(torchs_own)(url))
     except RendezvousError as error:
@@ -314,6 +319,6 @@ def test_env_url_under_mpirun_keeps_what_is_set(under_mpirun: None, monkeypatch:
     assert asked_for(monkeypatch, "env://?rank=0&world_size=2") == [("torch", "env://?rank=0&world_size=2")]
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "1234")
-    assert asked_for(monkeypatch, "env://") == [("torch", "env://?rank=2&world_size=4")]
+    assert asked_for(monkeypatch, "env://") == [("head", 1234, 2, 4)], "where rank 0 listens on that address alone"
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert asked_for(monkeypatch, "env://") == [("torch", "env://")]
