@@ -266,7 +266,7 @@ def read_questions(data: bytes) -> object:
     """What stands where launchers ask for the store_nonce."""
     store = dist.HashStore()
     dist.PrefixStore(store_nonce._PREFIX, store).set(store_nonce._ASK, data)
-    answers = object.__new__(store_nonce.BirthAnswers)
+    answers = object.__new__(store_nonce.NonceAnswers)
     answers._store = dist.PrefixStore(store_nonce._PREFIX, store)
     return answers._take_questions()
 
