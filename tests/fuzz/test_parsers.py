@@ -263,7 +263,7 @@ def ring_of(segment: Segment) -> Parser:
 
 
 def read_questions(data: bytes) -> object:
-    """What stands where launchers ask for the store_nonce."""
+    """What stands where launchers ask for the nonce."""
     store = dist.HashStore()
     dist.PrefixStore(store_nonce._PREFIX, store).set(store_nonce._ASK, data)
     answers = object.__new__(store_nonce.NonceAnswers)
