@@ -129,7 +129,7 @@ class Host:
         inside("ip", "link", "set", INTERFACE, "up")
         inside("ip", "route", "add", "default", "dev", INTERFACE)
         if rate is not None:
-            inside(*f"tc qdisc add dev {INTERFACE} root tbf rate {rate} burst 32kb latency 100ms".split())
+            inside(*f"tc qdisc add dev {INTERFACE} root tbf rate {rate} burst 256kb latency 100ms".split())
         self._forker: subprocess.Popen[bytes] | None = None
         self._is_ready = False
 
