@@ -156,25 +156,26 @@ class Feeding:
         tags = _tags_of(inputs)
         if tags:
             return self._of_tags(tags, trains, syncs, joins_none)
-        sizes, shown = _sizes_of(inputs), _show(inputs)
+        sizes = _sizes_of(inputs)
         if not (joins_none and batch.must_ask(self._rank, self._world_size)):
-            return self._by_size(sizes, shown)
+            return self._by_size(sizes, lambda: _show(inputs))
+        shown = _show(inputs)  # now: the question must not keep the inputs
         matches = self._matches(batch.divisions(self._rank, self._world_size), sizes)
         shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
         known = shares.popitem()[1] if len(shares) == 1 else None
         rows = {each.rows(self._rank) for each in matches}
-        return self._ask(rows, lambda of_ranks: self._by_size(sizes, shown, tuple(of_ranks.tolist())), known)
+        return self._ask(rows, lambda of_ranks: self._by_size(sizes, lambda: shown, tuple(of_ranks.tolist())), known)
 
     def _ask(self, sizes: set[int], follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
         rows = next(iter(sizes)) if len(sizes) == 1 else 0
         return Feed(share=share, question=Question(rows, self._group, self._device, follow))
 
-    def _by_size(self, sizes: set[int], shown: str, rows_of_ranks: tuple[int, ...] | None = None) -> Feed:
+    def _by_size(self, sizes: set[int], show: Callable[[], str], rows_of_ranks: tuple[int, ...] | None = None) -> Feed:
         """What inputs of these sizes are. Local.
 
         Args:
             sizes: what may be their number of rows.
-            shown: the inputs, in words.
+            show: says the inputs in words, for an error.
             rows_of_ranks: how many rows each rank holds; None where nobody has asked.
 
         Raises:
@@ -191,7 +192,7 @@ class Feeding:
             if all(division.is_even for division in divisions):
                 break
             if is_last:
-                raise InputError(self._explain(shown, divisions))
+                raise InputError(self._explain(show(), divisions))
             gc.collect()  # of loaders that are gone, all may still be known
             batch.purge()
         return _of_equal(sizes)
@@ -266,7 +267,8 @@ def _show(inputs: Any) -> str:
 def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
     """Tensors of the inputs that came with a batch."""
     found = []
-    for tensor in tensors_in(inputs):
+    args, kwargs = inputs
+    for tensor in tensors_in(inputs if kwargs else args):
         tag = batch.find_tag(tensor)
         if tag is not None:
             found.append((tensor, tag))
