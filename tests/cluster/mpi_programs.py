@@ -67,11 +67,11 @@ def _between_hosts() -> dict[str, Any]:
     try:
         from lockstep.rendezvous import mpi
 
-        place, mpi._meeting_point = mpi._meeting_point, place
+        place, mpi._rendezvous = mpi._rendezvous, place
         with lockstep.init(backend="mpi", timeout=limit_s(30)) as world:
             return {"place": (world.local_rank, world.local_world_size, world.node_rank), "sum": sum_of_ranks()}
     finally:
-        mpi._meeting_point = place
+        mpi._rendezvous = place
         socket.gethostname = true_name
 
 
