@@ -102,7 +102,10 @@ def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None, "no process group is open"
-    kinds = device_types_of(group)
+    try:
+        kinds = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}  # "cpu:gloo,cuda:nccl"
+    except (AssertionError, TypeError, ValueError):  # a group that torch.distributed did not make
+        kinds = set(device_types_of(group))
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(min(kinds)) if accelerator is None else accelerator
