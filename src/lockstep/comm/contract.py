@@ -210,6 +210,9 @@ class Algorithms(Protocol):
     All take flat contiguous CPU tensors and run in the calling thread, one at a time. Every rank calls the same method
     with the same sizes; what is not the same, `on_arrival` finds before data moves. All may raise `PeerFailure`.
     `timeout_s` are the seconds until each wait is an error.
+
+    Every backend derives from it. So a collective that is added here with a body, made of the others, is there on all
+    of them; a backend overrides it to be faster.
     """
 
     @abc.abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from lockstep.comm.contract import Algorithms
 from lockstep.comm.engine import Engine
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.group_setup import NewGroup
@@ -14,9 +15,13 @@ from lockstep.shm.team import SharedMemoryTeam
 __all__ = ["make_engine"]
 
 
+class _Algorithms(SharedMemoryAlgorithms, Algorithms):
+    """Those of `shm`, which knows no contract; what it lacks, the contract makes of other collectives."""
+
+
 def make_engine(team: SharedMemoryTeam, new: NewGroup) -> Engine:
     """The collectives of a group on one host. Local."""
     recorder = FlightRecorder(team, new.name, new.ranks)
     make_mailbox = functools.partial(Mailbox, team.mail_area, team.rank, team.world_size)
     waits = team.blocks if new.is_default else new.default_waits
-    return Engine(team, recorder, new.timeout_s, SharedMemoryAlgorithms(team), make_mailbox, waits)
+    return Engine(team, recorder, new.timeout_s, _Algorithms(team), make_mailbox, waits)
