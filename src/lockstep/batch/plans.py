@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -108,15 +109,20 @@ def divisions(rank: int, world_size: int) -> tuple[Division, ...]:
         return known[1]
     with _lock:
         state = _num_registrations, len(_registered)
-        found = {
-            division
-            for of_source in list(_registered.values())
-            for its_rank, division in of_source
-            if its_rank == rank and division.world_size == world_size
-        }
+        found = _split_over(list(_registered.values()), rank, world_size)
     in_order = tuple(sorted(found, key=lambda each: (each.num_samples, each.batch_size)))
     _found[rank, world_size] = state, in_order
     return in_order
+
+
+def _split_over(loaders: Iterable[set[tuple[int, Division]]], rank: int, world_size: int) -> set[Division]:
+    """The divisions over so many ranks, of loaders that were iterated as this one."""
+    return {
+        division
+        for of_loader in loaders
+        for its_rank, division in of_loader
+        if its_rank == rank and division.world_size == world_size
+    }
 
 
 def reset() -> None:
@@ -143,12 +149,7 @@ def must_ask(rank: int, world_size: int) -> bool:
 @lru_cache(maxsize=64)
 def _must_ask(rank: int, world_size: int, _: int) -> bool:
     with _lock:
-        found = {
-            division
-            for of_loader in _recent.values()
-            for its_rank, division in of_loader
-            if its_rank == rank and division.world_size == world_size
-        }
+        found = _split_over(_recent.values(), rank, world_size)
     for rank in range(world_size):
         by_rows: dict[int, int] = {}
         for division in found:

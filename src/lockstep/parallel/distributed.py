@@ -58,7 +58,7 @@ from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import current_graph_task_id, queue_callback, without_transforms
+from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
 from lockstep.tree import map_tensors
@@ -433,9 +433,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _look_out(self, forward: ForwardPass) -> None:
         """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
         if torch.is_grad_enabled():
-            with without_transforms():
-                forward.check_penalty()
-                self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
+            forward.check_penalty()
+            self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
         else:
             self.changes.suspect()  # they may be others by now
 

@@ -35,7 +35,7 @@ from lockstep import batch
 from lockstep.errors import ModelError
 from lockstep.parallel.feeding import Feed
 from lockstep.parallel.graph import begins_with_checkpoint
-from lockstep.torch_private.autograd import base_of, current_graph_task_id
+from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
 from lockstep.tree import map_tensors, tensors_in
 
 __all__ = ["ForwardPass"]
@@ -109,7 +109,8 @@ class ForwardPass:
         """
         if self._is_functional:  # `torch.func.grad` computes all its gradients with a graph
             return
-        self.settle()
+        with without_transforms():  # the ranks exchange plain tensors
+            self.settle()
         if not self.is_plain:
             raise ModelError(
                 "a gradient with a graph of its own (create_graph=True, as for a gradient penalty), of a batch that "
