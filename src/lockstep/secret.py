@@ -25,6 +25,8 @@ __all__ = [
     "Refused",
     "Seals",
     "Secret",
+    "is_nonce",
+    "new_nonce",
     "new_token",
     "read_token_file",
     "remarks_on",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 MAC_BYTES = 32
+_NONCE_BYTES = 16
 _SHORTEST_TOKEN = 16
 _LARGEST_FILE_BYTES = 4096
 _LARGEST_SEALED = 16 << 20
@@ -46,6 +49,20 @@ class Refused(Exception):
 def new_token() -> str:
     """A token that nobody can guess: 64 hexadecimal digits."""
     return secrets.token_hex(32)
+
+
+def new_nonce() -> str:
+    """A word that nobody has used before: 32 hexadecimal digits."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def is_nonce(text: str) -> bool:
+    """Whether a text from a stranger has the form of `new_nonce`.
+
+    >>> is_nonce(new_nonce()), is_nonce("none")
+    (True, False)
+    """
+    return len(text) == 2 * _NONCE_BYTES and _HEX.issuperset(text)
 
 
 class Secret:

@@ -7,7 +7,6 @@ import errno
 import ipaddress
 import itertools
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
-from lockstep.secret import Refused, Seals, secret_of_ranks
+from lockstep.secret import Refused, Seals, is_nonce, new_nonce, secret_of_ranks
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, find, serve_tcp_store
 
@@ -29,8 +28,6 @@ _ANY_ADDRESS_V4 = "0.0.0.0"
 _LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 _COMPLETE = "complete"
-_WORD_BYTES = 16
-_HEX = frozenset("0123456789abcdef")
 _LONGEST_COMING = 1024
 _MOST_NAMED = 64
 _SHORTEST_NAP_S = 0.001
@@ -139,7 +136,7 @@ class _Rendezvous:
     def admit_all(self, server: Store) -> Store:
         """Rank 0's part: answer ranks that come, and wait until all have signed."""
         server.set_timeout(self._timeout)
-        name = secrets.token_hex(_WORD_BYTES)
+        name = new_nonce()
         signed: dict[int, str] = {}
         invited: dict[int, str] = {}
         nap_s = _SHORTEST_NAP_S
@@ -185,7 +182,7 @@ class _Rendezvous:
             return False
         store.delete_key(_coming(rank))
         word, _, sealed = found[:_LONGEST_COMING].decode(errors="replace").partition(" ")
-        if not _is_word(word):
+        if not is_nonce(word):
             self._refused.note(_coming(rank), "it has no seal")
             return False
         try:
@@ -205,11 +202,11 @@ class _Rendezvous:
             client = TCPStore(
                 self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
             )
-            store, word = PrefixStore("lockstep", client), secrets.token_hex(_WORD_BYTES)
+            store, word = PrefixStore("lockstep", client), new_nonce()
             coming = f"{word} {Seals(self._secret, 'coming', word).seal(_coming(rank), str(rank))}"
             key, seals = _invitation(word), Seals(self._secret, "invitation", word)
             name = self._wait_for(store, key, seals, lambda: store.set(_coming(rank), coming))
-            if not _is_word(name):
+            if not is_nonce(name):
                 raise ValueError(f"rank 0 invites to {name[:60]!r}")
             store.delete_key(key)
             seals = Seals(self._secret, "meeting", name)
@@ -310,10 +307,6 @@ def _coming(rank: int) -> str:
 
 def _invitation(word: str) -> str:
     return f"invitation/{word}"
-
-
-def _is_word(text: str) -> bool:
-    return len(text) == 2 * _WORD_BYTES and _HEX.issuperset(text)
 
 
 def listen(address: str, port: int) -> socket.socket:

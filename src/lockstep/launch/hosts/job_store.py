@@ -14,7 +14,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import socket
 import stat
 import threading
@@ -32,7 +31,7 @@ from lockstep.launch.hosts.options import HostsConfig
 from lockstep.launch.hosts.store_nonce import NoAnswer, NonceAnswers, ask_for_nonce
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
-from lockstep.secret import Refused, Seals
+from lockstep.secret import Refused, Seals, new_nonce
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, find, serve_tcp_store
 
 __all__ = ["JobStore", "StoreLost"]
@@ -114,7 +113,7 @@ class JobStore:
         Raises:
             RendezvousError: the port is taken.
         """
-        made = cls(_hold(config), config, address, True, secrets.token_hex(16))
+        made = cls(_hold(config), config, address, True, new_nonce())
         made._store.set(_NONCE, made._sealed_nonce)
         made._answers = NonceAnswers(_connect(config, time.sleep), config.secret, config.port, made._nonce)
         return made

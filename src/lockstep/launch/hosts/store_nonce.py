@@ -9,20 +9,17 @@ question, and the holder answers under a seal over that question, which nobody c
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Callable
 
-from lockstep.secret import Refused, Seals, Secret
+from lockstep.secret import Refused, Seals, Secret, is_nonce, new_nonce
 from lockstep.torch_private.stores import PrefixStore, Store, find
 
 __all__ = ["NoAnswer", "NonceAnswers", "ask_for_nonce"]
 
 _PREFIX = "lockstep-birth"
 _ASK = "ask"
-_QUESTION_BYTES = 16
-_HEX = frozenset("0123456789abcdef")
 _MOST_QUESTIONS = 1024
 _MOST_LOOKS = 10
 _ANSWER_EVERY_S = 0.05
@@ -82,7 +79,7 @@ class NonceAnswers:
             if not now:
                 break
             text = now  # Others have asked meanwhile.
-        return list({word: None for word in text.split(" ") if _is_question(word)})[:_MOST_QUESTIONS]
+        return list({word: None for word in text.split(" ") if is_nonce(word)})[:_MOST_QUESTIONS]
 
 
 def ask_for_nonce(
@@ -102,7 +99,7 @@ def ask_for_nonce(
         NoAnswer: the holder has another token, or none answers.
         RuntimeError: the store is gone.
     """
-    store, question = PrefixStore(_PREFIX, store), secrets.token_hex(_QUESTION_BYTES)
+    store, question = PrefixStore(_PREFIX, store), new_nonce()
     seals, key = _seals(secret, port, question), _answer_key(question)
     start_s, ask_s, refusal = time.monotonic(), 0.0, None
     while True:
@@ -132,7 +129,3 @@ def _seals(secret: Secret, port: int, question: str) -> Seals:
 
 def _answer_key(question: str) -> str:
     return f"answer/{question}"
-
-
-def _is_question(word: str) -> bool:
-    return len(word) == 2 * _QUESTION_BYTES and _HEX.issuperset(word)
