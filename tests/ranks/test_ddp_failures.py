@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_checks import assert_averaged, backends, clear, data, error_of, mlp, twins
+from failing import wait_until
 from lockstep import DistributedDataParallel, batch
 from lockstep.comm import work
 from lockstep.errors import CollectiveMismatch, ModelError, RankLost
@@ -273,7 +274,7 @@ def train_for_long(options: dict[str, Any]) -> None:
         if step % 100 == 0:
             counts.append(num_tensors())
     # What the last forward pass without a backward pass has left goes with the next.
-    assert abs(counts[2] - counts[1]) <= 2, counts
+    wait_until(lambda: num_tensors() <= counts[1] + 2, f"letting go of all but {counts[1] + 2} tensors ({counts})")
 
 
 @pytest.mark.parametrize(
@@ -345,8 +346,10 @@ def let_go(ends_with: str) -> None:
     assert num_hooks[0] == num_hooks[-1], "hooks of engines that are gone stay on the parameters"
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
     if not (ends_with == "failure" and dist.get_backend() == "gloo"):  # whose threads may still hold some
-        # The first engine of a process leaves what all others find, and Gloo's threads let go a moment later.
-        assert min(counts[-2:]) - max(counts[:2]) <= 2, counts
+        # The first engine of a process leaves what all others find. Gloo's threads let go of the tensors of a
+        # collective a moment after it is over, a long one where the machine is busy.
+        most = max(counts[:2]) + 2
+        wait_until(lambda: num_tensors() <= most, f"letting go of all but {most} tensors ({counts})")
 
 
 @backends
