@@ -14,6 +14,7 @@ Knows nothing of torch.distributed. General layout:
 * `bootstrap`: brings a group up: its ranks find each other through a store.
 * `large_slots`: the slots for large tensors, and which groups' slots have memory.
 * `team`: the ranks of one group, met, with the memory they move data through.
+* `processor`: what depends on the make of the processor.
 * `kernels`: adds up the parts of all ranks, always in the same tree.
 * `algorithms`: the collectives, as transfers through the slots of a team.
 * `ring`, `mail_area`, `pool`: how the bytes of messages travel: a ring for each pair of ranks, chunks for large ones.

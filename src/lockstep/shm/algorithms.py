@@ -19,12 +19,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lockstep.shm.kernels import Kernel
+from lockstep.shm.processor import bytes_reduced_by_all
 from lockstep.shm.team import Region, SharedMemoryTeam
 
 __all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "share_bounds"]
 
-# Up to this size every rank reduces everything: one step instead of two.
-_REDUNDANT_BYTES = 16 << 10
 # Pieces in which a share is reduced: what is read, added and written again must stay in a core's own cache.
 _PIECE_BYTES = 256 << 10
 _PIECE_BYTES_FOR_TWO = 512 << 10
@@ -45,6 +44,7 @@ class SharedMemoryAlgorithms:
 
     def __init__(self, team: SharedMemoryTeam) -> None:
         self._team = team
+        self._bytes_reduced_by_all = bytes_reduced_by_all(team.world_size)
 
     def barrier(self, timeout_s: float) -> None:
         """Every rank waits for every other."""
@@ -56,7 +56,7 @@ class SharedMemoryAlgorithms:
         """Reduce `tensor` in place over all ranks."""
         team = self._team
         num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes > _REDUNDANT_BYTES:
+        if num_bytes > self._bytes_reduced_by_all:
             self._all_reduce_shared(tensor, kernel, timeout_s)
             return
         # Each rank reads all slots and does all the adding: one step. The tensor fits a small slot.

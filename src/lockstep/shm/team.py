@@ -23,6 +23,7 @@ from lockstep.shm.large_slots import LargeSlots
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.pool import CHUNK_BYTES
+from lockstep.shm.processor import bytes_reduced_by_all
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
 from lockstep.shm.sync import Overseer, PeerFailure, StepCounter, StepWaiter
 from lockstep.shm.terms import common_terms
@@ -82,6 +83,7 @@ def _terms(world_size: int) -> dict[str, str | int]:
     return common_terms() | {
         "small slots": SMALL_SLOT_BYTES,
         "large slots": LARGE_SLOT_BYTES,
+        "tensors that every rank adds up": bytes_reduced_by_all(world_size),
         "rings": MailArea.capacity_of(world_size),
         "blocks": BLOCK_BYTES,
         "calls kept": RING,
