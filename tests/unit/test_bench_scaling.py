@@ -88,6 +88,9 @@ def test_all_reduce_at_known_points() -> None:
     # Tiny: with the message to meet, from each rank to each; from 9 ranks on the messages are handed on, here thrice.
     assert all_reduce_s(tiny, 4, network) == pytest.approx(100e-6 + 2 * 2 * 3 * tiny * 8e-9)
     assert all_reduce_s(tiny, 5, network) == pytest.approx(400e-6 + 2 * 2 * 4 * tiny * 8e-9)
+    told_slowly = Network(LINK, HOST, 2, told_s=500e-6)
+    assert all_reduce_s(tiny, 2, told_slowly) == pytest.approx(500e-6 + 2 * 2 * tiny * 8e-9)
+    assert all_reduce_s(large, 2, told_slowly) == pytest.approx(500e-6 + wire + inner / 4)
     slow_host = Network(LINK, HOST.times(100))
     assert all_reduce_s(large, 2, slow_host) == pytest.approx(100e-6 + 100 * inner + wire / 4), (
         "the slower stage counts"
@@ -134,7 +137,12 @@ def _result(check_factor: float = 1.0) -> Result:
         for size in (4096, MIB, 4 * MIB)
     ]
     series += [_series({"part": "link", "bytes": size}, "message", LINK.at(size)) for size in (4, 65536, 2 * MIB)]
-    crowded = Network(LINK, HOST.times(2), 2)
+    crowded = Network(LINK.times(3), HOST.times(2), 2, told_s=5e-4)
+    series.append(_series({"part": "crowded", "bytes": 4}, "barrier", 5e-4))
+    for size in (4, 65536, 2 * MIB):
+        series.append(_series({"part": "crowded", "bytes": size}, "exchange", LINK.times(3).at(2 * size)))
+    for size in (4, 4096):
+        series.append(_series({"part": "crowded", "bytes": size}, "all_reduce", HOST.times(2).at(size)))
     for size in (4096, 8 * MIB):
         seconds = check_factor * all_reduce_s(size, 2, crowded)
         series.append(_series({"part": "check", "bytes": size}, "all_reduce", seconds))
@@ -152,9 +160,12 @@ def test_fits_recover_what_the_samples_were_made_of() -> None:
     fits = predictions.fit(_result())
     assert fits is not None
     assert fits.network is not None
-    assert fits.crowding == 2.0
+    assert fits.crowded is not None
+    assert fits.crowded.told_s == pytest.approx(5e-4)
     for found, made in (
         (fits.network.link, LINK),
+        (fits.crowded.link, LINK.times(3)),
+        (fits.crowded.host, HOST.times(2)),
         (fits.host, HOST),
         (fits.computing.forward, COMPUTING["forward"]),
         (fits.computing.backward, COMPUTING["backward"]),
@@ -214,7 +225,7 @@ def test_a_run_cut_short_shows_what_it_has() -> None:
     (table,) = [block for block in charts.blocks(begun) if isinstance(block, Table)]
     assert [row[0] for row in table.rows] == ["weak, 1 ranks", "strong, 1 ranks"]
     assert charts.draw(begun).axes
-    without_link = [one for one in result.series if one.parameters["part"] not in ("link", "check")]
+    without_link = [one for one in result.series if one.parameters["part"] not in ("link", "crowded", "check")]
     alone = Result("scaling", False, ENVIRONMENT, result.settings, without_link)
     assert "Projected" not in as_markdown(charts.blocks(alone))
     assert charts.draw(alone).axes

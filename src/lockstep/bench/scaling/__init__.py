@@ -150,14 +150,14 @@ class _Run:
         return [max(1, self._batch // divisor) for divisor in (2, 4, 8)] if n == RANKS_PER_HOST else []
 
     def on_hosts(self, rate: str) -> None:
-        """The link between two hosts, then the check on them."""
+        """The link between two hosts, its pieces with all ranks at once, then the check on them."""
         from lockstep.testing.namespaces import Cluster, cluster, reason_to_skip
 
         session = self._session
         if reason := reason_to_skip():
             session.skip("hosts", reason)
             return
-        from lockstep.bench.scaling.measuring import measure_link, measure_together
+        from lockstep.bench.scaling.measuring import measure_crowded, measure_link, measure_together
 
         def run(made: Cluster, function: Callable[..., object], ranks: int, job: Mapping[str, object]) -> None:
             outcomes = made.run(function, [ranks] * HOSTS, job, timeout=60 + 2 * session.budget_s)
@@ -167,11 +167,15 @@ class _Run:
             self._add(outcomes[0])
 
         self._earlier = []
-        share_s = 0.15 * session.budget_s
+        share_s = 0.12 * session.budget_s
         with cluster(HOSTS, rate=rate) as made:
             session.progress.show("messages between two hosts")
             sizes = list(LINK_SIZES)
             run(made, measure_link, 1, {"sizes": sizes, "budget": self._budget(len(sizes), share_s)})
+            session.progress.show(f"messages between {HOSTS} hosts with {RANKS_PER_HOST} ranks each")
+            budget = self._budget(len(sizes) + len(HOST_SIZES) + 1, share_s)
+            job = {"per_host": RANKS_PER_HOST, "sizes": sizes, "host_sizes": list(HOST_SIZES), "budget": budget}
+            run(made, measure_crowded, RANKS_PER_HOST, job)
             session.progress.show(f"the check: {HOSTS} hosts with {RANKS_PER_HOST} ranks each")
             sizes = list(CHECK_SIZES[:3] if session.quick else CHECK_SIZES)
             budget = self._budget(len(sizes) + 1, share_s)

@@ -20,7 +20,7 @@ from lockstep.bench.ranks import Job, tell
 from lockstep.bench.results import Parameters, Series
 from lockstep.parallel.buckets import plan_buckets
 
-__all__ = ["bucket_bytes", "build", "measure_link", "measure_on_host", "measure_together"]
+__all__ = ["bucket_bytes", "build", "measure_crowded", "measure_link", "measure_on_host", "measure_together"]
 
 _TIMEOUT = timedelta(seconds=120)
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -156,17 +156,12 @@ def measure_link(job: Job) -> object:
     """
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     group = dist.new_group(backend="lockstep", timeout=_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
     rank = dist.get_rank()
-    configurations = []
-    for num_bytes in _ints(job, "sizes"):
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-
-        def call(tensor: torch.Tensor = tensor) -> None:
-            first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
-            first(tensor, 1 - rank, group)
-            second(tensor, 1 - rank, group)
-
-        configurations.append(Configuration({"part": "link", "bytes": num_bytes}, [Contestant("message", call)]))
+    configurations = [
+        Configuration({"part": "link", "bytes": size}, [_ping_pong(size, 1 - rank, group, is_first=rank == 0)])
+        for size in _ints(job, "sizes")
+    ]
     series = _measure(configurations, job)
     for one in series:
         samples = one["samples_s"]
@@ -174,6 +169,60 @@ def measure_link(job: Job) -> object:
         one["samples_s"] = [sample / 2 for sample in samples]
     dist.destroy_process_group()
     return series
+
+
+def _ping_pong(num_bytes: int, peer: int, group: dist.ProcessGroup, *, is_first: bool) -> Contestant:
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+    first, second = (dist.send, dist.recv) if is_first else (dist.recv, dist.send)
+
+    def call() -> None:
+        first(tensor, peer, group)
+        second(tensor, peer, group)
+
+    return Contestant("message", call)
+
+
+def measure_crowded(job: Job) -> object:
+    """Body of one rank of several on each of two hosts that share this machine's cores: the pieces of an all_reduce.
+
+    Args:
+        job: `per_host` (ranks of each host), `sizes` (of messages), `host_sizes` (of all_reduces), `budget`.
+
+    Returns:
+        Series, all ranks at once: by size `exchange`, a message to the rank in the same place of the other host and
+        one from it, and `all_reduce` among the ranks of each host; `barrier` of all.
+    """
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    group = dist.new_group(backend="lockstep", timeout=_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    per_host = job["per_host"]
+    assert isinstance(per_host, int)
+    n, rank = dist.get_world_size(), dist.get_rank()
+    hosts = [list(range(start, start + per_host)) for start in range(0, n, per_host)]
+    groups = [dist.new_group(ranks, backend="lockstep", timeout=_TIMEOUT) for ranks in hosts]
+    own = groups[rank // per_host]
+    assert isinstance(own, dist.ProcessGroup)
+    peer = (rank + per_host) % n
+    contestants = [
+        (4, Contestant("barrier", lambda: dist.barrier(group))),
+        *((size, _exchange(size, peer, group)) for size in _ints(job, "sizes")),
+        *((size, _reducer("all_reduce", size, own)) for size in _ints(job, "host_sizes")),
+    ]
+    series = _measure([Configuration({"part": "crowded", "bytes": size}, [one]) for size, one in contestants], job)
+    dist.destroy_process_group()
+    return series
+
+
+def _exchange(num_bytes: int, peer: int, group: dist.ProcessGroup) -> Contestant:
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+    def call() -> None:
+        work = dist.isend(sent, peer, group)
+        dist.recv(received, peer, group)
+        assert work is not None
+        work.wait()
+
+    return Contestant("exchange", call)
 
 
 def measure_together(job: Job) -> object:

@@ -170,11 +170,14 @@ class Network:
         link: a message between two hosts.
         host: an all_reduce among the ranks of one host.
         ranks_per_host: of those.
+        told_s: seconds until ranks know what the others have come for, by messages of each to each; None where one
+            message says how long.
     """
 
     link: Line | Curve
     host: Line
     ranks_per_host: int = 1
+    told_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -214,10 +217,11 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     if num_hosts == 1:
         return inner
     ranks = num_hosts * network.ranks_per_host
-    told = num_hops(ranks) * network.link.at(0)
+    one = network.link.at(0)
+    told = num_hops(ranks) * (one if network.told_s is None else network.told_s)
     sums_bytes = network.ranks_per_host * (num_hosts - 1) * num_bytes  # that cross a link as one sum for each host
     if num_bytes <= attachment_bytes(ranks):
-        return told - network.link.at(0) + network.link.at(network.ranks_per_host * sums_bytes)
+        return told - one + network.link.at(network.ranks_per_host * sums_bytes)
     if num_bytes <= _REDUNDANT_BYTES:
         return told + network.link.at(sums_bytes) + inner
     hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from lockstep.bench import stats
@@ -55,15 +55,16 @@ class Fits:
         computing: over samples of each rank, with as many ranks as a host has, none of them communicating.
         computing_together: seconds of the parts of a step with the ranks of all hosts of the check on this machine.
         network: link and host; None where no link was measured.
+        crowded: the same with the ranks of all hosts of the check on this machine, all at once; None where that was
+            not measured.
         host: an all_reduce on one host.
-        crowding: how many times as many ranks a core has in the check as on a host of its own.
     """
 
     computing: Computing
     computing_together: tuple[float, float, float]
     network: Network | None
+    crowded: Network | None
     host: Line
-    crowding: float
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,23 @@ def fit(result: Result) -> Fits | None:
     host = fit_line(host_samples)
     link_samples = _by(result, "message", "bytes", "link")
     network = Network(fit_curve(link_samples), host, per_host) if len(link_samples) > 1 else None
-    cores = result.environment.cores
-    crowding = max(1.0, hosts * per_host / cores) / max(1.0, per_host / cores)
     parts = {
         name: _by(result, name, "batch", "step", world_size=hosts * per_host)[batch]
         for name in ("forward", "forward_backward", "step_alone")
     }
     forward, both, whole = (stats.median(samples) for samples in parts.values())
-    return Fits(computing, (forward, max(0.0, both - forward), max(0.0, whole - both)), network, host, crowding)
+    together_s = (forward, max(0.0, both - forward), max(0.0, whole - both))
+    return Fits(computing, together_s, network, _crowded(result, per_host), host)
+
+
+def _crowded(result: Result, per_host: int) -> Network | None:
+    """What communication costs the ranks of the check, fitted to its pieces; by the bytes that all put on a link."""
+    exchanges, sums, barrier = (_by(result, name, "bytes", "crowded") for name in ("exchange", "all_reduce", "barrier"))
+    if min(len(exchanges), len(sums)) < 2 or not barrier:
+        return None
+    link = fit_curve({per_host * size: samples for size, samples in exchanges.items()})
+    (told,) = barrier.values()
+    return Network(link, fit_line(sums), per_host, stats.median(told))
 
 
 def _buckets(result: Result) -> list[int]:
@@ -184,16 +194,15 @@ def residuals(result: Result, fits: Fits) -> list[Residual]:
     if steps:
         predicted = step_on_one_host_s(fits.computing.at(batch), _buckets(result), fits.host)
         found.append(_residual(f"a step on one host with {per_host} ranks", predicted, steps, is_check=False))
-    if fits.network is None:
+    # The check's hosts share this machine's cores: its messages and sums take longer than on hosts of their own.
+    if fits.crowded is None:
         return found
-    # The check's hosts share this machine's cores: what they compute takes longer than on hosts of their own.
-    crowded = replace(fits.network, host=fits.host.times(fits.crowding))
     for size, samples in _by(result, "all_reduce", "bytes", "check").items():
         what = f"all_reduce of {format_bytes(size)}, {hosts} hosts with {per_host} ranks"
-        found.append(_residual(what, all_reduce_s(size, hosts, crowded), samples, is_check=True))
+        found.append(_residual(what, all_reduce_s(size, hosts, fits.crowded), samples, is_check=True))
     for own, samples in _by(result, "step", "batch", "check").items():
         what = f"step with {own} samples a rank, {hosts} hosts with {per_host} ranks"
-        predicted = step_s(fits.computing_together, _buckets(result), hosts, crowded)
+        predicted = step_s(fits.computing_together, _buckets(result), hosts, fits.crowded)
         found.append(_residual(what, predicted, samples, is_check=True))
     return found
 
