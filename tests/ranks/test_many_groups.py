@@ -33,14 +33,14 @@ def resident_kib() -> int:
 def groups_that_keep_memory(limit: int) -> Iterator[None]:
     """So many groups of this rank, one of several of a pool, keep the memory of their slots."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_slots, "_KEPT_ON_A_HOST", 2 * limit)
+        patch.setattr(large_slots, "_KEPT_PAIRS", limit)
         yield
 
 
 def right_sum(group: Any, value: float) -> bool:
     tensor = torch.full((NUMEL,), value * (dist.get_rank() + 1))
     dist.all_reduce(tensor, group=group)
-    return bool((tensor == 3 * value).all())
+    return bool((tensor == value * sum(range(1, dist.get_world_size() + 1))).all())
 
 
 @groups_that_keep_memory(2)
@@ -60,6 +60,23 @@ def test_only_those_used_last_keep_memory() -> None:
         assert all(answers)
         # Two groups keep theirs; of the next both ranks must have made it before it may go.
         assert max(resident) < 4 * LARGE_SLOTS_KIB, resident
+
+
+def use_many() -> tuple[list[bool], list[int]]:
+    answers, resident = [], []
+    for number in range(10):
+        answers.append(right_sum(dist.new_group(), number + 0.5))
+        dist.barrier()
+        resident.append(resident_kib())
+    return answers, resident
+
+
+def test_a_further_group_of_many_ranks_takes_little() -> None:
+    """Two of four ranks each have 16 MiB of slots; all others together no more than their control segments."""
+    for answers, resident in run_ranks(use_many, 4):
+        assert all(answers)
+        assert resident[-1] - resident[2] <= 7 * (3 << 10), resident
+        assert resident[-1] - resident[0] <= 9 * (8 << 10), resident
 
 
 @groups_that_keep_memory(2)
@@ -96,7 +113,6 @@ segments: dict[LargeSlots, Segment] = {}  # the control segments of those that a
 def slots(monkeypatch: pytest.MonkeyPatch) -> list[LargeSlots]:
     """Those of four groups of three ranks each, seen by rank 0 of all."""
     monkeypatch.setattr(large_slots, "_kept", type(large_slots._kept)())
-    monkeypatch.setattr(large_slots, "_KEPT_ON_A_HOST", 6)
     segments.clear()
     for _ in range(4):
         control = Segment.create(SharedControlBlocks.size_bytes(3))

@@ -21,9 +21,10 @@ from lockstep.shm.segment import give_back, populate
 
 __all__ = ["LargeSlots"]
 
-# Slots with memory, of all ranks of a host together: a process keeps its part of them, and that of two groups at least.
-_KEPT_ON_A_HOST = 128
-_FEWEST_KEPT = 2
+# Groups whose slots keep their memory. Those of two ranks take 8 MiB, so many may; of larger ones the last two. To take
+# 4 MiB again costs a rank a millisecond.
+_PAIR = 2
+_KEPT_PAIRS, _KEPT_LARGER = 64, 2
 
 
 class LargeSlots:
@@ -92,7 +93,8 @@ _kept: weakref.WeakKeyDictionary[LargeSlots, int] = weakref.WeakKeyDictionary()
 
 def _release_idle() -> None:
     """Give back the memory of the slots that were not used for longest, until no more groups have some than may."""
-    limit = max(_FEWEST_KEPT, _KEPT_ON_A_HOST // max(_kept.values()))
-    for slots in list(_kept)[: max(0, len(_kept) - limit)]:
+    pairs = [slots for slots, num_ranks in _kept.items() if num_ranks <= _PAIR]
+    larger = [slots for slots, num_ranks in _kept.items() if num_ranks > _PAIR]
+    for slots in (*pairs[: max(0, len(pairs) - _KEPT_PAIRS)], *larger[: max(0, len(larger) - _KEPT_LARGER)]):
         if slots.release_if_idle():
             del _kept[slots]

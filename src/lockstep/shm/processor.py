@@ -1,11 +1,11 @@
 """What depends on the make of the processor: the ranks of a host have the same one.
 
-[Note: one step or two] In an all_reduce either every rank reads the whole tensor of every other rank and adds it all up,
-which takes one step; or each adds up a share and hands it back, which takes two steps, and moves less. Medians at 64 KiB
-on an Intel Xeon of 2 cores: 21.7 µs by one step, 35.3 by two, with 2 ranks; 169 and 255 with 4; 808 and 1118 with 8. At
-256 KiB two steps are faster everywhere. What one step reads grows with the number of ranks, so with more than 4 it is for
-smaller tensors. On AMD's Zen 4 one step is slower from about 16 KiB on, because its slots are
-written by those who wrote them last: see [Note: who writes a line] in `algorithms.py`.
+[Note: one step or two] In an all_reduce either every rank reads the whole tensor of every other rank and adds it all
+up, which takes one step; or each adds up a share and hands it back, which takes two steps, and moves less. Medians at
+64 KiB on an Intel Xeon of 2 cores: 21.7 µs by one step, 35.3 by two, with 2 ranks; 169 and 255 with 4; 808 and 1118
+with 8. At 256 KiB two steps are faster everywhere. What one step reads grows with the number of ranks, so with more
+than 4 it is for smaller tensors. On AMD's Zen 4 one step is slower from about 16 KiB on, because its slots are written
+by those who wrote them last: see [Note: who writes a line] in `algorithms.py`.
 """
 
 from __future__ import annotations
