@@ -75,7 +75,7 @@ def test_late_rank_fails_too(world_size: int, numel: int, tmp_path: Path) -> Non
         call,
         here,
         "had given up",
-        "waited 0.4 s",
+        "waited ",  # 0.4 s, more where the machine is busy
     )
     for first, second in outcomes:
         expect(second, CollectiveTimeout, (LATE,), "broke earlier on this rank", str(first.error))

@@ -268,6 +268,10 @@ def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pyte
     assert sync.next_look(0.0, 59.99, 60.0) == 60.0
     assert sync.next_look(0.0, 30.0, 60.0, is_woken=True) == 30.0 + sync._LONGEST_LOOK_IF_WOKEN_S
     assert sync.next_look(0.0, 59.99, 60.0, is_woken=True) == 60.0
+    assert sync.next_look(0.0, 0.0, 60.0, is_woken=True) == sync._FIRST_LOOK_IF_WOKEN_S
+    assert sync.next_look(0.0, 0.0, 0.05, is_woken=True) == 0.05, "a deadline is kept"
+    assert sync.longest_sleep_s(0.0) == sync._LOOK_EVERY_S
+    assert sync.longest_sleep_s(0.1) == pytest.approx(0.4)
     assert sync.next_look(0.0, 61.0, 60.0) == 61.0 + sync._LOOK_EVERY_S, "a peer that is giving up will say why"
 
 

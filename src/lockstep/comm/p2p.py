@@ -32,7 +32,7 @@ from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismat
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.cores import LONG_YIELD_S, LONGEST_NAP_S, own_cores
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
-from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, next_look
+from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, longest_sleep_s, next_look
 
 __all__ = ["PointToPoint"]
 
@@ -227,7 +227,7 @@ class PointToPoint:
         if self._advance():
             return True
         if not is_over() and num_alarms == self._team.num_alarms:
-            self._mailbox.sleep(seen, timeout_s, waited_s / 20)
+            self._mailbox.sleep(seen, min(timeout_s, longest_sleep_s(waited_s)), waited_s / 20)
         return False
 
     def _is_needed(self) -> bool:

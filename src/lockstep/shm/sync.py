@@ -25,11 +25,13 @@ bell; a bell for a later step they leave alone.
 
 [Note: looks] A look costs a tenth of a millisecond and more, and a sleeper wakes up for it. Where ranks outnumber cores
 that time is taken from the rank that computes: with a look every 2 ms, 31 waiting ranks on two cores took all of both.
-So looks become rarer the longer a wait lasts: the next one after another four times as long, at most half a second.
-Failures that an alarm can announce wake the sleepers at once ([Note: alarm]). Looks are for the others: the deadline,
-ranks that wait for each other in different groups (their detector says when it wants the next look), a rank that is
-stopped. Where no alarm tells of deaths (`Watch.must_ask`), or a waiter receives messages in its looks, there stay five
-looks a second, and more in the first second.
+So looks become rarer the longer a wait lasts: the first after a tenth of a second, the next one after another four
+times as long, at most half a second. Failures that an alarm can announce wake the sleepers at once ([Note: alarm]).
+Looks are for the others: the deadline, ranks that wait for each other in different groups (their detector says when it
+wants the next look), a rank that is stopped. Between them a sleeper wakes up a few times to see whether a wake-up was
+missed ([Note: missed wake-ups] in `futex.py`), which costs a tenth of a look. Where no alarm tells of deaths
+(`Watch.must_ask`), or a waiter receives messages in its looks, there stay five looks a second, and more in the first
+second.
 
 [Note: alarm] A rank that learns of a failure first writes it down (in its state, or, for the death of a peer, in its
 own process), then counts the alarm, then changes the gate and wakes all that sleep there. A sleeper reads the gate,
@@ -69,6 +71,7 @@ __all__ = [
     "StepCounter",
     "StepWaiter",
     "fence",
+    "longest_sleep_s",
     "next_look",
     "random_word",
 ]
@@ -77,7 +80,7 @@ _SPINS_OF_MANY = 4
 _SLEEP_AFTER_S = 0.0003
 _NAP_AFTER_S = 0.002
 _UNCONTENDED_YIELD_S = 0.000005  # a yield of a step that takes longer has let somebody else run on this core
-_LOOK_EVERY_S = 0.002
+_LOOK_EVERY_S, _FIRST_LOOK_IF_WOKEN_S = 0.002, 0.1
 # Between two looks passes at most this multiple of the time waited so far, and at most so many seconds. The second of
 # two values holds where an alarm wakes the wait.
 _LOOKS_OF_WAITED, _LOOKS_OF_WAITED_IF_WOKEN = 0.3, 4.0
@@ -150,12 +153,21 @@ def next_look(start: float, now: float, timeout_s: float, is_woken: bool = False
         timeout_s: seconds from `start` to the deadline, at which there is a look in any case.
         is_woken: an alarm wakes this wait, so that its looks may be rarer.
     """
-    soon = now + _LOOK_EVERY_S
     if is_woken:
         pause_s = min((now - start) * _LOOKS_OF_WAITED_IF_WOKEN, _LONGEST_LOOK_IF_WOKEN_S)
+        pause_s = max(pause_s, _FIRST_LOOK_IF_WOKEN_S)
     else:
         pause_s = min((now - start) * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
-    return max(soon, min(now + pause_s, start + timeout_s))
+    return max(now + _LOOK_EVERY_S, min(now + pause_s, start + timeout_s))
+
+
+def longest_sleep_s(waited_s: float) -> float:
+    """How long a wait sleeps at most before it sees whether a wake-up was missed. See [Note: looks].
+
+    Args:
+        waited_s: seconds that the wait has lasted.
+    """
+    return max(_LOOK_EVERY_S, waited_s * _LOOKS_OF_WAITED_IF_WOKEN)
 
 
 def random_word() -> int:
@@ -279,7 +291,8 @@ class StepWaiter:
                 if self._futex is None:
                     nap((now - start) / 20)
                 else:
-                    self._sleep(words, pending, target, num_alarms, look_at - now)
+                    sleep_s = min(look_at - now, longest_sleep_s(now - start))
+                    self._sleep(words, pending, target, num_alarms, sleep_s)
                 now = time.monotonic()
                 if num_alarms != self.num_alarms:
                     look_at = now
