@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.backend import engine_of
+from lockstep.comm.engine import Engine
 from lockstep.compat.horovod.torch.channel import Channel
 from lockstep.compat.horovod.torch.compression import Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
@@ -132,12 +133,12 @@ class _Averaging(SymmetricTransport):
 
     Args:
         plans: the buckets.
-        group: a lockstep group.
+        engine: of a group whose ranks share memory.
         key: decides, with all ranks, whether they want the same.
     """
 
-    def __init__(self, plans: Sequence[BucketPlan], group: LockstepProcessGroup, key: object) -> None:
-        super().__init__(plans, group)
+    def __init__(self, plans: Sequence[BucketPlan], engine: Engine, key: object) -> None:
+        super().__init__(plans, engine)
         self._key = key
 
     def average(self) -> None:
@@ -283,9 +284,9 @@ class Buckets:
         self._left.clear()
 
     def _make_transport(self) -> None:
-        group = self.channel.control
-        assert isinstance(group, LockstepProcessGroup)
-        transport = self._transport = _Averaging(self._plans, group, self._meta.signature)
+        engine = engine_of(self.channel.control)
+        assert engine is not None
+        transport = self._transport = _Averaging(self._plans, engine, self._meta.signature)
         self._views = [torch.empty(0)] * len(self._parameters)
         for bucket, members in enumerate(self._members):
             for offset, index in members:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.backend import engine_of
 from lockstep.compat.horovod.common.exceptions import UnsupportedError
 from lockstep.compat.horovod.torch import runtime
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
@@ -84,7 +84,8 @@ class ReducingOptimizer(CountingOptimizer):
             return
         self._channel = channel_of(self.process_set, "allreduce")
         on_cpu = all(parameter.is_cpu for parameter in self._parameters)
-        self._counts.holds_back = on_cpu and isinstance(self._channel.control, LockstepProcessGroup)
+        engine = engine_of(self._channel.control)
+        self._counts.holds_back = on_cpu and engine is not None and engine.team.has_symmetric_memory
         if self._counts.holds_back:
             self._channel.add_holder(self)
 
