@@ -31,7 +31,7 @@ from lockstep.parallel.buckets import BucketPlan, plan_buckets
 from lockstep.parallel.symmetric import SymmetricTransport
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["Buckets", "Settings", "reduce_dense", "reduce_sparse"]
+__all__ = ["Buckets", "ReductionSettings", "reduce_dense", "reduce_sparse"]
 
 # Those of lockstep.DistributedDataParallel.
 _BUCKET_BYTES = 25 << 20
@@ -39,7 +39,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReductionSettings:
     """How an optimizer's gradients are reduced.
 
     Attributes:
@@ -66,7 +66,7 @@ def _write_back(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def reduce_dense(
-    channel: Channel, names: Sequence[str], parameters: Sequence[torch.Tensor], settings: Settings
+    channel: Channel, names: Sequence[str], parameters: Sequence[torch.Tensor], settings: ReductionSettings
 ) -> Callable[[], None]:
     """Submit the gradients of some parameters as one request.
 
@@ -114,7 +114,7 @@ def _bulk_name(names: Sequence[str]) -> str:
     return f"allreduce.{names[0]} and {len(names) - 1} more ({digest})"
 
 
-def reduce_sparse(name: str, parameter: torch.Tensor, settings: Settings) -> Callable[[], None]:
+def reduce_sparse(name: str, parameter: torch.Tensor, settings: ReductionSettings) -> Callable[[], None]:
     """Submit one sparse gradient, by its entries. See `reduce_dense`."""
     gradient = parameter.grad
     assert gradient is not None
