@@ -90,7 +90,7 @@ class ReducingOptimizer(CountingOptimizer):
         self._channel = channel_of(self.process_set, "allreduce")
         on_cpu = all(parameter.is_cpu for parameter in self._parameters)
         engine = engine_of(self._channel.control)
-        self._counts.holds_back = on_cpu and engine is not None and engine.team.has_symmetric_memory
+        self._counts.holds_back = on_cpu and engine is not None and engine.team.shares_memory
         if self._counts.holds_back:
             self._channel.add_holder(self)
 
