@@ -397,7 +397,7 @@ def engine_of(group: object, device: torch.device | None = None) -> Engine | Non
     function asks it; what a group of ours can do, its engine and its team say.
 
     Args:
-        group: any group.
+        group: a process group of any backend.
         device: None also if another group moves the tensors of that device. See [Note: mixed groups].
     """
     if not isinstance(group, EngineProcessGroup) or (device is not None and group.behind(device) is not None):

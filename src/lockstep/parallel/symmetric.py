@@ -61,7 +61,7 @@ class SymmetricTransport:
     pass, too, and the same on all ranks that were there, which then agree again.
 
     Args:
-        plans: the buckets.
+        plans: which parameters lie in each bucket, and where.
         engine: of a group whose ranks share memory.
     """
 
@@ -259,8 +259,8 @@ class _BufferMail:
     """Memory through which the first rank's buffers reach the others. Collective to make.
 
     Args:
-        engine: of the group.
-        rank: of this process in it.
+        engine: of a group whose ranks share memory.
+        rank: this rank in the group.
         buffers: those of this step.
     """
 

@@ -89,8 +89,8 @@ class GroupTransport:
     """One asynchronous all_reduce for each bucket, by any process group.
 
     Args:
-        plans: the buckets.
-        group: who takes part.
+        plans: which parameters lie in each bucket, and where.
+        group: the ranks that average.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> None:

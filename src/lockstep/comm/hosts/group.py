@@ -50,7 +50,7 @@ class HostsEngine(MessageEngine):
 
     Args:
         team: the ranks of the group.
-        new: the group that they are.
+        new: what this rank knew of the group before.
     """
 
     def __init__(self, team: HostsTeam, new: NewGroup) -> None:
@@ -89,7 +89,7 @@ def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
     """Connect the ranks of a new group that may be on several hosts, and know nothing of each other. Collective.
 
     Args:
-        new: the group.
+        new: what this rank knows of the group.
         check_peers: called while waiting; raises if a rank cannot come.
 
     Returns:
@@ -132,7 +132,7 @@ def _connect_over(team: HostsTeam, layout: Layout, new: NewGroup, check_peers: C
     Args:
         team: of the default group. The new group uses its links, and its connections of Gloo if no rank objects.
         layout: of the new group.
-        new: the group.
+        new: what this rank knows of the group.
         check_peers: called while waiting; raises if a rank cannot come.
     """
     try:

@@ -92,8 +92,8 @@ class _ReplicaCall:
     """One replica's forward pass.
 
     Args:
-        number: of the replica.
-        module: the replica.
+        number: which replica, from 0.
+        module: that replica.
         inputs: its positional arguments.
         kwargs: its keyword arguments.
     """
