@@ -56,7 +56,7 @@ from torch.optim.optimizer import (
 
 from lockstep import batch
 from lockstep.comm import clock
-from lockstep.comm.backend import EngineProcessGroup
+from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.errors import ModelError
@@ -325,7 +325,7 @@ def _communication() -> tuple[object, ...]:
     counts: list[object] = [clock.total()]
     group: Any
     for group in open_groups():
-        if isinstance(group, EngineProcessGroup):
+        if engine_of(group) is not None:
             continue  # What it does is on the clock.
         number = sequence_number_of(group)
         counts.append(object() if number is None else number)  # else every step may have had one
@@ -393,7 +393,7 @@ def _exchange(text: str, world: World) -> list[Any] | None:
     """What each rank says; None where one of them says nothing soon, or what no rank says. Collective."""
     try:
         group = world.process_group
-        store: Any = group.get_group_store() if isinstance(group, EngineProcessGroup) else default_store()
+        store: Any = group.get_group_store() if engine_of(group) is not None else default_store()
         if store is None:
             return None
         name = group.group_name

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep import env, seeding
 from lockstep.comm import clock, registration, torch_version
-from lockstep.comm.backend import EngineProcessGroup, LockstepProcessGroup, interface_of
+from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 from lockstep.comm.wire import choose_wire
@@ -144,9 +144,10 @@ class World:
         Args:
             reason: an exception, or a sentence.
         """
-        if isinstance(self._group, EngineProcessGroup):
+        engine = engine_of(self._group)
+        if engine is not None:
             error = reason if isinstance(reason, BaseException) else None
-            self._group.fail(describe_exception(reason) if isinstance(reason, BaseException) else reason, error)
+            engine.fail(describe_exception(reason) if isinstance(reason, BaseException) else reason, error)
         self._leave()
 
     def __enter__(self) -> World:
@@ -308,7 +309,8 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
 
 def _choose_interface_of_engines() -> None:
     """Have Gloo and NCCL, in groups to come, use the interface by which this host reaches the others."""
-    interface = interface_of(dist.group.WORLD)
+    engine = engine_of(dist.group.WORLD)
+    interface = None if engine is None else engine.team.interface
     address = env.MASTER_ADDR.get()
     if interface is None and address is not None:
         interface = name_for_engines(address)
@@ -534,7 +536,8 @@ def symmetric_empty(
     chosen = group if group is not None else dist.group.WORLD
     if chosen is None:
         raise NotInitialized("symmetric_empty needs a group: call lockstep.init() first")
-    if not isinstance(chosen, LockstepProcessGroup):
+    engine = engine_of(chosen)
+    if engine is None or not engine.team.has_symmetric_memory:
         raise InputError(f"only lockstep groups have symmetric memory; this one is {dist.get_backend(chosen)}")
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    return chosen.symmetric_empty(sizes, dtype)
+    return engine.symmetric_empty(sizes, dtype)

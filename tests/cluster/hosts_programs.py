@@ -411,3 +411,21 @@ def lose_partner(culprit: int) -> dict[str, _Outcome]:
     found = {"recv": raised_by(lambda: dist.recv(torch.ones(10), culprit))}
     opened.shutdown()
     return found
+
+
+def horovod_step() -> tuple[list[float], list[float]]:
+    """One step of a `hvd.DistributedOptimizer`: the mean gradient, and the weight behind it."""
+    import lockstep.compat.horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    model(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+    optimizer.synchronize()
+    assert model.weight.grad is not None
+    mean = model.weight.grad[0].tolist()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    hvd.shutdown()
+    return mean, model.weight[0].tolist()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.testing.namespaces import MASTER_PORT, Cluster, Host, RankDied, cluster, reason_to_skip
+from lockstep.testing.namespaces import MASTER_PORT, Cluster, NamespaceHost, RankDied, cluster, reason_to_skip
 
-__all__ = ["MASTER_PORT", "REASON", "Cluster", "Host", "RankDied", "cluster", "needs_namespaces"]
+__all__ = ["MASTER_PORT", "REASON", "Cluster", "NamespaceHost", "RankDied", "cluster", "needs_namespaces"]
 
 REASON = reason_to_skip()
 needs_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)

@@ -117,6 +117,12 @@ def test_groups(hosts: Cluster) -> None:
             assert found.get(name) == (([total], team) if str(rank) in name else None), name
 
 
+def test_horovods_optimizer(hosts: Cluster) -> None:
+    """It took its gradients through memory that all ranks share, also where they do not: an error in every step."""
+    ranks = well(hosts.run(programs.horovod_step, (2, 1)))
+    assert ranks == [([2.0, 2.0], [-2.0, -2.0])] * 3
+
+
 def test_messages(hosts: Cluster) -> None:
     ranks = well(hosts.run(programs.messages, (3, 1)))
     for found in ranks:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.testing import limit_s
-from netns_harness import Cluster, Host, cluster, needs_namespaces
+from netns_harness import Cluster, NamespaceHost, cluster, needs_namespaces
 
 pytestmark = needs_namespaces
 
@@ -61,7 +61,7 @@ class Job:
         (folder / "train.py").write_text(textwrap.dedent(TRAIN))
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, host: Host, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, host: NamespaceHost, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a launcher; what it and its ranks say is in files of the host's name."""
         times = (
             f"keep_alive_interval=0.2,keep_alive_max_attempt={limit_s(15):.0f},last_call_timeout=0.5,join_timeout=60"
@@ -79,17 +79,17 @@ class Job:
         self.processes.append(process)
         return process
 
-    def _temporary(self, host: Host) -> Path:
+    def _temporary(self, host: NamespaceHost) -> Path:
         path = self.folder / f"{host.name}.tmp"
         path.mkdir(exist_ok=True)
         return path
 
-    def lines(self, host: Host) -> list[list[object]]:
+    def lines(self, host: NamespaceHost) -> list[list[object]]:
         """What the ranks of a host have said."""
         text = (self.folder / f"{host.name}.out").read_text()
         return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("[")]
 
-    def said(self, host: Host) -> str:
+    def said(self, host: NamespaceHost) -> str:
         """What the launcher of a host has said, and its ranks on stderr."""
         return (self.folder / f"{host.name}.err").read_text()
 
@@ -117,7 +117,7 @@ def wait_until(condition: Callable[[], object], job: Job, hosts: Cluster) -> Non
         time.sleep(0.02)
 
 
-def sizes(job: Job, host: Host) -> list[object]:
+def sizes(job: Job, host: NamespaceHost) -> list[object]:
     """Numbers of ranks in the rounds of a host so far."""
     return [line[3] for line in job.lines(host)]
 

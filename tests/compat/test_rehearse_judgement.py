@@ -13,12 +13,12 @@ import torch
 
 from lockstep.errors import LaunchError
 from lockstep.tools.rehearse import source
-from lockstep.tools.rehearse.events import Event, Process, RehearsedJob, read_records
+from lockstep.tools.rehearse.events import Process, RehearsedJob, TraceEvent, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.plan import read_script
 from lockstep.tools.rehearse.report import format_json, format_text
-from lockstep.tools.rehearse.settings import Settings, parse_memory
+from lockstep.tools.rehearse.settings import RehearsalSettings, parse_memory
 from lockstep.tools.rehearse.watch.contents import Contents
 
 SITE = Site("/somewhere/train.py", 7, "main")
@@ -26,21 +26,21 @@ NONE: dict[str, Any] = {"foreign": [], "own": 0}
 LINES = [[SITE.file, SITE.line, SITE.function], [SITE.file, 9, "main"]]
 
 
-def rank(number: int, *events: Event, finished: bool = True, world_size: int = 2) -> Process:
+def rank(number: int, *events: TraceEvent, finished: bool = True, world_size: int = 2) -> Process:
     return Process(number, world_size, True, finished, 100 + number, events)
 
 
 def job(*processes: Process) -> RehearsedJob:
-    return RehearsedJob(processes, Settings(devices=2, processes_per_node=2))
+    return RehearsedJob(processes, RehearsalSettings(devices=2, processes_per_node=2))
 
 
-def sequence(*calls: tuple[int, int]) -> Event:
+def sequence(*calls: tuple[int, int]) -> TraceEvent:
     data = {"group": "the default group", "ranks": [0, 1], "calls": calls, "texts": ["barrier()"], "lines": LINES}
-    return Event("sequence", (), data)
+    return TraceEvent("sequence", (), data)
 
 
-def reduced(*means: list[Any], instances: int = 3, reads: int = 3, root: int | None = None) -> Event:
-    return Event(
+def reduced(*means: list[Any], instances: int = 3, reads: int = 3, root: int | None = None) -> TraceEvent:
+    return TraceEvent(
         "reduced", (SITE,), {"instances": instances, "reads": reads, "root": root, "means": means, "divided_at": []}
     )
 
@@ -90,34 +90,34 @@ def test_a_value_that_its_root_reads_is_used() -> None:
 
 def test_a_scheduler_steps_as_often_as_it_likes_unless_it_is_once_for_each_rank() -> None:
     def seen(*gaps: int) -> list[str]:
-        event = Event("scheduler", (SITE,), {"gaps": list(gaps), "rest": 0})
+        event = TraceEvent("scheduler", (SITE,), {"gaps": list(gaps), "rest": 0})
         return ids(rank(0, event), rank(1, event))
 
     assert seen(2, 2) == ["scheduler-steps-per-rank"]
     assert seen(2) == seen(1, 1, 1) == seen(1, 2, 2) == seen(3, 3) == []
 
 
-def save(path: str = "/home/me/state.pt", *, is_local: bool = False) -> Event:
-    return Event("save", (SITE,), {"path": path, "is_local": is_local, "prefixed": 0, "example": ""})
+def save(path: str = "/home/me/state.pt", *, is_local: bool = False) -> TraceEvent:
+    return TraceEvent("save", (SITE,), {"path": path, "is_local": is_local, "prefixed": 0, "example": ""})
 
 
 def on_two_nodes(*processes: Process, per_node: int = 2) -> RehearsedJob:
-    return RehearsedJob(processes, Settings(devices=2, nodes=2, processes_per_node=per_node))
+    return RehearsedJob(processes, RehearsalSettings(devices=2, nodes=2, processes_per_node=per_node))
 
 
 def test_one_writer_per_node_is_right_on_disks_of_their_own() -> None:
-    def writers(event: Event) -> list[Process]:
+    def writers(event: TraceEvent) -> list[Process]:
         return [rank(number, *([event] if number in (0, 2) else []), world_size=4) for number in range(4)]
 
     assert judge(on_two_nodes(*writers(save("/tmp/state.pt", is_local=True)))) == []
     (shared,) = judge(on_two_nodes(*writers(save())))
     assert (shared.id, shared.ranks) == ("checkpoint-by-every-node", (0, 2))
-    (found,) = judge(RehearsedJob(tuple(writers(save())), Settings(devices=4, processes_per_node=4)))
+    (found,) = judge(RehearsedJob(tuple(writers(save())), RehearsalSettings(devices=4, processes_per_node=4)))
     assert (found.id, found.ranks) == ("checkpoint-by-every-rank", (0, 2))
 
 
 def test_ranks_that_two_nodes_spawned_for_one_group_are_one_job() -> None:
-    def spawned(family: str, number: int, world_size: int, *events: Event) -> Process:
+    def spawned(family: str, number: int, world_size: int, *events: TraceEvent) -> Process:
         return replace(rank(number, *events, world_size=world_size), family=family)
 
     def found(*processes: Process) -> list[str]:
@@ -134,22 +134,22 @@ def test_ranks_that_two_nodes_spawned_for_one_group_are_one_job() -> None:
     assert found(spawned("8-1", 0, 2, save()), spawned("8-2", 0, 2, save()), *again) == []
 
 
-def alone(number: int, *events: Event) -> Process:
+def alone(number: int, *events: TraceEvent) -> Process:
     """A process in no group."""
     return Process(number, 1, False, True, 100 + number, events)
 
 
 def test_processes_that_train_for_themselves_without_knowing_of_each_other() -> None:
-    trained = Event("optimizer", (SITE,), {"lr": 0.1, "first_lr": 0.1, "steps": 3, "device": 0})
-    asked = Event("variable", (SITE,), {"name": "RANK", "value": "1", "asks": True})
+    trained = TraceEvent("optimizer", (SITE,), {"lr": 0.1, "first_lr": 0.1, "steps": 3, "device": 0})
+    asked = TraceEvent("variable", (SITE,), {"name": "RANK", "value": "1", "asks": True})
     by_torch = replace(asked, data={**asked.data, "asks": False})
-    mpi = Event("peers", (), {"modules": ["mpi4py"]})
+    mpi = TraceEvent("peers", (), {"modules": ["mpi4py"]})
     assert ids(alone(0, trained), alone(1, trained)) == ["never-joined"]
     assert ids(alone(0, trained), alone(1, trained, by_torch)) == ["never-joined"]
     assert ids(alone(0, trained), alone(1, trained, asked)) == []
     assert ids(alone(0, trained), alone(1, trained, mpi)) == []
     assert ids(alone(0, trained), alone(1)) == []  # one trains, and the other does something else
-    assert judge(RehearsedJob((alone(0, trained),), Settings(devices=2, processes_per_node=1))) == []
+    assert judge(RehearsedJob((alone(0, trained),), RehearsalSettings(devices=2, processes_per_node=1))) == []
     nothing = format_text("train.py", [], job(alone(0), alone(1)), 0)
     assert nothing == "lockstep rehearse: nothing found in train.py in 2 processes that joined no group\n"
 
@@ -161,9 +161,9 @@ def test_a_process_that_a_rank_has_started_writes_for_that_rank() -> None:
 
 
 def test_a_line_is_said_for_each_path_to_it_where_the_caller_is_to_blame() -> None:
-    def unused(line: int) -> Event:
+    def unused(line: int) -> TraceEvent:
         data = {"instances": 3, "reads": 0, "root": None, "means": [], "divided_at": []}
-        return Event("reduced", (SITE, Site(SITE.file, line, "validate")), data)
+        return TraceEvent("reduced", (SITE, Site(SITE.file, line, "validate")), data)
 
     found = judge(job(rank(0, unused(20), unused(30)), rank(1, unused(20), unused(30))))
     assert [one.sites[1].line for one in found] == [20, 30]
@@ -173,7 +173,9 @@ def test_a_line_is_said_for_each_path_to_it_where_the_caller_is_to_blame() -> No
     assert f"{SITE.file}:30" in text
     # A load is wrong by itself, whoever comes to it.
     loads = [
-        Event("load", (SITE, Site(SITE.file, line, "f")), {"has_map_location": True, "has_weights_only": False, **NONE})
+        TraceEvent(
+            "load", (SITE, Site(SITE.file, line, "f")), {"has_map_location": True, "has_weights_only": False, **NONE}
+        )
         for line in (20, 30)
     ]
     assert ids(rank(0, *loads), rank(1)) == ["load-without-weights-only"]
@@ -182,17 +184,17 @@ def test_a_line_is_said_for_each_path_to_it_where_the_caller_is_to_blame() -> No
 def test_the_option_for_a_local_rank_is_found_where_nothing_else_says_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
 
-    def found(text: str, *events: Event, option: str = "--local_rank") -> list[str]:
+    def found(text: str, *events: TraceEvent, option: str = "--local_rank") -> list[str]:
         script.write_text(text)
-        declared = Event("option", (Site(str(script), 1, "main"),), {"name": "--local_rank"})
-        settings = Settings(devices=2, processes_per_node=2, local_rank_option=option)
+        declared = TraceEvent("option", (Site(str(script), 1, "main"),), {"name": "--local_rank"})
+        settings = RehearsalSettings(devices=2, processes_per_node=2, local_rank_option=option)
         return [one.id for one in judge(RehearsedJob((rank(0, declared, *events), rank(1)), settings))]
 
     source.parse.cache_clear()
     assert found("torch.cuda.set_device(args.local_rank)\n") == ["local-rank-option"]
     assert found("torch.cuda.set_device(args.local_rank)\n", option="") == []
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        asked = Event("variable", (SITE,), {"name": name, "value": "1", "asks": True})
+        asked = TraceEvent("variable", (SITE,), {"name": name, "value": "1", "asks": True})
         assert found("torch.cuda.set_device(args.local_rank)\n", asked) == []
     source.parse.cache_clear()
     assert found("torch.cuda.set_device(rank % torch.cuda.device_count())\n") == []
@@ -212,10 +214,10 @@ def test_a_parameter_is_what_the_calls_pass(tmp_path: Path) -> None:
     assert passed("average(*both)\naverage(loss)") == [None, None]
 
 
-def evaluation(content: str, samples: int = 8, **changes: Any) -> Event:
+def evaluation(content: str, samples: int = 8, **changes: Any) -> TraceEvent:
     data = {"finished": True, "trained": 0, "backwards": 0, "content": content, "samples": samples, "number": 0}
     sampler = {"has_sampler": False, "loader": LINES[:1], "sampler": [], "padding": 0, "shuffles": False}
-    return Event("pass", (SITE,), {**data, **sampler, **changes})
+    return TraceEvent("pass", (SITE,), {**data, **sampler, **changes})
 
 
 def test_evaluation_is_shared_unless_all_ranks_see_the_same_samples() -> None:
@@ -258,8 +260,10 @@ def test_numbers_that_are_computed_with_are_no_local_ranks(tmp_path: Path) -> No
     def found(use: str, *processes: Process, per_node: int = 2) -> list[str]:
         script.write_text(f"{first}\n{use}\n")
         source.parse.cache_clear()
-        asked = Event("variable", (Site(str(script), 1, "main"),), {"name": "SLURM_PROCID", "value": "1", "asks": True})
-        settings = Settings(devices=2, nodes=2, processes_per_node=per_node)
+        asked = TraceEvent(
+            "variable", (Site(str(script), 1, "main"),), {"name": "SLURM_PROCID", "value": "1", "asks": True}
+        )
+        settings = RehearsalSettings(devices=2, nodes=2, processes_per_node=per_node)
         return [one.id for one in judge(RehearsedJob((rank(0, asked), *processes), settings))]
 
     wrong = ["local-rank-from-global-rank"]
@@ -269,15 +273,17 @@ def test_numbers_that_are_computed_with_are_no_local_ranks(tmp_path: Path) -> No
     assert found("torch.cuda.set_device(local_rank % torch.cuda.device_count())") == []
     assert found("args.rank = args.local_rank * args.gpus + gpu") == []
     # One process of each node starts the ranks: the number is that of the node.
-    spawns = Event("spawn", (SITE,), {"nprocs": 2})
+    spawns = TraceEvent("spawn", (SITE,), {"nprocs": 2})
     script.write_text(f"{first}\nprint(local_rank)\n")
     source.parse.cache_clear()
-    asked = Event("variable", (Site(str(script), 1, "main"),), {"name": "SLURM_PROCID", "value": "1", "asks": True})
+    asked = TraceEvent(
+        "variable", (Site(str(script), 1, "main"),), {"name": "SLURM_PROCID", "value": "1", "asks": True}
+    )
     assert judge(on_two_nodes(rank(0, asked, spawns), rank(1), per_node=1)) == []
 
 
 def test_what_is_seen_by_all_ranks_is_said_once() -> None:
-    event = Event("load", (SITE,), {"has_map_location": True, "has_weights_only": False, "foreign": [], "own": 0})
+    event = TraceEvent("load", (SITE,), {"has_map_location": True, "has_weights_only": False, "foreign": [], "own": 0})
     assert ids(rank(0, event), rank(1, event, event)) == ["load-without-weights-only"]
 
 
@@ -317,7 +323,7 @@ def test_a_damaged_record_is_named_and_the_rest_counts(tmp_path: Path) -> None:
     event = {"kind": "clip", "sites": LINES[:1], "data": {"count": 3}}
     (tmp_path / "rehearsal-5-0.json").write_text(json.dumps({**content, "events": [event]}))
     (tmp_path / "rehearsal-6-0.json").write_text("{")
-    read = read_records(tmp_path, Settings(devices=1))
+    read = read_records(tmp_path, RehearsalSettings(devices=1))
     assert [process.rank for process in read.processes] == [1]
     assert [finding.id for finding in judge(read)] == ["clip-before-unscale"]
     assert "rehearsal-6-0.json" in format_text("train.py", [], read, 0)
@@ -338,8 +344,8 @@ def test_reports_say_where_what_why_and_how() -> None:
     assert "nothing found in train.py on 2 ranks before it failed" in format_text("train.py", [], job(rank(0)), 1)
 
 
-def losses(count: int, *found: tuple[int, str, float | None]) -> Event:
-    return Event("loss", (SITE,), {"count": count, "found": found})
+def losses(count: int, *found: tuple[int, str, float | None]) -> TraceEvent:
+    return TraceEvent("loss", (SITE,), {"count": count, "found": found})
 
 
 def test_losses_are_compared_backward_by_backward() -> None:

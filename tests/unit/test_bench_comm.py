@@ -17,11 +17,11 @@ import lockstep.bench.comm as comm
 from lockstep.bench import words
 from lockstep.bench.comm import columns, measuring, mpi, peers, sizes, verbs
 from lockstep.bench.comm.measuring import Buffers, Call, check_call
-from lockstep.bench.comm.verbs import DTYPES, OPS, VERBS, Setting
+from lockstep.bench.comm.verbs import DTYPES, OPS, VERBS, VerbContext
 from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.pages import Table
 from lockstep.bench.results import Result, Series, Skipped
-from lockstep.bench.session import Progress, Session
+from lockstep.bench.session import ProgressLine, Session
 from lockstep.errors import InputError
 from test_benchmarks import ENVIRONMENT
 
@@ -60,7 +60,7 @@ def test_words_that_are_none() -> None:
 
 
 def _session(tmp_path: Path, nproc: int = 2) -> Session:
-    return Session("comm", nproc, 60.0, True, tmp_path, Progress("x", 60, io.StringIO()), environment=ENVIRONMENT)
+    return Session("comm", nproc, 60.0, True, tmp_path, ProgressLine("x", 60, io.StringIO()), environment=ENVIRONMENT)
 
 
 def _options(*arguments: str) -> argparse.Namespace:
@@ -182,7 +182,7 @@ def alone() -> Iterator[None]:
 def _call(name: str, run: Any = None) -> Call:
     verb = VERBS[name]
     send, recv = Buffers(64, "cpu").take(verb, 4, torch.float32, 1)
-    call = Call("fake", verb, Setting(None, 0, 1, "sum"), send, recv, 4)
+    call = Call("fake", verb, VerbContext(None, 0, 1, "sum"), send, recv, 4)
     if run is not None:
         call.run = lambda: run(call)
     return call
@@ -194,7 +194,7 @@ def test_a_backend_that_is_wrong_is_caught(name: str) -> None:
     assert check_call(_call(name), 1, None) == 0
 
     def break_one(call: Call) -> None:
-        call.verb.bind(call.setting, call.send, call.recv)()
+        call.verb.bind(call.context, call.send, call.recv)()
         call.recv[3] += 1
 
     assert check_call(_call(name, break_one), 2, None) == 1

@@ -17,7 +17,7 @@ from lockstep import cli
 from lockstep.bench.figures import new_figure
 from lockstep.bench.pages import Table, as_markdown, as_text
 from lockstep.bench.results import Result, Series
-from lockstep.bench.session import Progress, Session, parse_duration
+from lockstep.bench.session import ProgressLine, Session, parse_duration
 from lockstep.commands import bench
 
 Measure = Callable[[argparse.Namespace, Session], None]
@@ -216,7 +216,7 @@ def test_progress_is_one_line_on_a_terminal_and_few_elsewhere() -> None:
 
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        progress = Progress("bench fake", 300, stream)
+        progress = ProgressLine("bench fake", 300, stream)
         for number in range(5):
             progress.show(f"round {number}")
         progress.say("a line that stays")

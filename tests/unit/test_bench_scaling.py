@@ -23,7 +23,7 @@ from lockstep.bench.scaling.model import (
     step_on_one_host_s,
     step_s,
 )
-from lockstep.bench.session import Progress, Session
+from lockstep.bench.session import ProgressLine, Session
 from lockstep.errors import InputError
 from test_benchmarks import ENVIRONMENT
 
@@ -235,7 +235,9 @@ def test_a_run_cut_short_shows_what_it_has() -> None:
 
 
 def _session(tmp_path: Path, nproc: int) -> Session:
-    return Session("scaling", nproc, 60.0, True, tmp_path, Progress("x", 60, io.StringIO()), environment=ENVIRONMENT)
+    return Session(
+        "scaling", nproc, 60.0, True, tmp_path, ProgressLine("x", 60, io.StringIO()), environment=ENVIRONMENT
+    )
 
 
 def _options(*arguments: str) -> argparse.Namespace:
@@ -263,8 +265,8 @@ def test_a_spent_budget_begins_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def begin(*_: object) -> None:
         raise AssertionError("something was begun")
 
-    monkeypatch.setattr(scaling._Run, "on_one_host", begin)
-    monkeypatch.setattr(scaling._Run, "on_hosts", begin)
+    monkeypatch.setattr(scaling._ScalingRun, "on_one_host", begin)
+    monkeypatch.setattr(scaling._ScalingRun, "on_hosts", begin)
     session = _session(tmp_path, 2)
     session.budget_s = 0.0
     scaling.measure(_options(), session)
@@ -279,7 +281,7 @@ def test_without_root_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(namespaces, "reason_to_skip", lambda: "needs root on Linux: test hosts are namespaces")
     session = _session(tmp_path, 2)
-    scaling._Run(session, "digits", 4).on_hosts("1gbit")
+    scaling._ScalingRun(session, "digits", 4).on_hosts("1gbit")
     assert [one.reason for one in session.skipped] == ["needs root on Linux: test hosts are namespaces"]
 
 
@@ -296,7 +298,7 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_pass_adds_samples(tmp_path: Path) -> None:
     session = _session(tmp_path, 2)
-    run = scaling._Run(session, "digits", 4)
+    run = scaling._ScalingRun(session, "digits", 4)
     item: dict[str, Any] = {"parameters": {"part": "step"}, "contestant": "step", "iterations": 1, "samples_s": [1.0]}
     run._add([item])
     run._earlier = list(session.series)

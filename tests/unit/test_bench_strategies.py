@@ -16,10 +16,10 @@ from lockstep import cli
 from lockstep.bench.pages import as_markdown, as_text
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.bench.strategies import blocks, draw, jobs, ways
-from lockstep.bench.strategies.engines import Setting, alone, build
 from lockstep.bench.strategies.epochs import train_epoch
 from lockstep.bench.strategies.jobs import WayFailed, WayJob, open_orders
 from lockstep.bench.strategies.report import View
+from lockstep.bench.strategies.setups import TrainingConfig, alone, build
 from lockstep.bench.strategies.task import build_task
 from lockstep.bench.strategies.ways import PARTS, WAYS, command_of, why_not
 from lockstep.testing import limit_s
@@ -163,17 +163,17 @@ def test_every_way_is_started_by_the_launcher_that_its_users_have() -> None:
 
 
 @pytest.fixture(scope="module")
-def setting() -> Setting:
-    return Setting(build_task(DIGITS), 2, CPU)
+def config() -> TrainingConfig:
+    return TrainingConfig(build_task(DIGITS), 2, CPU)
 
 
-def epoch_of(setting: Setting, epoch: int, engine: Any = None) -> Mapping[str, Any]:
-    engine = engine or alone(setting)
-    return train_epoch(engine, setting.task.loader(0, 1, CPU), setting.task, CPU, epoch)
+def epoch_of(config: TrainingConfig, epoch: int, setup: Any = None) -> Mapping[str, Any]:
+    setup = setup or alone(config)
+    return train_epoch(setup, config.task.loader(0, 1, CPU), config.task, CPU, epoch)
 
 
-def test_parts_of_an_epoch_are_all_of_it(setting: Setting) -> None:
-    reply = epoch_of(setting, 0)
+def test_parts_of_an_epoch_are_all_of_it(config: TrainingConfig) -> None:
+    reply = epoch_of(config, 0)
     assert reply["steps"] == 2  # 70 images in batches of 32; the rest is left out
     assert reply["samples"] == 64
     assert len(reply["parts_s"]) == len(PARTS)
@@ -181,32 +181,32 @@ def test_parts_of_an_epoch_are_all_of_it(setting: Setting) -> None:
     assert sum(reply["parts_s"]) == pytest.approx(reply["epoch_s"])
 
 
-def test_a_rank_alone_does_as_much_as_in_its_share(setting: Setting) -> None:
+def test_a_rank_alone_does_as_much_as_in_its_share(config: TrainingConfig) -> None:
     for rank, images in enumerate((11, 11, 10)):  # of batches of 32
-        engine = alone(setting, rank, 3)
-        reply = train_epoch(engine, setting.task.loader_alone(rank, 3, CPU), setting.task, CPU, 0)
+        setup = alone(config, rank, 3)
+        reply = train_epoch(setup, config.task.loader_alone(rank, 3, CPU), config.task, CPU, 0)
         assert (reply["steps"], reply["samples"]) == (2, 2 * images)
 
 
-def test_epoch_0_begins_again(setting: Setting) -> None:
-    engine = alone(setting)
-    first, second, again = (epoch_of(setting, epoch, engine)["loss_sum"] for epoch in (0, 1, 0))
+def test_epoch_0_begins_again(config: TrainingConfig) -> None:
+    setup = alone(config)
+    first, second, again = (epoch_of(config, epoch, setup)["loss_sum"] for epoch in (0, 1, 0))
     assert first == again
     assert second < first
 
 
 @pytest.mark.parametrize("name", ["single", "dp"])
-def test_ways_of_one_process_learn_the_same(setting: Setting, name: str) -> None:
-    expected = epoch_of(setting, 0)["loss_sum"]
-    engine = build(name, setting)
+def test_ways_of_one_process_learn_the_same(config: TrainingConfig, name: str) -> None:
+    expected = epoch_of(config, 0)["loss_sum"]
+    setup = build(name, config)
     try:
-        assert epoch_of(setting, 0, engine)["loss_sum"] == pytest.approx(expected, rel=1e-12)
+        assert epoch_of(config, 0, setup)["loss_sum"] == pytest.approx(expected, rel=1e-12)
     finally:
-        engine.close()
+        setup.close()
 
 
-def test_evaluation_counts_every_image_once(setting: Setting) -> None:
-    found = setting.task.evaluate(alone(setting).module, CPU)
+def test_evaluation_counts_every_image_once(config: TrainingConfig) -> None:
+    found = config.task.evaluate(alone(config).module, CPU)
     assert found["images"] == 359
     assert 0 <= found["accuracy"] <= 1
 

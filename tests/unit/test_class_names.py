@@ -15,19 +15,6 @@ FOREIGN = {
     "SyncBatchNorm": "torch, apex and horovod",
 }
 
-# Names that stand twice for a reason of their own.
-EXCEPTIONS = {
-    "Engine": "the group's, and what `bench.strategies` measures: an engine of data-parallel training",
-    "Event": "torch.cuda.Event in rehearsals, and what the events of a rehearsal record",
-    "Finding": "of the doctor and of a rehearsal: each is what its tool finds",
-    "Host": "a host of a job, and a network namespace that tests take for one",
-    "Progress": "of an epoch, of a conformance run, of a measurement: each shows that something goes on",
-    "Setting": "what is measured, of engines and of collectives",
-    "Settings": "of a rehearsal, and of Horovod's gradients",
-    "_Call": "private: of a replica, and in the source of a script",
-    "_Run": "private: of two benchmarks",
-}
-
 
 def test_class_names_are_unique() -> None:
     defined = defaultdict(list)
@@ -38,6 +25,6 @@ def test_class_names_are_unique() -> None:
     wrong = [
         f"{name}: {', '.join(found)}"
         for name, found in sorted(defined.items())
-        if len(found) > 1 and name not in FOREIGN and name not in EXCEPTIONS
+        if len(found) > 1 and name not in FOREIGN
     ]
     assert not wrong, "say in the name which of them it is:\n" + "\n".join(wrong)

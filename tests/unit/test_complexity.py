@@ -15,10 +15,6 @@ MAX_COMPLEXITY = 15
 EXCEPTIONS = {
     # A rehearsal runs it for every operator of a script: each part would cost each operator a call.
     "tools/rehearse/devices/mode.py:__torch_dispatch__",
-    # A match over the kinds of expressions, one case each.
-    "data/drawing.py:_value",
-    # The ways to write a batch size that is a float, one condition each.
-    "compat/legacy/signs.py:_float_batch_sizes",
 }
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (

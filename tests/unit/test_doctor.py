@@ -15,7 +15,7 @@ from lockstep.errors import WorkerFailed
 from lockstep.tools.capabilities import measure, table
 from lockstep.tools.capabilities.measure import Column
 from lockstep.tools.capabilities.verbs import CLASSIC, VERBS
-from lockstep.tools.doctor import Finding, cluster, limits, sharing, versions
+from lockstep.tools.doctor import CheckResult, cluster, limits, sharing, versions
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities.md"
 
@@ -32,7 +32,7 @@ def test_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ranks are started, which takes seconds."""
-    monkeypatch.setattr(sharing, "_two_ranks", lambda: Finding("two ranks", "not tried"))
+    monkeypatch.setattr(sharing, "_two_ranks", lambda: CheckResult("two ranks", "not tried"))
 
 
 @pytest.mark.usefixtures("without_ranks")
@@ -45,7 +45,7 @@ def test_report_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_too_many_threads_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
-    found = {finding.subject: finding for finding in limits.look()}
+    found = {result.subject: result for result in limits.look()}
     assert "OMP_NUM_THREADS=4096" in found["cores"].text
     assert found["cores"].command == "unset OMP_NUM_THREADS"
 
@@ -53,7 +53,7 @@ def test_too_many_threads_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_needed_and_missing_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = Finding("shared memory", "no space", "make some", "rm big", is_needed=True)
+    missing = CheckResult("shared memory", "no space", "make some", "rm big", is_needed=True)
     monkeypatch.setattr("lockstep.tools.doctor.examine", lambda: iter([missing]))
     assert cli.main(["doctor"]) == 1
     assert "MISSING  shared memory   no space\n" + 25 * " " + "-> make some\n" + 25 * " " + "-> $ rm big\n" in (
@@ -82,7 +82,7 @@ def test_container_of_version_2(container: Path) -> None:
     (container / "pod/mine/pids.max").write_text("100\n")
     assert limits.allowed_cores() == 2.5
     assert limits.available_mib() == 2048
-    found = {finding.subject: finding for finding in limits.look()}
+    found = {result.subject: result for result in limits.look()}
     assert found["cores"].command == "lockstep run --nproc 2 train.py"
     assert found["memory"].command == "lockstep run --nproc 2 train.py"
     assert found["processes"].text == "at most 100"
@@ -95,7 +95,7 @@ def test_container_of_version_2(container: Path) -> None:
 )
 def test_command_for_more_files_brings_more(monkeypatch: pytest.MonkeyPatch, hard: int, command: str) -> None:
     monkeypatch.setattr(limits, "_soft_and_hard", lambda _: (64, hard))
-    found = {finding.subject: finding for finding in limits.look()}
+    found = {result.subject: result for result in limits.look()}
     assert found["open files"].command == command
 
 
@@ -110,7 +110,7 @@ def test_container_of_version_1(container: Path) -> None:
     (container / "memory/mine/memory.limit_in_bytes").write_text(f"{100 << 20}\n")
     (container / "memory/mine/memory.usage_in_bytes").write_text(f"{90 << 20}\n")
     assert limits.allowed_cores() == 0.5
-    found = {finding.subject: finding for finding in limits.look()}
+    found = {result.subject: result for result in limits.look()}
     assert found["cores"].command == "lockstep run --nproc 1 train.py"
     assert "already be killed" in found["memory"].remedy
 
@@ -118,7 +118,7 @@ def test_container_of_version_1(container: Path) -> None:
 def test_no_container(container: Path) -> None:
     assert limits.allowed_cores() is None
     assert limits.available_mib() == 31250
-    assert {finding.status for finding in limits.look() if finding.subject in ("cores", "memory")} == {"ok"}
+    assert {result.status for result in limits.look() if result.subject in ("cores", "memory")} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_no_container(container: Path) -> None:
 )
 def test_versions_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    assert {finding.subject: finding for finding in versions.look()}["torch"].status == status
+    assert {result.subject: result for result in versions.look()}["torch"].status == status
 
 
 def test_little_room_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_no_room_at_all_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> N
 def test_torch_that_does_not_load(
     error: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is one finding, and the report goes on with what can be said without torch."""
+    """It is one result, and the report goes on with what can be said without torch."""
 
     class Refusing:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
@@ -187,7 +187,7 @@ def test_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("unknown")
 
     monkeypatch.setattr(socket, "gethostbyname", fail)
-    found = {finding.subject: finding for finding in cluster.look()}["host name"]
+    found = {result.subject: result for result in cluster.look()}["host name"]
     assert found.command.startswith("echo '127.0.1.1 ")
 
 

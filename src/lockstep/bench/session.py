@@ -16,7 +16,7 @@ from typing import TextIO
 
 from lockstep.bench.results import Environment, Parameters, Result, Series, Skipped
 
-__all__ = ["Progress", "Session", "parse_duration"]
+__all__ = ["ProgressLine", "Session", "parse_duration"]
 
 _UNITS_S = (3600.0, 60.0, 1.0)
 _BAR_WIDTH = 20
@@ -45,7 +45,7 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-class Progress:
+class ProgressLine:
     """What a run is doing and how much of its time is gone: one line on stderr, rewritten on a terminal.
 
     Args:
@@ -112,7 +112,7 @@ class Session:
     budget_s: float
     quick: bool
     folder: Path
-    progress: Progress
+    progress: ProgressLine
     environment: Environment = field(default_factory=Environment.read)
     settings: dict[str, object] = field(default_factory=dict)
     series: list[Series] = field(default_factory=list)

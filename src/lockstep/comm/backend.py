@@ -21,11 +21,9 @@ from torch.distributed import ProcessGroup
 
 from lockstep import env
 from lockstep.comm import exit_hooks
-from lockstep.comm.contract import Team
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.ephemeral import Extension
 from lockstep.comm.group_setup import BootstrapStore, LivenessCheck, NewGroup
-from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
 from lockstep.comm.names import BACKEND_NAME
@@ -43,7 +41,7 @@ __all__ = [
     "VERBS",
     "EngineProcessGroup",
     "LockstepProcessGroup",
-    "interface_of",
+    "engine_of",
     "is_default_group",
     "make_group",
     "ranks_of",
@@ -351,6 +349,10 @@ class EngineProcessGroup(ProcessGroup):
 
     _get_backend = get_backend
 
+    def behind(self, device: torch.device) -> dist.ProcessGroup | None:
+        """The group that moves tensors of that device instead of this one; None for this one."""
+        return None
+
     @property
     def supports_splitting(self) -> bool:
         """False: sub-groups come from `dist.new_group`."""
@@ -388,40 +390,39 @@ def make_group(kind: Callable[[Any], _Group], options: Any) -> _Group:
     return kind(options)
 
 
-def _team_of(group: object) -> Team | None:
-    """The team of a group of ours; None for other groups."""
-    return group.engine.team if isinstance(group, EngineProcessGroup) else None
+def engine_of(group: object, device: torch.device | None = None) -> Engine | None:
+    """The engine that runs the collectives of a group; None for groups of torch's own.
 
+    torch.distributed hands out groups of all backends as one type, so the class of the group has to tell. Only this
+    function asks it; what a group of ours can do, its engine and its team say.
 
-def _layout_of(team: Team | None, ranks: Sequence[int]) -> Layout | None:
-    """Where these global ranks are, if the default group, with that team, is on several hosts and connects them."""
-    if team is None or team.layout is None or max(ranks) >= team.world_size:
+    Args:
+        group: a process group of any backend.
+        device: None also if another group moves the tensors of that device. See [Note: mixed groups].
+    """
+    if not isinstance(group, EngineProcessGroup) or (device is not None and group.behind(device) is not None):
         return None
-    return Layout.of([team.layout.members[rank] for rank in ranks])
+    return group.engine
 
 
-def _connect(new: NewGroup, default_group: object) -> Engine:
-    """Connect the ranks of a new group, on one host or several. Collective."""
-    default_team = _team_of(default_group)
-    with new.store.explaining(), LivenessCheck(default_team, new.ranks) as check_peers:
+def _connect(new: NewGroup, default: Engine | None) -> Engine:
+    """Connect the ranks of a new group, on one host or several; `default` is the default group's. Collective."""
+    with new.store.explaining(), LivenessCheck(None if default is None else default.team, new.ranks) as check_peers:
         terms: Terms = {"wire": current_wire().name}
         bootstrap = Bootstrap(new.store, new.rank, new.ranks, new.timeout_s, check_peers, terms)
-        layout = _layout_of(default_team, new.ranks)
-        if layout is None or len(layout.hosts) == 1:
-            try:
-                return make_engine(SharedMemoryTeam.connect(bootstrap), new)
-            except SeveralHosts:
-                pass
+        further = None if default is None else default.connect_further(new, bootstrap, check_peers)
+        if further is not None:
+            return further
+        try:
+            return make_engine(SharedMemoryTeam.connect(bootstrap), new)
+        except SeveralHosts:
+            pass
         # What is needed only between hosts is loaded only there.
-        from lockstep.comm.hosts.group import announce, connect, connect_over
+        from lockstep.comm.hosts.group import connect
 
-        if layout is not None and default_team is not None and default_team.links is not None:
-            return connect_over(default_team.links, default_team.gloo, layout, new, check_peers)
         engine = connect(new, check_peers)
         if new.rank == 0:
             bootstrap.forget_several_hosts()
-            if default_group is None and engine.team.layout is not None:
-                announce(engine.team.layout)
         return engine
 
 
@@ -437,23 +438,12 @@ class LockstepProcessGroup(EngineProcessGroup):
     def __init__(self, options: Any) -> None:
         rank, ranks, is_default = options.group_rank, ranks_of(options), is_default_group(options)
         name = describe_group(options.group_id, ranks, is_default)
-        default_group = dist.group.WORLD
-        default_team = None if is_default else _team_of(default_group)
-        waits = None if default_team is None else default_team.published_waits
+        default = engine_of(dist.group.WORLD)
+        waits = None if is_default or default is None else default.team.published_waits
         store = BootstrapStore(options.store, options.group_id)
         new = NewGroup(store, rank, ranks, options.timeout.total_seconds(), name, is_default, waits)
-        super().__init__(_connect(new, default_group), BACKEND_NAME, options)
-
-    def behind(self, device: torch.device) -> dist.ProcessGroup | None:
-        """The group that moves tensors of that device instead of this one; None for this one."""
-        return None
+        super().__init__(_connect(new, default), BACKEND_NAME, options)
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor in symmetric memory: `all_reduce` works on it without copies. Collective."""
         return self.engine.symmetric_empty(shape, dtype)
-
-
-def interface_of(group: object) -> str | None:
-    """The network interface by which a lockstep group over several hosts reaches the others; None for other groups."""
-    team = _team_of(group)
-    return None if team is None or team.layout is None else team.layout.members[team.rank].interface

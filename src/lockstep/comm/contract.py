@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from lockstep.comm.hosts.layout import Layout
-from lockstep.comm.hosts.links import Links
 from lockstep.errors import InputError
 from lockstep.shm.control_blocks import Failure, Record
 from lockstep.shm.kernels import Kernel
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import Overseer, PeerState
 from lockstep.shm.team import Region
-
-if TYPE_CHECKING:
-    from lockstep.comm.hosts.gloo_connections import GlooConnections
 
 __all__ = ["Algorithms", "ControlBlocks", "PublishedWaits", "Team", "Waiter"]
 
@@ -137,16 +132,8 @@ class Team(Protocol):
         """Whether `allocate` works."""
 
     @property
-    def layout(self) -> Layout | None:
-        """Which ranks share a host, if they are on several and the group itself connects these; else None."""
-
-    @property
-    def links(self) -> Links | None:
-        """The links between the ranks, where `layout` is not None. Further groups of them share their connections."""
-
-    @property
-    def gloo(self) -> GlooConnections | None:
-        """Gloo's connections between the ranks, where `layout` is not None. Further groups of them may share these."""
+    def interface(self) -> str | None:
+        """The network interface by which this rank reaches ranks of other hosts, if the group itself connects these."""
 
     @property
     def blocks(self) -> ControlBlocks:
@@ -202,6 +189,9 @@ class Team(Protocol):
 
     def close(self) -> None:
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
+
+    def disown(self) -> None:
+        """In a forked child: let go of what belongs to the parent, so that peers see its end. Local."""
 
 
 class Algorithms(Protocol):

@@ -25,8 +25,8 @@ def describe_call(
     """`all_reduce(float32[10], SUM)`.
 
     Args:
-        operation: the collective.
-        tensors: what it moves.
+        operation: name of the collective.
+        tensors: the tensors that it moves.
         op: the reduce operation; None for none.
         root: global rank of the root; None for none.
         offsets: of each tensor in symmetric memory. They decide the fingerprint, because such tensors are reduced where
@@ -53,7 +53,7 @@ def describe_rows(
     """`all_gather(float32[10])`, or with all sizes where they differ from rank to rank.
 
     Args:
-        operation: the collective.
+        operation: name of the collective.
         tensors: one for each row.
         sizes: numel of each tensor of each row.
         op: the reduce operation; None for none.

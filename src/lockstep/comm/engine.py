@@ -22,6 +22,7 @@ from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_cal
 from lockstep.comm.descriptions import describe_call, describe_rows
 from lockstep.comm.ephemeral import Extension, extended
 from lockstep.comm.flight_recorder import FlightRecorder
+from lockstep.comm.group_setup import NewGroup
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
 from lockstep.comm.symmetric_regions import SymmetricRegions
@@ -36,6 +37,7 @@ from lockstep.errors import (
 )
 from lockstep.rank_status import FINISHED
 from lockstep.shm.base_mailbox import BaseMailbox
+from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
 from lockstep.shm.sync import PeerFailure
 from lockstep.shm.team import Region
@@ -508,6 +510,21 @@ class Engine:
 
         self._submit(key, describe, body, [], False, None)
 
+    # ---- further groups ----------------------------------------------------------------------------
+
+    def connect_further(self, new: NewGroup, bootstrap: Bootstrap, check_peers: Callable[[], None]) -> Engine | None:
+        """Connect ranks of this group to a further group, by what connects them already. Collective over these ranks.
+
+        Args:
+            new: the further group.
+            bootstrap: of its ranks, as if they were on one host.
+            check_peers: called while waiting; raises if a rank cannot come.
+
+        Returns:
+            None where a further group needs connections of its own, as on one host, where they cost nothing.
+        """
+        return None
+
     # ---- end -------------------------------------------------------------------------------------
 
     def fail(self, message: str, error: BaseException | None = None) -> None:
@@ -543,6 +560,4 @@ class Engine:
         )
         if self._p2p is not None:
             self._p2p.disown()
-        self.team.watch.close()
-        if self.team.links is not None:
-            self.team.links.disown()
+        self.team.disown()

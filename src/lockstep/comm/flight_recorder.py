@@ -70,7 +70,7 @@ class _RecordSlot:
     """The record slot of even, or of odd collectives, with what this rank wrote into it last.
 
     Args:
-        parity: 0 for even ones.
+        parity: 0 for the slot of even collectives, 1 for that of odd ones.
         words: the record in the control block of this rank.
         fingerprint_word: index of the word of its fingerprint.
         peers: indices of the words of the other ranks' fingerprints.

@@ -4,7 +4,7 @@
 soon as it is loaded. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported when a
 group over it is made; "mpi" means the same where torch has no MPI (`mpi/name.py`). On the same occasion
 `dist.monitored_barrier` learns of our groups (`monitored.py`), and the interpreter is made to wait for gloo's threads
-when it ends (`gloo.py`).
+when it ends (`gloo_threads.py`).
 """
 
 from __future__ import annotations

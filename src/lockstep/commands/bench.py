@@ -79,12 +79,12 @@ def _overview() -> str:
 def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
     """Measure, and write what came of it, however it ends."""
     from lockstep.bench.ranks import RankFailed
-    from lockstep.bench.session import Progress, Session
+    from lockstep.bench.session import ProgressLine, Session
 
     options = _parser(name, benchmark).parse_args(arguments)
     nproc = resolve_nproc(options.nproc or "auto", env.snapshot())
     folder = _new_folder(options.out or DEFAULT_OUT, options.name or f"bench-{name}")
-    progress = Progress(f"bench {name}", options.budget)
+    progress = ProgressLine(f"bench {name}", options.budget)
     session = Session(name, nproc, options.budget, options.quick, folder, progress)
     code = 0
     try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import linecache
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, FunctionType
@@ -190,6 +190,10 @@ class _NotKnownError(Exception):  # never leaves the module
     """The code has something of which nothing is known."""
 
 
+def _operands(node: ast.expr) -> Iterator[ast.expr]:
+    return (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
+
+
 class _Reader:
     """Reads the syntax tree of a `__getitem__`. Raises `_NotKnownError` at what is not known to draw nothing.
 
@@ -281,24 +285,29 @@ class _Reader:
                     self._value(item, is_used)
                 for key in keys:
                     self._used(key)
-            case ast.Subscript(value=value, slice=index):
-                container = self._attribute(value)
-                if container is not None and not is_used:
-                    self.demands.containers.add(container)
-                else:
-                    self._used(value)
-                self._used(index)
-            case ast.Call(func=function, args=values, keywords=keywords):
-                self._called(function)
-                for item in (*values, *(keyword.value for keyword in keywords)):
-                    if not self._is_dtype(item):
-                        self._used(item)
+            case ast.Subscript():
+                self._subscript(node, is_used)
+            case ast.Call():
+                self._call(node)
             case _ if isinstance(node, _OPERATIONS):
-                for part in ast.iter_child_nodes(node):
-                    if isinstance(part, ast.expr):
-                        self._used(part)
+                for part in _operands(node):
+                    self._used(part)
             case _:
                 raise _NotKnownError
+
+    def _subscript(self, node: ast.Subscript, is_used: bool) -> None:
+        container = self._attribute(node.value)
+        if container is not None and not is_used:
+            self.demands.containers.add(container)
+        else:
+            self._used(node.value)
+        self._used(node.slice)
+
+    def _call(self, node: ast.Call) -> None:
+        self._called(node.func)
+        for item in (*node.args, *(keyword.value for keyword in node.keywords)):
+            if not self._is_dtype(item):
+                self._used(item)
 
     def _used(self, node: ast.expr | None) -> None:
         if node is None:

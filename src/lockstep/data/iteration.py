@@ -12,14 +12,14 @@ from lockstep.data.order import Fetch, Schedule
 from lockstep.data.seeding import restore_if_seeded
 from lockstep.errors import DataError
 
-__all__ = ["EpochIterator", "Progress", "RankBatchSampler"]
+__all__ = ["EpochIterator", "EpochProgress", "RankBatchSampler"]
 
 
 _count = itertools.count(1).__next__
 
 
 @dataclass
-class Progress:
+class EpochProgress:
     """How far one iteration got; what a checkpoint of the loader is made from.
 
     Attributes:
@@ -90,7 +90,7 @@ class EpochIterator(Iterator[Any]):
         self,
         batches: Iterator[Any],
         schedule: Schedule,
-        progress: Progress,
+        progress: EpochProgress,
         *,
         shared_workers: RankBatchSampler | None,
     ) -> None:

@@ -23,7 +23,7 @@ from lockstep.data.checks import (
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
 from lockstep.data.handover import CollateAndPack
-from lockstep.data.iteration import EpochIterator, Progress, RankBatchSampler
+from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
 from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, shuffled_order
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.seeding import derive_seed
@@ -192,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._next_start = 0
         self._epoch_after = 0  # the epoch that follows a resumed one, if others had begun within it
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
-        self._progresses: list[Progress] = []
+        self._progresses: list[EpochProgress] = []
         self._data_fingerprint: int | None = None
         self._plan()
 
@@ -225,7 +225,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.device is not None:
             batches = DeviceIterator(batches, self.device, self.prefetch)
         self._next_epoch, self._next_start, self._epoch_after = max(epoch + 1, self._epoch_after), 0, 0
-        progress = Progress(epoch, start)
+        progress = EpochProgress(epoch, start)
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
             batches,

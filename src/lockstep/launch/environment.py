@@ -90,8 +90,8 @@ class AttemptEnvironment:
         job: the job's id.
         folder: the attempt's private folder.
         world_size: number of ranks, on all hosts together.
-        master_addr: address for env://.
-        master_port: port for env://.
+        master_addr: where rank 0 listens if the script asks torch for env://.
+        master_port: the port there.
         restart_count: number of attempts before this one.
         max_restarts: number of restarts that the job may have.
         first_rank: the lowest rank of this host.

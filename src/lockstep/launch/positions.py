@@ -133,7 +133,7 @@ def describe_interrupt(number: int, grace_s: float, statuses: str) -> str:
     """One line after a signal: which it was, how to end sooner, and where the ranks were.
 
     Args:
-        number: the signal.
+        number: of the signal.
         grace_s: the time until SIGKILL.
         statuses: from `describe_statuses`.
     """

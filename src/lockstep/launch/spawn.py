@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar
 
 from lockstep.env import snapshot
 from lockstep.errors import InputError, WorkerFailed
@@ -126,14 +126,19 @@ def spawn(
             )
             processes.callback(attempt.close)
             _run(attempt, _commands(call, shared, relay), relay, timeout_s, folder.path)
-        reports = read_reports(folder.path, attempt.pids)
-        failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, statuses)
-        if attempt.interrupted_by == signal.SIGINT:
-            own = find_own_errors(failures) if attempt.is_cut_short else failures
-            raise KeyboardInterrupt from (_error_of(own[0], folder.path) if own else None)
-        if failures:
-            raise _error_of(failures[0], folder.path)
-        return [cast(T, _load(folder.path, rank, attempt.pids[rank])) for rank in range(num_ranks)]
+        return _results(attempt, folder.path, statuses)
+
+
+def _results(attempt: Attempt, folder: Path, statuses: Mapping[int, RankStatus]) -> list[Any]:
+    """What each rank has returned, or else an exception: that of the first failure, or Ctrl-C. See `spawn`."""
+    reports = read_reports(folder, attempt.pids)
+    failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, statuses)
+    if attempt.interrupted_by == signal.SIGINT:
+        own = find_own_errors(failures) if attempt.is_cut_short else failures
+        raise KeyboardInterrupt from (_error_of(own[0], folder) if own else None)
+    if failures:
+        raise _error_of(failures[0], folder)
+    return [_load(folder, rank, pid) for rank, pid in sorted(attempt.pids.items())]
 
 
 def _target_of(stream: TextIO | None, fd: int) -> int | TextIO:

@@ -84,7 +84,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup,
 
     Args:
         tensors: the same list of shapes and dtypes on all ranks.
-        group: who takes part.
+        group: the ranks that take part.
         source: rank in the group whose tensors all get; default the first.
 
     Writes through `.data`, so that a tensor which autograd has saved may be overwritten: the running

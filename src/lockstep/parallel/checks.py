@@ -57,7 +57,7 @@ def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
 
 
 def check_dense(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> None:
-    """Modules that are known to have sparse gradients: their parameters cannot be averaged in buckets.
+    """Refuse modules that are known to have sparse gradients, which cannot be averaged in buckets.
 
     Args:
         module: the model.
@@ -74,7 +74,7 @@ def check_dense(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -
 
 
 def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
-    """Embeddings that change their weights in the forward pass: those of the rows that this rank has looked up.
+    """Refuse embeddings whose forward pass scales the rows that this rank looks up: ranks would come apart.
 
     Args:
         module: the model.

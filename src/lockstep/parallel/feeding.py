@@ -114,7 +114,7 @@ class Feeding:
     """Tells for one engine what each of its forward passes holds.
 
     Args:
-        group: of the engine.
+        group: the ranks over which the engine averages.
         device: where the group takes small tensors from.
     """
 

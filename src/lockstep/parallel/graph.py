@@ -39,7 +39,7 @@ def begins_with_checkpoint(root: Node, own: frozenset[int]) -> bool:
     What is inside such a checkpoint is no part of its graph: the checkpoint runs a backward pass within this one.
 
     Args:
-        root: of an output.
+        root: node of the graph at which the backward pass begins, such as that of an output.
         own: `id` of the parameters.
     """
     waiting, seen = deque([root]), 0

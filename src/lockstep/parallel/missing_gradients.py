@@ -35,8 +35,8 @@ class MissingGradients:
     """What one engine knows of the parameters that its backward passes leave out. They are named by their index.
 
     Args:
-        parameters: that the engine averages.
-        names: of each.
+        parameters: those whose gradients the engine averages.
+        names: of these parameters, for errors.
         group: whose ranks average.
         device: where the group takes small tensors from.
         static_graph: those that the first step leaves out may be left out in every step, and no others.

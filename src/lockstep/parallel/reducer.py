@@ -58,9 +58,9 @@ class Reducer:
     Args:
         parameters: those that require gradients.
         names: of the parameters, for errors.
-        plans: the buckets.
+        plans: which parameters lie in each bucket, and where.
         transport: moves and averages the buckets.
-        group: who averages.
+        group: the ranks that average.
         may_go_early: whether buckets may go out before the backward pass ends.
         always_views: gradients are views of buckets, even where other references to them exist.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that

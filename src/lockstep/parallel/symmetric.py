@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import clock
-from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.comm.engine import Engine
 from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.wording import describe_tensor
@@ -62,14 +61,14 @@ class SymmetricTransport:
     pass, too, and the same on all ranks that were there, which then agree again.
 
     Args:
-        plans: the buckets.
-        group: a lockstep group.
+        plans: which parameters lie in each bucket, and where.
+        engine: of a group whose ranks share memory.
     """
 
-    def __init__(self, plans: Sequence[BucketPlan], group: LockstepProcessGroup) -> None:
-        self._engine = group.engine
-        self._rank = group.rank()
-        self._world_size = group.size()
+    def __init__(self, plans: Sequence[BucketPlan], engine: Engine) -> None:
+        self._engine = engine
+        self._rank = engine.team.rank
+        self._world_size = engine.team.world_size
         self._plans = plans
         self._starts: list[int] = []
         total = 0
@@ -260,8 +259,8 @@ class _BufferMail:
     """Memory through which the first rank's buffers reach the others. Collective to make.
 
     Args:
-        engine: of the group.
-        rank: of this process in it.
+        engine: of a group whose ranks share memory.
+        rank: this rank in the group.
         buffers: those of this step.
     """
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import clock
-from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.backend import engine_of
+from lockstep.comm.engine import Engine
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.claims import ClaimCheck, Claims
@@ -88,15 +89,16 @@ class GroupTransport:
     """One asynchronous all_reduce for each bucket, by any process group.
 
     Args:
-        plans: the buckets.
-        group: who takes part.
+        plans: which parameters lie in each bucket, and where.
+        group: the ranks that average.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> None:
         self._group = group
         self._world_size = group.size()
-        # A lockstep group over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
-        self._is_ours = isinstance(group, LockstepProcessGroup) and group.behind(plans[0].device) is None
+        # Over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
+        self._symmetric = _symmetric_engine(group)
+        self._averages = self._symmetric is not None and engine_of(group, plans[0].device) is not None
         self._buffers = [self._allocate(plan) for plan in plans]
         self._ready: set[int] = set()
         self._works: list[Any] = []
@@ -107,11 +109,11 @@ class GroupTransport:
     @property
     def can_renew(self) -> bool:
         """Not in memory that the ranks of a host have made together."""
-        return not (self._is_ours and self._world_size > 1 and self._buffers[0].device.type == "cpu")
+        return not (self._averages and self._world_size > 1 and self._buffers[0].device.type == "cpu")
 
     def _allocate(self, plan: BucketPlan) -> torch.Tensor:
-        if plan.device.type == "cpu" and isinstance(self._group, LockstepProcessGroup) and self._world_size > 1:
-            return self._group.symmetric_empty((plan.numel,), plan.dtype)
+        if plan.device.type == "cpu" and self._symmetric is not None and self._world_size > 1:
+            return self._symmetric.symmetric_empty((plan.numel,), plan.dtype)
         return torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
 
     def buffer(self, bucket: int) -> torch.Tensor:
@@ -143,7 +145,7 @@ class GroupTransport:
         while self._next in self._ready:
             buffer = self._buffers[self._next]
             op = dist.ReduceOp.AVG
-            if not self._is_ours:
+            if not self._averages:
                 # Dividing first keeps 16-bit sums in range, and is what torch's DDP does, bit for bit.
                 buffer.div_(self._world_size)
                 op = dist.ReduceOp.SUM
@@ -175,9 +177,16 @@ class GroupTransport:
         self._next = 0
 
 
+def _symmetric_engine(group: dist.ProcessGroup) -> Engine | None:
+    """The engine of a group that has symmetric memory; None for other groups."""
+    engine = engine_of(group)
+    return engine if engine is not None and engine.team.has_symmetric_memory else None
+
+
 def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> Transport:
     """The transport for these buckets over that group. Collective."""
+    engine = _symmetric_engine(group)
     on_cpu = all(plan.device.type == "cpu" for plan in plans)
-    if isinstance(group, LockstepProcessGroup) and group.engine.team.shares_memory and on_cpu and group.size() > 1:
-        return SymmetricTransport(plans, group)
+    if engine is not None and engine.team.shares_memory and on_cpu and group.size() > 1:
+        return SymmetricTransport(plans, engine)
     return GroupTransport(plans, group)

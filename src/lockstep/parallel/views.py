@@ -32,8 +32,8 @@ class GradientViews:
     """A view of its bucket for each parameter. Local.
 
     Args:
-        transport: has the buckets.
-        plans: of the buckets.
+        transport: owns the memory of the buckets.
+        plans: which parameters lie in each bucket, and where.
         parameters: by the indices of the plans.
 
     Attributes:

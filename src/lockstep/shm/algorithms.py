@@ -213,7 +213,7 @@ class SharedMemoryAlgorithms:
 
         Args:
             numel: elements of each part, the same on all ranks.
-            dtype: their type.
+            dtype: of the elements.
             timeout_s: seconds until a wait for the slots is an error.
             num_parts: parts that lie side by side in a slot.
         """

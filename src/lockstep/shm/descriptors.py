@@ -33,7 +33,7 @@ def require(count: int, rank: str) -> None:
     """Check that this process can open the descriptors that a new group takes. Local.
 
     Args:
-        count: of descriptors.
+        count: how many descriptors the group takes at most.
         rank: how to call this rank in the error.
 
     Raises:

@@ -115,16 +115,12 @@ class SharedMemoryTeam:
             ranks came for.
         shares_memory: whether all ranks map the same memory: always.
         has_symmetric_memory: whether `allocate` works: always.
-        layout: which ranks share a host, where they are on several: never.
-        links: the links between ranks of several hosts: None.
-        gloo: Gloo's connections between them: None.
+        interface: the network interface by which this rank reaches other hosts: none.
     """
 
     shares_memory = True
     has_symmetric_memory = True
-    layout = None
-    links = None
-    gloo = None
+    interface = None
 
     def __init__(
         self,
@@ -375,3 +371,7 @@ class SharedMemoryTeam:
         self._views.clear()
         if self._large is not None:
             self._large.close()
+
+    def disown(self) -> None:
+        """In a forked child: let go of what belongs to the parent. Local."""
+        self.watch.close()

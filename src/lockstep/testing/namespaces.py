@@ -24,7 +24,7 @@ from typing import Any
 from lockstep import env
 from lockstep.testing.limits import limit_s
 
-__all__ = ["MASTER_PORT", "Cluster", "Host", "RankDied", "cluster", "reason_to_skip"]
+__all__ = ["MASTER_PORT", "Cluster", "NamespaceHost", "RankDied", "cluster", "reason_to_skip"]
 
 MASTER_PORT = 29511
 INTERFACE = "eth0"
@@ -100,7 +100,7 @@ def _address(number: int) -> str:
     return f"10.77.0.{number + 1}"
 
 
-class Host:
+class NamespaceHost:
     """One test host.
 
     Attributes:
@@ -176,12 +176,12 @@ class Cluster:
 
     def __init__(self, num_hosts: int, rate: str | None = None) -> None:
         self._switch = _Namespaces("--net")
-        self.hosts: list[Host] = []
+        self.hosts: list[NamespaceHost] = []
         try:
             self._switch.run("ip", "link", "add", "br0", "type", "bridge")
             self._switch.run("ip", "link", "set", "br0", "up")
             for number in range(num_hosts):
-                self.hosts.append(Host(number, num_hosts, self._switch, rate))
+                self.hosts.append(NamespaceHost(number, num_hosts, self._switch, rate))
         except BaseException:
             self.close()
             raise

@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, session: Session) -> None:
         {"backends": backends, "op": op, "check": options.check, "sizes_bytes": sizes, "threads_per_rank": 1}
         | {"peers": [peer.name for peer in peers], "started_by": mpi.name if mpi else "lockstep"}
     )
-    _Run(session, peers, verbs, sizes).measure(
+    _CommRun(session, peers, verbs, sizes).measure(
         {"verbs": verbs, "dtypes": dtypes, "op": op, "backends": backends, "check": options.check},
         mpi.command(session.nproc) if mpi else [],
     )
@@ -153,7 +153,7 @@ def _has_peers(session: Session, dtypes: Sequence[str], op: str) -> bool:
     return not reason
 
 
-class _Run:
+class _CommRun:
     """One run: peers, ranks, peers again.
 
     Args:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
-from lockstep.bench.comm.verbs import DTYPES, VERBS, Setting, Verb, count_wrong, fill_inputs, parameters_of
+from lockstep.bench.comm.verbs import DTYPES, VERBS, Verb, VerbContext, count_wrong, fill_inputs, parameters_of
 from lockstep.bench.harness import Budget, Configuration, Contestant, agree_on_maximum, measure
 from lockstep.bench.ranks import Job, tell
 from lockstep.bench.results import Parameters, Series
@@ -65,7 +65,7 @@ class Call:
     Attributes:
         backend: its name in the results.
         verb: what is called.
-        setting: by whom.
+        context: by whom.
         send, recv: its buffers.
         count: elements, as in [Note: sizes and bandwidths] in `columns.py`.
         run: the call.
@@ -75,7 +75,7 @@ class Call:
 
     backend: str
     verb: Verb
-    setting: Setting
+    context: VerbContext
     send: torch.Tensor
     recv: torch.Tensor
     count: int
@@ -84,7 +84,7 @@ class Call:
     wrong: int | None = None
 
     def __post_init__(self) -> None:
-        self.run = self.verb.bind(self.setting, self.send, self.recv)
+        self.run = self.verb.bind(self.context, self.send, self.recv)
 
 
 def check_call(call: Call, seed: int, meeting: dist.ProcessGroup | None) -> int:
@@ -100,15 +100,15 @@ def check_call(call: Call, seed: int, meeting: dist.ProcessGroup | None) -> int:
     """
     if call.verb.name == "barrier":
         return _check_barrier(call, seed, meeting)
-    setting = call.setting
+    context = call.context
     call.recv.fill_(77)
-    fill_inputs(call.send, setting.rank, setting.world_size, seed)
+    fill_inputs(call.send, context.rank, context.world_size, seed)
     call.run()
     if call.settle is not None:
         call.settle()
-    pieces = call.verb.pieces(setting.world_size, setting.rank, call.count)
-    op = setting.op if call.verb.reduces else "sum"
-    wrong = count_wrong(call.recv, pieces, call.count, op, setting.world_size, seed)
+    pieces = call.verb.pieces(context.world_size, context.rank, call.count)
+    op = context.op if call.verb.reduces else "sum"
+    wrong = count_wrong(call.recv, pieces, call.count, op, context.world_size, seed)
     call.send.zero_()
     call.recv.zero_()
     return _sum_of_ranks(wrong, meeting)
@@ -116,9 +116,9 @@ def check_call(call: Call, seed: int, meeting: dist.ProcessGroup | None) -> int:
 
 def _check_barrier(call: Call, seed: int, meeting: dist.ProcessGroup | None) -> int:
     """One rank comes late, another one each time. Clocks are those of one host."""
-    setting = call.setting
+    context = call.context
     dist.barrier(meeting)
-    if setting.rank == seed % setting.world_size:
+    if context.rank == seed % context.world_size:
         time.sleep(_LATE_S)
     came = time.monotonic()
     call.run()
@@ -163,7 +163,7 @@ def prepare(
         send, recv = buffers.take(verb, count, dtype, world_size)
         reason = ""
         try:
-            call = Call(backend, verb, Setting(group, rank, world_size, op), send, recv, count, settle=settle)
+            call = Call(backend, verb, VerbContext(group, rank, world_size, op), send, recv, count, settle=settle)
             call.run()
             if settle is not None:
                 settle()

@@ -16,7 +16,18 @@ import torch.distributed as dist
 
 from lockstep.bench.results import Parameters
 
-__all__ = ["DTYPES", "OPS", "ROOT", "VERBS", "Piece", "Setting", "Verb", "count_wrong", "fill_inputs", "parameters_of"]
+__all__ = [
+    "DTYPES",
+    "OPS",
+    "ROOT",
+    "VERBS",
+    "Piece",
+    "Verb",
+    "VerbContext",
+    "count_wrong",
+    "fill_inputs",
+    "parameters_of",
+]
 
 ROOT = 0
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -31,7 +42,7 @@ _BLOCK = 1 << 20  # elements that are checked at a time
 
 
 @dataclass(frozen=True)
-class Setting:
+class VerbContext:
     """Who calls.
 
     Attributes:
@@ -84,7 +95,7 @@ class Verb:
     """
 
     name: str
-    bind: Callable[[Setting, torch.Tensor, torch.Tensor], _Call]
+    bind: Callable[[VerbContext, torch.Tensor, torch.Tensor], _Call]
     pieces: Callable[[int, int, int], list[Piece]]
     sends_parts: bool = False
     receives_parts: bool = False
@@ -106,64 +117,64 @@ class Verb:
         return world_size if self.sends_parts or self.receives_parts else 1
 
 
-def _parts_of(buffer: torch.Tensor, setting: Setting) -> list[torch.Tensor]:
-    return list(buffer.chunk(setting.world_size))
+def _parts_of(buffer: torch.Tensor, context: VerbContext) -> list[torch.Tensor]:
+    return list(buffer.chunk(context.world_size))
 
 
-def _all_reduce(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _all_reduce(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     return lambda: dist.all_reduce(recv, OPS[to.op], to.group)
 
 
-def _reduce(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _reduce(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     return lambda: dist.reduce(recv, ROOT, OPS[to.op], to.group)
 
 
-def _broadcast(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _broadcast(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     return lambda: dist.broadcast(recv, ROOT, to.group)
 
 
-def _all_gather(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _all_gather(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     parts = _parts_of(recv, to)
     return lambda: dist.all_gather(parts, send, to.group)
 
 
-def _all_gather_into_tensor(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _all_gather_into_tensor(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     return lambda: _all_gather_flat(recv, send, to.group)
 
 
-def _gather(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _gather(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     parts = _parts_of(recv, to) if to.rank == ROOT else None
     return lambda: dist.gather(send, parts, ROOT, to.group)
 
 
-def _scatter(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _scatter(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     parts = _parts_of(send, to) if to.rank == ROOT else None
     return lambda: dist.scatter(recv, parts, ROOT, to.group)
 
 
-def _reduce_scatter(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _reduce_scatter(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     parts = _parts_of(send, to)
     return lambda: dist.reduce_scatter(recv, parts, OPS[to.op], to.group)
 
 
-def _reduce_scatter_tensor(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _reduce_scatter_tensor(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     return lambda: _reduce_scatter_flat(recv, send, OPS[to.op], to.group)
 
 
-def _all_to_all(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _all_to_all(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     outputs, inputs = _parts_of(recv, to), _parts_of(send, to)
     return lambda: dist.all_to_all(outputs, inputs, to.group)
 
 
-def _all_to_all_single(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _all_to_all_single(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     return lambda: dist.all_to_all_single(recv, send, group=to.group)
 
 
-def _barrier(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _barrier(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     return lambda: dist.barrier(to.group)
 
 
-def _send_recv(to: Setting, send: torch.Tensor, recv: torch.Tensor) -> _Call:
+def _send_recv(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
     """Rank 0 sends what it has, rank 1 sends back what it got."""
 
     def first() -> None:

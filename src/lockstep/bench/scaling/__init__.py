@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, session: Session) -> None:
         rate=options.rate,
         threads_per_rank=1,
     )
-    run = _Run(session, recipe, batch)
+    run = _ScalingRun(session, recipe, batch)
     ranks = _world_sizes(session.nproc)
     passes = 1 if session.quick else 2
     # Two passes, so that a noisy minute does not hit one number of ranks alone.
@@ -99,7 +99,7 @@ def _world_sizes(nproc: int) -> list[int]:
     return sorted({*powers, nproc, RANKS_PER_HOST, HOSTS * RANKS_PER_HOST})
 
 
-class _Run:
+class _ScalingRun:
     """One run.
 
     Args:

@@ -4,7 +4,7 @@ General layout:
 
 * `ways`: what is compared, who starts it, and why it may not run here.
 * `jobs`: the processes of all ways, which wait for orders; `turns`: has them take turns.
-* `task`: model and data; `engines`: every way as its users write it; `epochs`: an epoch, and the time of its parts;
+* `task`: model and data; `setups`: every way as its users write it; `epochs`: an epoch, and the time of its parts;
   `limit`: how much of one is done where the time of a run is short.
 * `worker`: what a rank does.
 * `report`: tables of a result; `plots`: its picture.

@@ -2,8 +2,8 @@
 
     data        until the batch is there, on the device
     forward     the model and the loss
-    backward    gradients, and whatever an engine does with them meanwhile
-    optimizer   whatever the engine still has to do, the step, and dropping the gradients
+    backward    gradients, and whatever a way does with them meanwhile
+    optimizer   whatever it still has to do, the step, and dropping the gradients
 
 On the CPU the parts end when their calls return. On a GPU they are marked by events on its stream and read at the end
 of the epoch, so that measuring makes nobody wait.
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from lockstep.bench.strategies.engines import Engine
 from lockstep.bench.strategies.limit import WHOLE, Limit
+from lockstep.bench.strategies.setups import TrainingSetup
 from lockstep.bench.strategies.task import Task
 from lockstep.bench.strategies.ways import PARTS
 
@@ -55,17 +55,17 @@ class _Clock:
 
 
 def train_epoch(
-    engine: Engine,
+    setup: TrainingSetup,
     loader: lockstep.DataLoader[Any],
     task: Task,
     device: torch.device,
     epoch: int,
     limit: Limit = WHOLE,
 ) -> dict[str, Any]:
-    """Train an epoch. Collective: every rank of the engine calls it.
+    """Train an epoch. Collective: every rank of the setup calls it.
 
     Args:
-        engine: is trained.
+        setup: is trained.
         loader: of this rank's shares.
         task: what is trained.
         device: of the model.
@@ -77,14 +77,14 @@ def train_epoch(
         `limit` ended it; "loss_sum" and "samples", of this rank's samples.
     """
     if epoch == 0:
-        engine.begin_again()
+        setup.begin_again()
     loader.set_epoch(epoch)
     clock = _Clock(device)
     gc.collect()
     gc.disable()
     try:
         _line_up()
-        total, samples = _train(engine, loader, task, device, clock, limit)
+        total, samples = _train(setup, loader, task, device, clock, limit)
         seconds = clock.seconds()
     finally:
         gc.enable()
@@ -100,7 +100,12 @@ def train_epoch(
 
 
 def _train(
-    engine: Engine, loader: lockstep.DataLoader[Any], task: Task, device: torch.device, clock: _Clock, limit: Limit
+    setup: TrainingSetup,
+    loader: lockstep.DataLoader[Any],
+    task: Task,
+    device: torch.device,
+    clock: _Clock,
+    limit: Limit,
 ) -> tuple[Tensor, int]:
     """The steps of an epoch; the sum of this rank's losses, float64, and how many samples it is of."""
     total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -109,14 +114,14 @@ def _train(
     for number, (images, labels, *_) in enumerate(batches, start=1):
         images, labels = images.to(device), labels.to(device)
         clock.mark()
-        loss = cross_entropy(engine.model(task.as_input(images, task.dtype)), labels)
+        loss = cross_entropy(setup.model(task.as_input(images, task.dtype)), labels)
         clock.mark()
         share = batches.share
         assert share is not None
-        engine.backward(loss, share)
+        setup.backward(loss, share)
         clock.mark()
-        engine.step()
-        engine.zero_grad()
+        setup.step()
+        setup.zero_grad()
         clock.mark()
         if share.local_samples:  # the loss of a filler is nobody's
             total += loss.detach().double() * share.local_samples

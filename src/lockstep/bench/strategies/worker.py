@@ -22,10 +22,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import lockstep
 from lockstep import env
-from lockstep.bench.strategies.engines import Engine, Setting, alone, build
 from lockstep.bench.strategies.epochs import train_epoch
 from lockstep.bench.strategies.jobs import HOST, TASK_KEY
 from lockstep.bench.strategies.limit import Limit
+from lockstep.bench.strategies.setups import TrainingConfig, TrainingSetup, alone, build
 from lockstep.bench.strategies.task import Task, build_task
 from lockstep.bench.strategies.ways import ALL_THREADS, WAYS
 
@@ -69,15 +69,15 @@ def _serve(name: str, port: int, nproc: int, threads: int, url: str | None = Non
     task = build_task(json.loads(store.get(TASK_KEY)))
     device = _device(name)
     initialize = lockstep.init if url is None else functools.partial(lockstep.init, init_method=url)
-    engine = build(name, Setting(task, nproc, device, initialize))
-    # Last, because some engines set it as well.
+    setup = build(name, TrainingConfig(task, nproc, device, initialize))
+    # Last, because some ways set it as well.
     torch.set_num_threads(threads * nproc if name == ALL_THREADS else threads)
-    rank = _Rank(task, nproc, device, engine)
+    rank = _Rank(task, nproc, device, setup)
     number = 0
     while (order := json.loads(store.get(f"{name}/order/{number}")))["do"] != "leave":
-        store.set(f"{name}/reply/{number}/{engine.rank}", json.dumps(rank.execute(order)))
+        store.set(f"{name}/reply/{number}/{setup.rank}", json.dumps(rank.execute(order)))
         number += 1
-    engine.close()
+    setup.close()
 
 
 def _device(name: str) -> torch.device:
@@ -96,31 +96,33 @@ def _device(name: str) -> torch.device:
 class _Rank:
     """What a rank has built."""
 
-    def __init__(self, task: Task, nproc: int, device: torch.device, engine: Engine) -> None:
-        self.task, self.nproc, self.device, self.engine = task, nproc, device, engine
-        self.loader = task.loader(engine.rank, engine.world_size, device)
-        self._alone: tuple[Engine, lockstep.DataLoader[Any]] | None = None
+    def __init__(self, task: Task, nproc: int, device: torch.device, setup: TrainingSetup) -> None:
+        self.task, self.nproc, self.device, self.setup = task, nproc, device, setup
+        self.loader = task.loader(setup.rank, setup.world_size, device)
+        self._alone: tuple[TrainingSetup, lockstep.DataLoader[Any]] | None = None
 
     def execute(self, order: dict[str, Any]) -> dict[str, Any]:
         """Carry out one order and return its reply."""
         limit = Limit(order.get("max_steps"), order.get("seconds"))
         if order["do"] == "train":
-            reply = train_epoch(self.engine, self.loader, self.task, self.device, order["epoch"], limit)
+            reply = train_epoch(self.setup, self.loader, self.task, self.device, order["epoch"], limit)
             return {**reply, **_memory(self.device)}
         if order["do"] == "train_alone":
             if self._alone is None:  # built late: the peak memory before it is that of the way itself
-                engine = alone(Setting(self.task, self.nproc, self.device), self.engine.rank, self.engine.world_size)
-                self._alone = engine, self.task.loader_alone(engine.rank, engine.world_size, self.device)
+                setup = alone(
+                    TrainingConfig(self.task, self.nproc, self.device), self.setup.rank, self.setup.world_size
+                )
+                self._alone = setup, self.task.loader_alone(setup.rank, setup.world_size, self.device)
             reply = train_epoch(*self._alone, self.task, self.device, order["epoch"], limit)
             # At the end Lockstep looks whether ranks have drifted apart. These are alike again.
             self._alone[0].begin_again()
             return reply
         if order["do"] == "evaluate":
-            return self.task.evaluate(self.engine.module, self.device, limit) if self.engine.rank == 0 else {}
+            return self.task.evaluate(self.setup.module, self.device, limit) if self.setup.rank == 0 else {}
         assert order["do"] == "describe", order
-        parameters = sum(parameter.numel() for parameter in self.engine.module.parameters())
+        parameters = sum(parameter.numel() for parameter in self.setup.module.parameters())
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        return {"world_size": self.engine.world_size, "parameters": parameters, "device": device}
+        return {"world_size": self.setup.world_size, "parameters": parameters, "device": device}
 
 
 def _memory(device: torch.device) -> dict[str, float]:

@@ -81,11 +81,11 @@ class Inbox(Protocol):
 
 
 class _Connection:
-    """One connection.
+    """The connection to one other rank, with what has come over it and what is still to go.
 
     Attributes:
         peer: the rank at the other end.
-        socket: the connection.
+        socket: connected, and non-blocking.
         source: the address of the other end.
         came: the bytes that are not messages yet, and messages that are in no inbox yet. See [Note: signals].
         unsent: what could not be sent yet.

@@ -69,7 +69,7 @@ class _Connecting:
     """The making of a group, in a thread of its own: Gloo asks for a dead rank five times as long as it is told to.
 
     Args:
-        make: makes the group.
+        make: connects to all other ranks by Gloo, and returns torch's group.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:

@@ -26,7 +26,7 @@ class GlooTransfer:
     Args:
         work: what torch's group returned.
         peer: the rank at the other end.
-        memory: the bytes.
+        memory: the bytes that move: uint8, contiguous.
         under_way: the transfers that have not finished, to which this one belongs until it has. Who gives up transfers
             keeps them, since Gloo cannot: it would stop to read from the peer.
 

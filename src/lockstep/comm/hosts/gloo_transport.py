@@ -40,7 +40,7 @@ class GlooTransport:
         number: of the group among those that use the connections.
 
     Attributes:
-        connections: as given.
+        connections: Gloo's, which other groups may use as well.
     """
 
     def __init__(self, connections: GlooConnections, ranks: Sequence[int], number: int) -> None:
@@ -57,7 +57,7 @@ class GlooTransport:
 
         Args:
             peer: rank in the group.
-            memory: the bytes.
+            memory: the bytes; uint8, contiguous.
             tag: of the group, below 8.
         """
         work = self.connections.send(self._ranks[peer], memory, self._first_tag + tag)

@@ -36,20 +36,60 @@ from lockstep.log import get_logger, warn_once
 from lockstep.network_interfaces import interfaces, source_towards
 from lockstep.secret import remarks_on, secret_of_ranks
 from lockstep.shm import descriptors
-from lockstep.shm.bootstrap import Bootstrap
+from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
 from lockstep.shm.team import SharedMemoryTeam
 from lockstep.shm.terms import common_terms, disagreement
 
-__all__ = ["announce", "connect", "connect_over"]
+__all__ = ["HostsEngine", "connect"]
 
 _DESCRIPTORS = 16
+
+
+class HostsEngine(MessageEngine):
+    """The op table of a group on several hosts, which lends its connections to further groups.
+
+    Args:
+        team: the ranks of the group.
+        new: what this rank knew of the group before.
+    """
+
+    def __init__(self, team: HostsTeam, new: NewGroup) -> None:
+        recorder, make_mailbox = FlightRecorder(team, new.name, new.ranks), functools.partial(HostsMailbox, team)
+        super().__init__(team, recorder, new.timeout_s, HostsAlgorithms(team), make_mailbox, RuntimeError)
+        self._hosts_team = team
+
+    def connect_further(self, new: NewGroup, bootstrap: Bootstrap, check_peers: Callable[[], None]) -> Engine | None:
+        """Connect ranks of this group, by shared memory where one host has all of them. Collective over these ranks.
+
+        Args:
+            new: the further group; this group is the default group.
+            bootstrap: of the ranks of the further group, as if they were on one host.
+            check_peers: called while waiting; raises if a rank cannot come.
+
+        Returns:
+            The engine of the further group; None if it has ranks that this group does not know.
+
+        Raises:
+            RendezvousError: a rank did not come, or could not; names it.
+            RankLost: a rank came and died.
+            SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
+            SharedMemoryError: the memory of a host cannot be had.
+        """
+        team = self._hosts_team
+        if max(new.ranks) >= team.world_size:
+            return None
+        layout = Layout.of([team.layout.members[rank] for rank in new.ranks])
+        if len(layout.hosts) == 1:
+            with contextlib.suppress(SeveralHosts):
+                return make_engine(SharedMemoryTeam.connect(bootstrap), new)
+        return _connect_over(team, layout, new, check_peers)
 
 
 def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
     """Connect the ranks of a new group that may be on several hosts, and know nothing of each other. Collective.
 
     Args:
-        new: the group.
+        new: what this rank knows of the group.
         check_peers: called while waiting; raises if a rank cannot come.
 
     Returns:
@@ -81,38 +121,31 @@ def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
             make_gloo = functools.partial(_connect_gloo, new, layout, links, shared)
             engine = _make(new, layout, links, shared, bootstrap, make_gloo)
     exchange.erase()
+    if links is not None and new.is_default and new.rank == 0:
+        _announce(layout)
     return engine
 
 
-def connect_over(
-    links: Links, gloo: GlooConnections | None, layout: Layout, new: NewGroup, check_peers: Callable[[], None]
-) -> Engine:
-    """Connect ranks of several hosts that the default group connects already. Collective.
+def _connect_over(team: HostsTeam, layout: Layout, new: NewGroup, check_peers: Callable[[], None]) -> Engine:
+    """Connect ranks of several hosts over the connections of the default group. Collective.
 
     Args:
-        links: those of the default group; the new group's go over the same connections.
-        gloo: those of the default group, which the new group uses if no rank objects.
+        team: of the default group. The new group uses its links, and its connections of Gloo if no rank objects.
         layout: of the new group.
-        new: the group.
+        new: what this rank knows of the group.
         check_peers: called while waiting; raises if a rank cannot come.
-
-    Raises:
-        RendezvousError: a rank did not come, or could not; names it.
-        RankLost: a rank came and died.
-        SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
-        SharedMemoryError: the memory of a host cannot be had.
     """
     try:
-        own = links.share(new.name, new.ranks)
+        own = team.links.share(new.name, new.ranks)
     except OSError as error:
         raise SetupError(f"rank {new.ranks[new.rank]} cannot join a new group: {error}") from None
     shared = LinkStore(own, new.rank, new.ranks, new.timeout_s, check_peers)
     with _failures_published(shared, own):
-        number = _agree_on_terms(shared, new, gloo)
-        if gloo is None or number is None:
+        number = _agree_on_terms(shared, new, team.gloo)
+        if number is None:
             make_gloo = functools.partial(_connect_gloo, new, layout, own, shared)
         else:
-            make_gloo = functools.partial(GlooTransport, gloo, new.ranks, number)
+            make_gloo = functools.partial(GlooTransport, team.gloo, new.ranks, number)
         return _make(new, layout, own, shared, _bootstrap_on_host(new, layout, check_peers), make_gloo)
 
 
@@ -127,7 +160,7 @@ def _failures_published(shared: LinkStore, links: Links) -> Iterator[None]:
         raise
 
 
-def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections | None) -> int | None:
+def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections) -> int | None:
     """The number of the group among those that share Gloo's connections, which its first rank gives. Collective.
 
     Returns:
@@ -139,7 +172,7 @@ def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections | No
     name, terms = f"rank {new.ranks[new.rank]}", _terms()
     descriptors.require(_DESCRIPTORS + len(new.ranks), name)
     number = None
-    if gloo is not None and gloo.can_be_shared:
+    if gloo.can_be_shared:
         number = gloo.number() if new.rank == 0 else 0
     own = {"terms": terms, "number": number if number is None or is_number(number) else None}
     published: dict[int, dict[str, Any]] = {new.rank: own}
@@ -188,9 +221,7 @@ def _make(
     except BaseException:
         gloo.close(in_good_order=False)
         raise
-    team = HostsTeam(new.rank, layout, links, segment, gloo, current_wire(), new.timeout_s)
-    recorder, make_mailbox = FlightRecorder(team, new.name, new.ranks), functools.partial(HostsMailbox, team)
-    return MessageEngine(team, recorder, new.timeout_s, HostsAlgorithms(team), make_mailbox, RuntimeError)
+    return HostsEngine(HostsTeam(new.rank, layout, links, segment, gloo, current_wire(), new.timeout_s), new)
 
 
 def _connect_gloo(new: NewGroup, layout: Layout, links: Links, shared: LinkStore) -> GlooTransport:
@@ -249,7 +280,7 @@ def _is_same(address: str, other: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]) == ipaddress.ip_address(other.partition("%")[0])
 
 
-def announce(layout: Layout) -> None:
+def _announce(layout: Layout) -> None:
     """Say in one line which hosts there are, and how they reach each other. By one rank."""
     print(f"[lockstep] {len(layout.hosts)} hosts: {layout.describe()}", file=sys.stderr, flush=True)
     for remark in remarks_on(env.LOCKSTEP_TOKEN.get()):

@@ -115,7 +115,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     Attributes:
         layout: which ranks share a host.
+        interface: the network interface by which this rank reaches other hosts.
         links: the links to the other ranks.
+        gloo: Gloo's connections to the other ranks.
         local: the team of shared memory of this host.
         wire: the wire format of float sums between hosts.
         chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
@@ -140,10 +142,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         here = layout.local_ranks(rank)
         near = {peer: identities[peer] for peer in here if peer != rank}
         super().__init__(rank, identities, _FarWatch(near, links))
-        self.layout: Layout = layout
+        self.layout = layout
+        self.interface = layout.members[rank].interface
         self.wire = wire
         self._here = here
-        self.links: Links = links
+        self.links = links
         self.gloo = gloo.connections
         self._gloo = gloo
         self._timeout_s = timeout_s
@@ -388,6 +391,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         with self.lock:
             self.links.close(self._timeout_s if in_good_order else _CLOSE_PATIENCE_S)
         self._pool.clear()
+
+    def disown(self) -> None:
+        """In a forked child: let go of the connections, so that the end of the parent ends them. Local."""
+        super().disown()
+        self.links.disown()
 
     @property
     def local_rank_of(self) -> Mapping[int, int]:

@@ -131,7 +131,7 @@ class Arrival:
     """This rank's part in one collective's dissemination: sends its own notice, and forwards those of others. Local.
 
     Args:
-        rank: this rank, whose entry is there.
+        rank: this rank, whose own notice is among `entries`.
         number: the number of the collective.
         entries: the notices that have come.
         others: all other ranks.

@@ -28,13 +28,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from lockstep.comm.contract import Waiter
-from lockstep.comm.hosts.layout import Layout
-from lockstep.comm.hosts.links import Links
 from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, attachment_bytes, rounds_of
 from lockstep.comm.messages.notices import (
     NOTICE_BYTES,
@@ -48,9 +46,6 @@ from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity, Watch
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.team import Region
-
-if TYPE_CHECKING:
-    from lockstep.comm.hosts.gloo_connections import GlooConnections
 
 __all__ = ["MESSAGE_BYTES", "MessageTeam", "Parts", "RequestT"]
 
@@ -90,9 +85,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         shares_memory: whether all ranks map the same memory: never.
         forwards_notices: whether many ranks forward each other's notices, instead of each sending its own to all.
         has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
-        layout: which ranks share a host, where a subclass knows.
-        links: the links between the ranks, where a subclass has them.
-        gloo: Gloo's connections between the ranks, where a subclass has them.
+        interface: the network interface by which this rank reaches other hosts, where a subclass knows.
         overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
         published_waits: where the ranks publish their waits: nowhere.
         failures_wake_waits: whether an alarm wakes the waits of this group, so that they need not look often: never.
@@ -102,9 +95,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     shares_memory = False
     forwards_notices = False
     has_symmetric_memory = False
-    layout: Layout | None = None
-    links: Links | None = None
-    gloo: GlooConnections | None = None
+    interface: str | None = None
     overseers = None
     published_waits = None
     failures_wake_waits = False
@@ -332,6 +323,10 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     @abc.abstractmethod
     def close(self) -> None:
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
+
+    def disown(self) -> None:
+        """In a forked child: let go of what belongs to the parent. Local."""
+        self.watch.close()
 
     def _send_failure(self, _: Failure) -> None:
         self._send_final_notice()

@@ -1,4 +1,8 @@
-"""The process group "mpi4py" of torch.distributed."""
+"""The process group "mpi4py" of torch.distributed: its ranks find each other through the store and get a communicator.
+
+Tensors and notices move in `team.py`; the engine, the collectives and point to point are those of every group whose
+ranks exchange messages (`lockstep.comm.messages`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from lockstep.torch_private.stores import PrefixStore
 __all__ = ["MpiProcessGroup", "create"]
 
 # Making a communicator is not safe in two threads at a time.
-_founding = threading.Lock()
+_making = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
     """A team with a communicator of its own. Collective over the members, and they alone take part."""
     mpi = load()
     departures.release()
-    with _founding:
+    with _making:
         everybody = mpi.COMM_WORLD.Get_group()
         chosen = everybody.Incl([member.mpi_rank for member in members])
         tag = zlib.crc32(name.encode()) & 0x7FFF  # every MPI has tags up to 32767

@@ -69,7 +69,8 @@ def signs_in(tree: ast.Module) -> Signs:
         _old_modules,
         _old_functions,
         _old_backends,
-        _float_batch_sizes,
+        _float_batch_arguments,
+        _float_batch_variables,
         _samplers_with_data,
         _views_of_eq,
         _verbose_schedulers,
@@ -176,7 +177,7 @@ def _is_tcp(node: object) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.lower() == "tcp"
 
 
-def _float_batch_sizes(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
+def _float_batch_arguments(_: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
         given = [keyword_of(call, "batch_size")]
         if name_of(call.func) in ("DataLoader", "BatchSampler"):
@@ -187,6 +188,9 @@ def _float_batch_sizes(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
         kind = keyword_of(call, "type")
         if name_of(call.func) == "add_argument" and is_option and kind is not None and name_of(kind) == "float":
             yield "batch_size", call.lineno
+
+
+def _float_batch_variables(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
     for node in nodes:
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign) and _is_float(node.value):

@@ -27,7 +27,7 @@ class HostsConfig:
         min_nodes: with fewer hosts the job does not run.
         max_nodes: further hosts wait until one of the job leaves.
         address: name or address of the host where the launchers meet.
-        port: the port there.
+        port: at which they meet there.
         node_rank: number of this host; None if the launchers agree on their numbers.
         is_holder: whether this launcher holds the store; None if its host decides, by having that address.
         run_id: name of the job; launchers with another name are of another job.

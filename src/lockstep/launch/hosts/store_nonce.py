@@ -39,8 +39,8 @@ class NonceAnswers:
 
     Args:
         store: a connection to the store that nothing else uses.
-        secret: of the job.
-        port: of the store.
+        secret: the secret of the job.
+        port: the port of the store, which the seals cover.
         nonce: that this launcher has generated.
     """
 
@@ -89,8 +89,8 @@ def ask_for_nonce(
 
     Args:
         store: a connection to it.
-        secret: of the job.
-        port: of the store.
+        secret: the secret of the job.
+        port: the port of the store, which the seals cover.
         silence_s: seconds to wait for an answer.
         refused_s: seconds to wait for another, where one was made with another token.
         check: waits for so many seconds; raises when the launcher is told to end.

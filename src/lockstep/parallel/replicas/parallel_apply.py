@@ -56,7 +56,7 @@ def parallel_apply(
     if _holds_accelerated(inputs) if chosen is None else not are_on_cpu(chosen):
         return torch_parallel.parallel_apply(modules, inputs, kwargs, chosen)
     arguments = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
-    calls = [_Call(*each) for each in zip(range(len(modules)), modules, arguments, kwargs, strict=True)]
+    calls = [_ReplicaCall(*each) for each in zip(range(len(modules)), modules, arguments, kwargs, strict=True)]
     if in_turn or len(calls) == 1:
         for call in calls:
             call.run_here()
@@ -88,12 +88,12 @@ def _holds_accelerated(value: Any) -> bool:
     return any(map(_holds_accelerated, value))
 
 
-class _Call:
+class _ReplicaCall:
     """One replica's forward pass.
 
     Args:
-        number: of the replica.
-        module: the replica.
+        number: which replica, from 0.
+        module: that replica.
         inputs: its positional arguments.
         kwargs: its keyword arguments.
     """
@@ -138,11 +138,11 @@ def _with_message(error: BaseException, wrapped: Any) -> BaseException:
     raise AssertionError("reraise returned")
 
 
-def _run_in_threads(calls: Sequence[_Call]) -> None:
+def _run_in_threads(calls: Sequence[_ReplicaCall]) -> None:
     enter = _inherited_state()
     context = contextvars.copy_context()
 
-    def run(call: _Call) -> None:
+    def run(call: _ReplicaCall) -> None:
         with enter():
             call.run_here()
 

@@ -12,7 +12,7 @@ import os
 import struct
 import time
 
-__all__ = ["Progress", "create"]
+__all__ = ["CaseProgress", "create"]
 
 _SLOT = struct.Struct("<q")
 _POLL_S = 0.0002
@@ -24,7 +24,7 @@ def create(path: str, world_size: int) -> None:
         file.write(bytes(_SLOT.size * world_size))
 
 
-class Progress:
+class CaseProgress:
     """One rank's view of the file.
 
     A slot holds 2 · (cases finished) + (1 if the last of them failed on that rank). A slot is

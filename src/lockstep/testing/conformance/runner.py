@@ -28,7 +28,7 @@ from lockstep.errors import InputError
 from lockstep.testing.conformance import data_movement, ordering, point_to_point, reductions
 from lockstep.testing.conformance.case import Case, Context, all_unique
 from lockstep.testing.conformance.gaps import reason_to_skip
-from lockstep.testing.conformance.progress import Progress, create
+from lockstep.testing.conformance.progress import CaseProgress, create
 from lockstep.testing.limits import limit_s
 from lockstep.testing.pool import run_ranks
 from lockstep.topology import read_topology
@@ -200,7 +200,7 @@ def _run_on_rank(backend: str, names: list[str], folder: str, register: str | No
     by_name = {one.name: one for one in CASES}
     topology = read_topology(env.snapshot())
     rank, world_size = topology.rank, topology.world_size
-    progress = Progress(os.path.join(folder, "progress"), rank, world_size)
+    progress = CaseProgress(os.path.join(folder, "progress"), rank, world_size)
     groups = _groups(backend, rank, world_size, folder, collective_timeout)
     next(groups)
     with open(os.path.join(folder, f"journal-{rank}"), "w", buffering=1) as journal:

@@ -2,7 +2,7 @@
 
 General layout:
 
-* `finding`: one line of the report.
+* `check_result`: one line of the report.
 * `versions`: Python, torch, and the packages that only some need.
 * `limits`: cores, memory and descriptors, and what a container's control groups leave of them.
 * `sharing`: the memory that ranks share, and that loader workers need; `two_ranks`: two ranks that really meet.
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from lockstep.tools.doctor import cluster, limits, sharing, versions
-from lockstep.tools.doctor.finding import Finding
+from lockstep.tools.doctor.check_result import CheckResult
 
-__all__ = ["Finding", "examine"]
+__all__ = ["CheckResult", "examine"]
 
-_LOOKS: tuple[Callable[[], Iterable[Finding]], ...] = (
+_LOOKS: tuple[Callable[[], Iterable[CheckResult]], ...] = (
     versions.look,
     limits.look,
     sharing.look,
@@ -27,7 +27,7 @@ _LOOKS: tuple[Callable[[], Iterable[Finding]], ...] = (
 )
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[CheckResult]:
     """Look at everything, one after the other. Local; imports torch, and starts two processes for a moment."""
     for look in _LOOKS:
         yield from look()

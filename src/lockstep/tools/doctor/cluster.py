@@ -9,59 +9,59 @@ from collections.abc import Iterator
 from lockstep import env
 from lockstep.launch.environment import visible_gpus
 from lockstep.mpi_library import is_installed
-from lockstep.tools.doctor.finding import Finding
+from lockstep.tools.doctor.check_result import CheckResult
 from lockstep.tools.doctor.versions import has_torch
 
 __all__ = ["look"]
 
 
-def look() -> Iterator[Finding]:
+def look() -> Iterator[CheckResult]:
     """What training on GPUs and on several hosts needs; absence is no fault."""
     yield _gpus()
     yield _name()
     yield _mpi()
     slurm = shutil.which("srun")
-    yield Finding("Slurm", slurm if slurm else "not there; `lockstep run --slurm` works on a cluster's login node")
+    yield CheckResult("Slurm", slurm if slurm else "not there; `lockstep run --slurm` works on a cluster's login node")
 
 
-def _gpus() -> Finding:
+def _gpus() -> CheckResult:
     gpus = visible_gpus(env.snapshot())
     if gpus == 0:
-        return Finding("GPUs", "none; `lockstep rehearse` runs scripts for GPUs on the CPU")
+        return CheckResult("GPUs", "none; `lockstep rehearse` runs scripts for GPUs on the CPU")
     if not has_torch():
-        return Finding("GPUs", f"{gpus}; without torch no more can be said")
+        return CheckResult("GPUs", f"{gpus}; without torch no more can be said")
     import torch
 
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if usable < gpus:
         reason = "a CPU build of torch" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
-        return Finding(
+        return CheckResult(
             "GPUs",
             f"{gpus}, of which torch ({reason}) can use {usable}",
             "install a CUDA build of PyTorch that fits the driver, which nvidia-smi shows",
             "pip install --force-reinstall torch",
         )
-    return Finding("GPUs", f"{gpus}: {', '.join(sorted({torch.cuda.get_device_name(gpu) for gpu in range(gpus)}))}")
+    return CheckResult("GPUs", f"{gpus}: {', '.join(sorted({torch.cuda.get_device_name(gpu) for gpu in range(gpus)}))}")
 
 
-def _name() -> Finding:
+def _name() -> CheckResult:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return Finding(
+        return CheckResult(
             "host name",
             f"{name}, which does not resolve",
             "the ranks of other hosts, Gloo and MPI look it up",
             f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
         )
-    return Finding("host name", f"{name}, {address}")
+    return CheckResult("host name", f"{name}, {address}")
 
 
-def _mpi() -> Finding:
+def _mpi() -> CheckResult:
     program, has_module = shutil.which("mpirun"), is_installed()
     if program and has_module:
-        return Finding("MPI", f"{program}, and mpi4py")
+        return CheckResult("MPI", f"{program}, and mpi4py")
     parts = [] if program else ["an MPI library (apt install openmpi-bin libopenmpi-dev)"]
     parts += [] if has_module else ["pip install 'torch-lockstep[mpi]'"]
-    return Finding("MPI", f"not there; backend mpi needs {' and '.join(parts)}")
+    return CheckResult("MPI", f"not there; backend mpi needs {' and '.join(parts)}")

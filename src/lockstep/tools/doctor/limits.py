@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep import env
 from lockstep.launch.environment import visible_cores
-from lockstep.tools.doctor.finding import Finding
+from lockstep.tools.doctor.check_result import CheckResult
 
 __all__ = ["allowed_cores", "available_mib", "look"]
 
@@ -31,7 +31,7 @@ _MIB = 1 << 20
 _UNLIMITED = 1 << 60
 
 
-def look() -> Iterator[Finding]:
+def look() -> Iterator[CheckResult]:
     """Cores, memory, open files, processes."""
     yield _cores()
     yield _memory()
@@ -39,12 +39,12 @@ def look() -> Iterator[Finding]:
     yield _processes()
 
 
-def _cores() -> Finding:
+def _cores() -> CheckResult:
     cores, allowed, threads = visible_cores(), allowed_cores(), env.OMP_NUM_THREADS.get()
     text = f"{cores} for this process" + (f", OMP_NUM_THREADS={threads}" if threads else "")
     if allowed is not None and allowed < cores:
         ranks = max(1, int(allowed))
-        return Finding(
+        return CheckResult(
             "cores",
             f"{text}; the container may use {allowed:g}",
             "a rank for each core, which is what --nproc auto starts, would wait for each other's turn",
@@ -52,36 +52,36 @@ def _cores() -> Finding:
         )
     if threads and threads.isdigit() and int(threads) > cores:
         remedy = f"more threads than cores: unset OMP_NUM_THREADS, or set it to {cores} divided by the number of ranks"
-        return Finding("cores", text, remedy, "unset OMP_NUM_THREADS")
-    return Finding("cores", text)
+        return CheckResult("cores", text, remedy, "unset OMP_NUM_THREADS")
+    return CheckResult("cores", text)
 
 
-def _memory() -> Finding:
+def _memory() -> CheckResult:
     free = available_mib()
     if free is None:
-        return Finding("memory", "this system does not say how much is free")
+        return CheckResult("memory", "this system does not say how much is free")
     ranks, fit = visible_cores(), free // _MIB_OF_RANK
     text = f"{free} MiB free, room for {fit} ranks before their models"
     if fit < 1:
-        return Finding("memory", text, "one rank may already be killed: free some, or give the container more")
+        return CheckResult("memory", text, "one rank may already be killed: free some, or give the container more")
     if fit < ranks:
         remedy = f"--nproc auto starts {ranks}, for which it does not suffice"
-        return Finding("memory", text, remedy, f"lockstep run --nproc {fit} train.py")
-    return Finding("memory", text)
+        return CheckResult("memory", text, remedy, f"lockstep run --nproc {fit} train.py")
+    return CheckResult("memory", text)
 
 
-def _open_files() -> Finding:
+def _open_files() -> CheckResult:
     limit = _soft_and_hard("RLIMIT_NOFILE")
     if limit is None:
-        return Finding("open files", "this system does not say how many")
+        return CheckResult("open files", "this system does not say how many")
     soft, hard = limit
     if soft < _FEW_FILES:
         reason, command = _way_to_more("-n", "nofile", hard if hard > soft else None, 65536)
-        return Finding("open files", f"at most {soft}", f"many ranks and loader workers need more{reason}", command)
-    return Finding("open files", f"at most {soft}")
+        return CheckResult("open files", f"at most {soft}", f"many ranks and loader workers need more{reason}", command)
+    return CheckResult("open files", f"at most {soft}")
 
 
-def _processes() -> Finding:
+def _processes() -> CheckResult:
     soft, hard = _soft_and_hard("RLIMIT_NPROC") or (_UNLIMITED, _UNLIMITED)
     of_container = min((int(value) for value in _settings("pids", "pids.max") if value.isdigit()), default=_UNLIMITED)
     smallest, wanted = min(soft, of_container), 8 * _FEW_PROCESSES
@@ -89,10 +89,10 @@ def _processes() -> Finding:
         remedy = "threads count too, and a rank has several for each core"
         if of_container <= soft:
             command = f"docker run --pids-limit={wanted} IMAGE"
-            return Finding("processes", f"at most {smallest}", f"{remedy}; the container's limit", command)
+            return CheckResult("processes", f"at most {smallest}", f"{remedy}; the container's limit", command)
         reason, command = _way_to_more("-u", "nproc", hard if hard > soft else None, wanted)
-        return Finding("processes", f"at most {smallest}", remedy + reason, command)
-    return Finding("processes", "no limit" if smallest >= _UNLIMITED else f"at most {smallest}")
+        return CheckResult("processes", f"at most {smallest}", remedy + reason, command)
+    return CheckResult("processes", "no limit" if smallest >= _UNLIMITED else f"at most {smallest}")
 
 
 def _way_to_more(option: str, name: str, hard: int | None, wanted: int) -> tuple[str, str]:

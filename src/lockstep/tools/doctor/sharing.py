@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.launch import support as launch_support
 from lockstep.shm import support
-from lockstep.tools.doctor.finding import Finding
+from lockstep.tools.doctor.check_result import CheckResult
 from lockstep.tools.doctor.versions import has_torch
 
 __all__ = ["look"]
@@ -26,7 +26,7 @@ _WORKERS_FOLDER = "/dev/shm"
 _OTHER_FOLDER = "mkdir -p ~/tmp; export TMPDIR=~/tmp"
 
 
-def look() -> Iterator[Finding]:
+def look() -> Iterator[CheckResult]:
     """Shared memory, the launcher, two ranks; without torch what can be said without it."""
     is_usable = has_torch()
     if is_usable:
@@ -40,10 +40,10 @@ def look() -> Iterator[Finding]:
         yield _two_ranks()
 
 
-def _segments() -> Finding:
+def _segments() -> CheckResult:
     missing = support.lack()
     if missing is not None:
-        return Finding("shared memory", f"none: {missing}", "ranks talk over gloo: the same answers, but slower")
+        return CheckResult("shared memory", f"none: {missing}", "ranks talk over gloo: the same answers, but slower")
     from lockstep.shm.segment import Segment
 
     try:
@@ -51,62 +51,62 @@ def _segments() -> Finding:
         segment.memory[0] = 1
         segment.release()
     except (LockstepError, OSError) as error:
-        return Finding("shared memory", str(error), "see the message", is_needed=True)
+        return CheckResult("shared memory", str(error), "see the message", is_needed=True)
     folder = support.segment_folder()
     if folder is None:
-        return Finding("shared memory", "works, in files without a name (memfd), which no file system limits")
+        return CheckResult("shared memory", "works, in files without a name (memfd), which no file system limits")
     free = _free_mib(folder)
     text = f"works, in files in {folder}, {free} MiB free"
     if free is not None and free < _LITTLE_FOR_SEGMENTS_MIB:
         remedy = "little for a group of several ranks"
-        return Finding("shared memory", text, remedy, f"mount -o remount,size=4G {folder}")
-    return Finding("shared memory", text)
+        return CheckResult("shared memory", text, remedy, f"mount -o remount,size=4G {folder}")
+    return CheckResult("shared memory", text)
 
 
-def _loader_workers() -> Finding:
+def _loader_workers() -> CheckResult:
     free = _free_mib(_WORKERS_FOLDER)
     if free is None:
-        return Finding("loader workers", f"{_WORKERS_FOLDER} cannot be looked at")
+        return CheckResult("loader workers", f"{_WORKERS_FOLDER} cannot be looked at")
     use = f"{_WORKERS_FOLDER}, through which workers of a DataLoader hand over batches,"
     if not os.access(_WORKERS_FOLDER, os.W_OK):
         remedy = "no worker can start: let it be written, or use num_workers=0"
         command = f"mount -o remount,rw {_WORKERS_FOLDER}"
-        return Finding("loader workers", f"{use} cannot be written", remedy, command, is_needed=True)
+        return CheckResult("loader workers", f"{use} cannot be written", remedy, command, is_needed=True)
     text = f"{use} has {free} MiB free"
     if free < _LITTLE_FOR_WORKERS_MIB:
-        return Finding(
+        return CheckResult(
             "loader workers",
             text,
             "little for batches of images: give the container more (docker run --shm-size=8g), or use num_workers=0",
             f"mount -o remount,size=8G {_WORKERS_FOLDER}",
             is_needed=free < _LITTLE_FOR_FOLDER_MIB,
         )
-    return Finding("loader workers", text)
+    return CheckResult("loader workers", text)
 
 
-def _temporary_folder() -> Finding:
+def _temporary_folder() -> CheckResult:
     try:
         with tempfile.TemporaryDirectory() as folder:
             free = shutil.disk_usage(folder).free // _MIB
     except OSError as error:
         remedy = "the launcher needs a folder of its own there: set TMPDIR to one that can be written"
-        return Finding("temporary files", str(error), remedy, _OTHER_FOLDER, is_needed=True)
+        return CheckResult("temporary files", str(error), remedy, _OTHER_FOLDER, is_needed=True)
     text = f"{tempfile.gettempdir()}, {free} MiB free"
     if free < _LITTLE_FOR_FOLDER_MIB:
         remedy = "almost full: free some, or set TMPDIR"
-        return Finding("temporary files", text, remedy, _OTHER_FOLDER, is_needed=True)
-    return Finding("temporary files", text)
+        return CheckResult("temporary files", text, remedy, _OTHER_FOLDER, is_needed=True)
+    return CheckResult("temporary files", text)
 
 
-def _launcher() -> Finding:
+def _launcher() -> CheckResult:
     try:
         launch_support.check()
     except LaunchError as error:
-        return Finding("launcher", "cannot work here", str(error))
-    return Finding("launcher", "can start and watch processes")
+        return CheckResult("launcher", "cannot work here", str(error))
+    return CheckResult("launcher", "can start and watch processes")
 
 
-def _two_ranks() -> Finding:
+def _two_ranks() -> CheckResult:
     from lockstep.launch.spawn import spawn
     from lockstep.tools.doctor.two_ranks import add_ones
 
@@ -115,11 +115,11 @@ def _two_ranks() -> Finding:
         sums = spawn(add_ones, nproc=2, timeout=_MEET_TIMEOUT_S)
     except Exception as error:
         text = f"two ranks did not meet: {type(error).__name__}: {str(error).splitlines()[0]}"
-        return Finding("two ranks", text, "see the message", "lockstep doctor --capabilities", is_needed=True)
+        return CheckResult("two ranks", text, "see the message", "lockstep doctor --capabilities", is_needed=True)
     if sums != [2.0, 2.0]:
         text = f"added 1 and 1 to {sums}"
-        return Finding("two ranks", text, "a fault of Lockstep: please report it", is_needed=True)
-    return Finding("two ranks", f"started, met and added in {time.monotonic() - begun_s:.1f} s")
+        return CheckResult("two ranks", text, "a fault of Lockstep: please report it", is_needed=True)
+    return CheckResult("two ranks", f"started, met and added in {time.monotonic() - begun_s:.1f} s")
 
 
 def _free_mib(folder: str) -> int | None:

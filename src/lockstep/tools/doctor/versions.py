@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lockstep.comm.torch_version import NEWEST_TESTED, OLDEST, release_of
 from lockstep.launch.stacks import find_py_spy
-from lockstep.tools.doctor.finding import Finding
+from lockstep.tools.doctor.check_result import CheckResult
 
 __all__ = ["has_torch", "look", "look_at_extras"]
 
@@ -25,38 +25,42 @@ _EXTRAS = {
 }
 
 
-def look() -> Iterator[Finding]:
+def look() -> Iterator[CheckResult]:
     """Python and torch."""
     yield _python()
     yield _torch()
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     text = f"{platform.python_version()}, {sys.executable}"
     if sys.version_info[:2] > _NEWEST_PYTHON_TESTED:
         newest = ".".join(map(str, _NEWEST_PYTHON_TESTED))
-        return Finding("Python", text, f"newer than {newest}, the newest tested: compare with that if something fails")
-    return Finding("Python", text)
+        return CheckResult(
+            "Python", text, f"newer than {newest}, the newest tested: compare with that if something fails"
+        )
+    return CheckResult("Python", text)
 
 
-def _torch() -> Finding:
+def _torch() -> CheckResult:
     oldest = ".".join(map(str, OLDEST))
     install = f"pip install 'torch>={oldest}'"
     try:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError) as error:
-        return Finding("torch", f"cannot be imported: {error}", *_remedy_for(str(error), install), is_needed=True)
+        return CheckResult("torch", f"cannot be imported: {error}", *_remedy_for(str(error), install), is_needed=True)
     release = release_of(torch.__version__)
     if release < OLDEST:
-        return Finding("torch", torch.__version__, f"older than {oldest}, the oldest that works", install, True)
+        return CheckResult("torch", torch.__version__, f"older than {oldest}, the oldest that works", install, True)
     kinds = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     built = ", ".join(name for name, is_there in kinds.items() if is_there) or "no backend"
     text = f"{torch.__version__} with {built}"
     if release > NEWEST_TESTED:
         newest = ".".join(map(str, NEWEST_TESTED))
-        return Finding("torch", text, f"newer than {newest}, the newest tested: compare with that if something fails")
-    return Finding("torch", text)
+        return CheckResult(
+            "torch", text, f"newer than {newest}, the newest tested: compare with that if something fails"
+        )
+    return CheckResult("torch", text)
 
 
 def _remedy_for(error: str, install: str) -> tuple[str, str]:
@@ -79,12 +83,12 @@ def has_torch() -> bool:
     return True
 
 
-def look_at_extras() -> Iterator[Finding]:
+def look_at_extras() -> Iterator[CheckResult]:
     """Packages whose absence is no fault."""
     for extra, (use, modules) in _EXTRAS.items():
         absent = [name for name in modules if importlib.util.find_spec(name) is None]
         install = f"pip install 'torch-lockstep[{extra}]'"
         text = "there" if not absent else f"without {', '.join(absent)}, which {use} needs: {install}"
-        yield Finding(f"[{extra}]", text)
+        yield CheckResult(f"[{extra}]", text)
     is_there = find_py_spy() is not None
-    yield Finding("py-spy", "there" if is_there else "not there; for --stacks-on-timeout: pip install py-spy")
+    yield CheckResult("py-spy", "there" if is_there else "not there; for --stacks-on-timeout: pip install py-spy")

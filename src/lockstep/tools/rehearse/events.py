@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.tools.rehearse.line import Site
-from lockstep.tools.rehearse.settings import Settings
+from lockstep.tools.rehearse.settings import RehearsalSettings
 
-__all__ = ["Event", "Process", "RehearsedJob", "read_records"]
+__all__ = ["Process", "RehearsedJob", "TraceEvent", "read_records"]
 
 _PATTERN = "rehearsal-*.json"
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """Something that was seen.
 
     Attributes:
@@ -56,10 +56,10 @@ class Process:
     joined: bool
     finished: bool
     pid: int
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     family: str = ""
 
-    def of(self, kind: str) -> Iterator[Event]:
+    def of(self, kind: str) -> Iterator[TraceEvent]:
         """Its events of one kind."""
         return (event for event in self.events if event.kind == kind)
 
@@ -75,7 +75,7 @@ class RehearsedJob:
     """
 
     processes: tuple[Process, ...]
-    settings: Settings
+    settings: RehearsalSettings
     unread: tuple[str, ...] = field(default=())
 
     @property
@@ -107,15 +107,15 @@ class RehearsedJob:
         """The pretended node that a rank is on."""
         return rank // max(1, self.world_size // self.settings.nodes)
 
-    def each(self, kind: str) -> Iterator[tuple[Process, Event]]:
+    def each(self, kind: str) -> Iterator[tuple[Process, TraceEvent]]:
         """All events of one kind, with who saw them."""
         for process in self.processes:
             for event in process.of(kind):
                 yield process, event
 
-    def by_sites(self, kind: str) -> dict[tuple[Site, ...], list[tuple[Process, Event]]]:
+    def by_sites(self, kind: str) -> dict[tuple[Site, ...], list[tuple[Process, TraceEvent]]]:
         """Events of one kind by the lines that led to them."""
-        found: dict[tuple[Site, ...], list[tuple[Process, Event]]] = {}
+        found: dict[tuple[Site, ...], list[tuple[Process, TraceEvent]]] = {}
         for process, event in self.each(kind):
             found.setdefault(event.sites, []).append((process, event))
         return found
@@ -124,7 +124,8 @@ class RehearsedJob:
 def _load(path: Path) -> Process:
     raw = json.loads(path.read_text(encoding="utf-8"))
     events = tuple(
-        Event(one["kind"], tuple(Site.load(values) for values in one["sites"]), one["data"]) for one in raw["events"]
+        TraceEvent(one["kind"], tuple(Site.load(values) for values in one["sites"]), one["data"])
+        for one in raw["events"]
     )
     who = (raw["rank"], raw["world_size"], raw["joined"], raw["finished"], raw["pid"])
     return Process(*who, events, raw["family"])
@@ -138,7 +139,7 @@ def _load_or_say(path: Path) -> Process | str:
         return f"{path.name}: {error}"
 
 
-def read_records(folder: Path, settings: Settings) -> RehearsedJob:
+def read_records(folder: Path, settings: RehearsalSettings) -> RehearsedJob:
     """What all processes left in the job's private folder. A damaged record is left out, and named."""
     processes, unread = [], []
     for path in sorted(folder.glob(_PATTERN)):

@@ -11,7 +11,7 @@ import sys
 
 from lockstep import env
 from lockstep.launch import worker
-from lockstep.tools.rehearse.settings import Settings
+from lockstep.tools.rehearse.settings import RehearsalSettings
 
 __all__ = ["install", "set_variables"]
 
@@ -23,13 +23,13 @@ def install() -> None:
     """Make this process one of the rehearsal: stand-ins for GPUs, and everything watched. For good."""
     from lockstep.tools.rehearse import devices, spawning, watch
 
-    settings = Settings.load()
+    settings = RehearsalSettings.load()
     devices.install(settings.devices, settings.memory_bytes)
     watch.install(with_horovod=settings.horovod)
     spawning.install()
 
 
-def set_variables(settings: Settings) -> None:
+def set_variables(settings: RehearsalSettings) -> None:
     """Say to the script which node it is on, as the launcher of several nodes would.
 
     Raises:
@@ -69,7 +69,7 @@ def _main(arguments: list[str]) -> None:
     # Where `-m` put the current folder; the script gets its own.
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
-    settings = Settings.load()
+    settings = RehearsalSettings.load()
     set_variables(settings)
     install()
     if settings.local_rank_option:

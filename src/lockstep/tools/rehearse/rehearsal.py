@@ -20,7 +20,7 @@ from lockstep.tools.rehearse.events import RehearsedJob, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
 from lockstep.tools.rehearse.plan import Needs, read_script
 from lockstep.tools.rehearse.report import format_json, format_text
-from lockstep.tools.rehearse.settings import Settings, parse_memory
+from lockstep.tools.rehearse.settings import RehearsalSettings, parse_memory
 
 __all__ = ["Rehearsal", "rehearse"]
 
@@ -64,10 +64,10 @@ class Rehearsal:
     grace_s: float = 5.0
 
 
-def _settings(rehearsal: Rehearsal, needs: Needs) -> Settings:
+def _settings(rehearsal: Rehearsal, needs: Needs) -> RehearsalSettings:
     once = needs.is_one_process if rehearsal.start == "auto" else rehearsal.start == "once"
     passes_local_rank = needs.declares_local_rank and not once
-    return Settings(
+    return RehearsalSettings(
         devices=rehearsal.nproc if rehearsal.gpus is None else rehearsal.gpus,
         nodes=rehearsal.nodes,
         processes_per_node=1 if once else rehearsal.nproc,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from lockstep import env
 from lockstep.errors import InputError, LaunchError
 
-__all__ = ["Settings", "parse_memory"]
+__all__ = ["RehearsalSettings", "parse_memory"]
 
 _UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _MEMORY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
@@ -35,7 +35,7 @@ def parse_memory(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RehearsalSettings:
     """One rehearsal.
 
     Attributes:
@@ -61,7 +61,7 @@ class Settings:
         return json.dumps(asdict(self))
 
     @classmethod
-    def load(cls) -> Settings:
+    def load(cls) -> RehearsalSettings:
         """The settings of the rehearsal that this process belongs to.
 
         Raises:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env
-from lockstep.comm.backend import EngineProcessGroup
+from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.compat.horovod.common.exceptions import HorovodInternalError
 from lockstep.compat.horovod.torch.execution import Executor, Match, gather_equal
@@ -438,8 +438,9 @@ class Channel:
             wrapped = HorovodInternalError(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
         self._broken = wrapped
-        if isinstance(self.control, EngineProcessGroup):
-            self.control.fail(describe_exception(error), error)
+        engine = engine_of(self.control)
+        if engine is not None:
+            engine.fail(describe_exception(error), error)
         self._fail_all(wrapped)
 
     def _fail_all(self, error: BaseException) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from lockstep.comm.backend import EngineProcessGroup
+from lockstep.comm.backend import engine_of
 from lockstep.compat.horovod.torch.adasum import reduce_adasum
 from lockstep.compat.horovod.torch.meta import Meta
 from lockstep.compat.horovod.torch.request import Request
@@ -67,10 +67,11 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
 
 def gather_equal(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Copy the ranks' tensors, all of one size, one behind the other. Collective."""
-    if isinstance(group, EngineProcessGroup):
+    engine = engine_of(group)
+    if engine is not None:
         # As torch does, without its logging decorators, which take longer than the operation.
         rows = list(output.view(group.size(), -1).unbind(0))
-        group.engine.all_gather([rows], [tensor], is_async=False, timeout_s=None)
+        engine.all_gather([rows], [tensor], is_async=False, timeout_s=None)
     else:
         # Renamed in torch 2.13; the old name warns there.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -189,12 +190,12 @@ class Executor:
         )
 
     def _reduce_each(self, op: str, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        averages = op == "Average" and _can_average(tensors[0].dtype, group)
+        can = _abilities_of(group)
+        averages = op == "Average" and can.average and _has_fractions(tensors[0].dtype)
         kind = ReduceOp.AVG if averages else _OPS[op]
-        is_async = not isinstance(group, EngineProcessGroup)
         given = tensors
         tensors = [tensor.clone() if self._symmetric and self._is_symmetric(tensor) else tensor for tensor in given]
-        works = [dist.all_reduce(tensor, kind, group=group, async_op=is_async) for tensor in tensors]
+        works = [dist.all_reduce(tensor, kind, group=group, async_op=not can.run_here) for tensor in tensors]
         for work in works:
             if work is not None:
                 work.wait()
@@ -248,10 +249,10 @@ class Executor:
         group = self._group_for(tensor.device.type)
         if len(set(sizes)) == 1:
             gather_equal(output, tensor, group)
-        elif isinstance(group, EngineProcessGroup):
+        elif _abilities_of(group).take_uneven:
             dist.all_gather(list(torch.split(output, sizes)), tensor, group=group)
         else:
-            # Other groups gather equal sizes only.
+            # This group gathers equal sizes only.
             padded = tensor.new_zeros((max(sizes), *rest))
             padded[: tensor.size(0)].copy_(tensor)
             gathered = tensor.new_empty((len(sizes), *padded.shape))
@@ -280,15 +281,16 @@ class Executor:
         if meta.prescale != 1.0:
             tensor = tensor.clone()
             scale(tensor, meta.prescale)
-        if isinstance(group, EngineProcessGroup) or (not extra and dist.get_backend(group) == "nccl"):
+        can = _abilities_of(group)
+        if can.reduce_scatter and (can.take_uneven or not extra):
             output = tensor.new_empty((sizes[self._rank], *tensor.shape[1:]))
-            averages = meta.op == "Average" and _can_average(tensor.dtype, group)
+            averages = meta.op == "Average" and can.average and _has_fractions(tensor.dtype)
             op = ReduceOp.AVG if averages else ReduceOp.SUM
             dist.reduce_scatter(output, list(torch.split(tensor, sizes)), op, group=group)
             if meta.op == "Average" and not averages:
                 self._divide(output)
         else:
-            # gloo has no reduce_scatter of uneven parts.
+            # gloo has no reduce_scatter, and NCCL none of uneven parts.
             whole = tensor.clone()
             self._reduce_each(meta.op, [whole], group)
             output = torch.split(whole, sizes)[self._rank].clone()
@@ -296,9 +298,32 @@ class Executor:
         return output
 
 
-def _can_average(dtype: torch.dtype, group: dist.ProcessGroup) -> bool:
-    """Whether a group divides sums of this dtype by itself."""
-    return _has_fractions(dtype) and (isinstance(group, EngineProcessGroup) or dist.get_backend(group) == "nccl")
+@dataclass(frozen=True)
+class _Abilities:
+    """What a c10d group can do.
+
+    Attributes:
+        average: divide floating-point sums by itself.
+        reduce_scatter: reduce and scatter.
+        take_uneven: gather and scatter tensors whose sizes differ between ranks.
+        run_here: run in the caller's thread, which then need not wait for another.
+    """
+
+    average: bool
+    reduce_scatter: bool
+    take_uneven: bool
+    run_here: bool
+
+
+_OURS = _Abilities(average=True, reduce_scatter=True, take_uneven=True, run_here=True)
+_NCCL = _Abilities(average=True, reduce_scatter=True, take_uneven=False, run_here=False)
+_OTHERS = _Abilities(average=False, reduce_scatter=False, take_uneven=False, run_here=False)
+
+
+def _abilities_of(group: dist.ProcessGroup) -> _Abilities:
+    if engine_of(group) is not None:
+        return _OURS
+    return _NCCL if dist.get_backend(group) == "nccl" else _OTHERS
 
 
 def _has_fractions(dtype: torch.dtype) -> bool:

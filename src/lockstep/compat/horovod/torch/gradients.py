@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.backend import engine_of
+from lockstep.comm.engine import Engine
 from lockstep.compat.horovod.torch.channel import Channel
 from lockstep.compat.horovod.torch.compression import Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
@@ -30,7 +31,7 @@ from lockstep.parallel.buckets import BucketPlan, plan_buckets
 from lockstep.parallel.symmetric import SymmetricTransport
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["Buckets", "Settings", "reduce_dense", "reduce_sparse"]
+__all__ = ["Buckets", "ReductionSettings", "reduce_dense", "reduce_sparse"]
 
 # Those of lockstep.DistributedDataParallel.
 _BUCKET_BYTES = 25 << 20
@@ -38,7 +39,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReductionSettings:
     """How an optimizer's gradients are reduced.
 
     Attributes:
@@ -65,7 +66,7 @@ def _write_back(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def reduce_dense(
-    channel: Channel, names: Sequence[str], parameters: Sequence[torch.Tensor], settings: Settings
+    channel: Channel, names: Sequence[str], parameters: Sequence[torch.Tensor], settings: ReductionSettings
 ) -> Callable[[], None]:
     """Submit the gradients of some parameters as one request.
 
@@ -113,7 +114,7 @@ def _bulk_name(names: Sequence[str]) -> str:
     return f"allreduce.{names[0]} and {len(names) - 1} more ({digest})"
 
 
-def reduce_sparse(name: str, parameter: torch.Tensor, settings: Settings) -> Callable[[], None]:
+def reduce_sparse(name: str, parameter: torch.Tensor, settings: ReductionSettings) -> Callable[[], None]:
     """Submit one sparse gradient, by its entries. See `reduce_dense`."""
     gradient = parameter.grad
     assert gradient is not None
@@ -132,12 +133,12 @@ class _Averaging(SymmetricTransport):
 
     Args:
         plans: the buckets.
-        group: a lockstep group.
+        engine: of a group whose ranks share memory.
         key: decides, with all ranks, whether they want the same.
     """
 
-    def __init__(self, plans: Sequence[BucketPlan], group: LockstepProcessGroup, key: object) -> None:
-        super().__init__(plans, group)
+    def __init__(self, plans: Sequence[BucketPlan], engine: Engine, key: object) -> None:
+        super().__init__(plans, engine)
         self._key = key
 
     def average(self) -> None:
@@ -283,9 +284,9 @@ class Buckets:
         self._left.clear()
 
     def _make_transport(self) -> None:
-        group = self.channel.control
-        assert isinstance(group, LockstepProcessGroup)
-        transport = self._transport = _Averaging(self._plans, group, self._meta.signature)
+        engine = engine_of(self.channel.control)
+        assert engine is not None
+        transport = self._transport = _Averaging(self._plans, engine, self._meta.signature)
         self._views = [torch.empty(0)] * len(self._parameters)
         for bucket, members in enumerate(self._members):
             for offset, index in members:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm.backend import LockstepProcessGroup
+from lockstep.comm.backend import engine_of
 from lockstep.compat.horovod.common.exceptions import UnsupportedError
 from lockstep.compat.horovod.torch import runtime
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
 from lockstep.compat.horovod.torch.context import size
 from lockstep.compat.horovod.torch.counting import CountingOptimizer, Counts
 from lockstep.compat.horovod.torch.delta_optimizer import DeltaOptimizer
-from lockstep.compat.horovod.torch.gradients import Buckets, Settings, reduce_dense, reduce_sparse
+from lockstep.compat.horovod.torch.gradients import Buckets, ReductionSettings, reduce_dense, reduce_sparse
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of
 from lockstep.compat.horovod.torch.mpi_ops.reductions import Adasum, Average, ReductionOp, allreduce, check_op
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
@@ -43,11 +43,16 @@ class ReducingOptimizer(CountingOptimizer):
     Made by `DistributedOptimizer`, not by hand. See [Note: held back] in `gradients.py`.
     """
 
-    _settings: Settings
+    _settings: ReductionSettings
     _sparse_as_dense = False
 
     def _prepare(
-        self, names: Sequence[str], parameters: Sequence[torch.Tensor], settings: Settings, passes: int, groups: Any
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        settings: ReductionSettings,
+        passes: int,
+        groups: Any,
     ) -> None:
         self._settings = settings
         self._names = list(names)
@@ -84,7 +89,8 @@ class ReducingOptimizer(CountingOptimizer):
             return
         self._channel = channel_of(self.process_set, "allreduce")
         on_cpu = all(parameter.is_cpu for parameter in self._parameters)
-        self._counts.holds_back = on_cpu and isinstance(self._channel.control, LockstepProcessGroup)
+        engine = engine_of(self._channel.control)
+        self._counts.holds_back = on_cpu and engine is not None and engine.team.shares_memory
         if self._counts.holds_back:
             self._channel.add_holder(self)
 
@@ -332,7 +338,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         delta = wrap(optimizer, DeltaOptimizer)
         delta._prepare(names, parameters, compression, backward_passes_per_step)
         return delta
-    settings = Settings(compression, chosen, float(gradient_predivide_factor), process_set)
+    settings = ReductionSettings(compression, chosen, float(gradient_predivide_factor), process_set)
     reducing = wrap(optimizer, ReducingOptimizer)
     reducing._sparse_as_dense = sparse_as_dense
     reducing._prepare(names, parameters, settings, backward_passes_per_step, groups)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.backend import engine_of
 from lockstep.comm.names import BACKEND_NAME
 from lockstep.compat.horovod.common.exceptions import NotInitializedError
 from lockstep.compat.horovod.torch.channel import Channel
@@ -64,7 +65,7 @@ class Runtime:
         set_id = next(self._ids)
         has_gpus = "nccl" in self.world.backend
         control_backend = (BACKEND_NAME if self._is_one_host() else "gloo") if has_gpus else None
-        engine = getattr(dist.group.WORLD, "engine", None)
+        engine = engine_of(dist.group.WORLD)
         timeout = None if engine is None else timedelta(seconds=engine.timeout_s)
         control = dist.new_group(list(ranks), backend=control_backend, timeout=timeout)
         accelerator = dist.new_group(list(ranks), backend="nccl") if has_gpus else None

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lockstep.tools.rehearse.events import Event, Process, RehearsedJob
+from lockstep.tools.rehearse.events import Process, RehearsedJob, TraceEvent
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 
 __all__ = ["KINDS"]
@@ -21,7 +21,7 @@ class _Writers:
         by_node: for each copy of the job and node of it, the ranks there.
     """
 
-    event: Event
+    event: TraceEvent
     by_node: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
 
     @property

@@ -17,29 +17,30 @@ _RANK_WORDS = ("rank", "gpu", "is_main", "master", "is_chief")
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CollectiveCall:
     """One collective of one rank: what, and from which line."""
 
     text: str
     site: Site | None
 
 
-def _calls(job: RehearsedJob) -> dict[object, dict[int, list[_Call]]]:
+def _calls(job: RehearsedJob) -> dict[object, dict[int, list[_CollectiveCall]]]:
     """Group -> rank -> its calls."""
-    found: dict[object, dict[int, list[_Call]]] = {}
+    found: dict[object, dict[int, list[_CollectiveCall]]] = {}
     for process, event in job.each("sequence"):
         if process.rank is None:
             continue
         texts, lines = event.data["texts"], event.data["lines"]
         calls = [
-            _Call(texts[text], Site.load(lines[line]) if lines[line][0] else None) for text, line in event.data["calls"]
+            _CollectiveCall(texts[text], Site.load(lines[line]) if lines[line][0] else None)
+            for text, line in event.data["calls"]
         ]
         group = (event.data["group"], tuple(event.data["ranks"]))
         found.setdefault(group, {}).setdefault(process.rank, calls)
     return found
 
 
-def _parting(calls: Sequence[Sequence[_Call]]) -> int | None:
+def _parting(calls: Sequence[Sequence[_CollectiveCall]]) -> int | None:
     """Where the ranks first come for different things, or not at all; None if never."""
     for number in range(max(map(len, calls))):
         texts = {each[number].text if number < len(each) else None for each in calls}
@@ -52,10 +53,10 @@ def _is_about_rank(site: Site) -> bool:
     return any(word in name for names in tests_around(site.file, site.line) for name in names for word in _RANK_WORDS)
 
 
-def _blame(callers: dict[_Call, list[int]]) -> _Call:
+def _blame(callers: dict[_CollectiveCall, list[int]]) -> _CollectiveCall:
     """The line under a test of the rank, else the one under most tests, else that of the smaller party."""
 
-    def order(call: _Call) -> tuple[bool, int, int, list[int]]:
+    def order(call: _CollectiveCall) -> tuple[bool, int, int, list[int]]:
         assert call.site is not None
         num_tests = len(tests_around(call.site.file, call.site.line))
         return not _is_about_rank(call.site), -num_tests, len(callers[call]), callers[call]
@@ -72,7 +73,7 @@ def _partings(job: RehearsedJob) -> Iterator[tuple[str, Finding]]:
         number = _parting([by_rank[rank] for rank in ranks])
         if number is None:
             continue
-        parties: dict[_Call | None, list[int]] = {}
+        parties: dict[_CollectiveCall | None, list[int]] = {}
         for rank in ranks:
             call = by_rank[rank][number] if number < len(by_rank[rank]) else None
             parties.setdefault(call, []).append(rank)
@@ -90,7 +91,7 @@ def _partings(job: RehearsedJob) -> Iterator[tuple[str, Finding]]:
         yield kind, Finding(kind, (blamed.site,), what, tuple(who))
 
 
-def _describe(call: _Call | None, ranks: Sequence[int]) -> str:
+def _describe(call: _CollectiveCall | None, ranks: Sequence[int]) -> str:
     if call is None:
         return f"{name_ranks(ranks)} came to no further collective"
     return f"{name_ranks(ranks)} called {call.text} at {call.site}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Event, RehearsedJob
+from lockstep.tools.rehearse.events import RehearsedJob, TraceEvent
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 
@@ -14,7 +14,7 @@ __all__ = ["KINDS"]
 
 def _whole_set_on_each(job: RehearsedJob) -> Iterator[Finding]:
     """A whole pass that trains nothing, over the very same samples on every rank."""
-    passes: dict[tuple[tuple[Site, ...], tuple[Site, ...], int], dict[int, Event]] = defaultdict(dict)
+    passes: dict[tuple[tuple[Site, ...], tuple[Site, ...], int], dict[int, TraceEvent]] = defaultdict(dict)
     for process, event in job.each("pass"):
         data = event.data
         is_evaluation = data["finished"] and not data["trained"] and not data["backwards"]

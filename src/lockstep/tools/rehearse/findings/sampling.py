@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep.tools.rehearse.events import Event, RehearsedJob
+from lockstep.tools.rehearse.events import RehearsedJob, TraceEvent
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
 from lockstep.tools.rehearse.line import Site
 
 __all__ = ["KINDS"]
 
 
-def _sites(event: Event, name: str) -> tuple[Site, ...]:
+def _sites(event: TraceEvent, name: str) -> tuple[Site, ...]:
     return tuple(Site.load(values) for values in event.data[name])
 
 
 def _forgotten_epochs(job: RehearsedJob) -> Iterator[Finding]:
     """Two training passes in the same shuffled order, over a sampler that was never told of an epoch."""
     for process in job.processes:
-        trained: dict[object, list[Event]] = defaultdict(list)
+        trained: dict[object, list[TraceEvent]] = defaultdict(list)
         for event in process.of("pass"):
             if event.data["has_sampler"] and event.data["shuffles"] and event.data["trained"]:
                 trained[_sites(event, "sampler")].append(event)

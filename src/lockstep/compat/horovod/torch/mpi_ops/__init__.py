@@ -5,73 +5,24 @@ General layout, from the bottom up:
 * `handles`: numbers that stand for operations under way, and what every operation checks first.
 * `reductions`: allreduce; `gathers`: allgather; `sparse`: allreduce of sparse tensors.
 * `broadcasts`: broadcast; `alltoalls`: alltoall; `scatters`: reducescatter.
+
+`__all__` is the list of what Horovod has under this name: mypy wants it written out, and the modules have more.
 """
+
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
 from lockstep.compat.horovod.common.exceptions import HorovodInternalError
-from lockstep.compat.horovod.torch.context import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from lockstep.compat.horovod.torch.mpi_ops.alltoalls import alltoall, alltoall_async
-from lockstep.compat.horovod.torch.mpi_ops.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
-from lockstep.compat.horovod.torch.mpi_ops.gathers import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from lockstep.compat.horovod.torch.mpi_ops.handles import barrier, join, poll, synchronize
-from lockstep.compat.horovod.torch.mpi_ops.reductions import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from lockstep.compat.horovod.torch.mpi_ops.scatters import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from lockstep.compat.horovod.torch.mpi_ops.sparse import sparse_allreduce_async
-from lockstep.compat.horovod.torch.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from lockstep.compat.horovod.torch.context import *
+from lockstep.compat.horovod.torch.mpi_ops.alltoalls import *
+from lockstep.compat.horovod.torch.mpi_ops.broadcasts import *
+from lockstep.compat.horovod.torch.mpi_ops.gathers import *
+from lockstep.compat.horovod.torch.mpi_ops.handles import *
+from lockstep.compat.horovod.torch.mpi_ops.reductions import *
+from lockstep.compat.horovod.torch.mpi_ops.scatters import *
+from lockstep.compat.horovod.torch.mpi_ops.sparse import *
+from lockstep.compat.horovod.torch.process_sets import *
 
 __all__ = [
     "Adasum",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Finding"]
+__all__ = ["CheckResult"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What was looked at, and what to do about it.
 
     Attributes:

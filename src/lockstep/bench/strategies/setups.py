@@ -19,12 +19,12 @@ from lockstep.bench.strategies.task import Task
 from lockstep.recipes.imagenet.strategies import prepare
 from lockstep.world import World
 
-__all__ = ["Engine", "Setting", "alone", "build"]
+__all__ = ["TrainingConfig", "TrainingSetup", "alone", "build"]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where an engine is built.
+class TrainingConfig:
+    """What a way is set up for.
 
     Attributes:
         task: what is trained.
@@ -52,7 +52,7 @@ def _backward(loss: Tensor, share: BatchShare) -> None:
 
 
 @dataclass
-class Engine:
+class TrainingSetup:
     """A way, ready to train.
 
     Attributes:
@@ -87,32 +87,34 @@ class Engine:
         self.optimizer.state.clear()
 
 
-def alone(setting: Setting, rank: int = 0, world_size: int = 1) -> Engine:
+def alone(config: TrainingConfig, rank: int = 0, world_size: int = 1) -> TrainingSetup:
     """One process that averages with nobody: `single`; or what a rank computes, without its communication."""
-    module = setting.model()
-    optimizer = setting.optimizer(module)
-    return Engine(module, module, optimizer, rank, world_size, step=optimizer.step, zero_grad=optimizer.zero_grad)
+    module = config.model()
+    optimizer = config.optimizer(module)
+    return TrainingSetup(
+        module, module, optimizer, rank, world_size, step=optimizer.step, zero_grad=optimizer.zero_grad
+    )
 
 
-def build(name: str, setting: Setting) -> Engine:
+def build(name: str, config: TrainingConfig) -> TrainingSetup:
     """Build a way. Collective: every rank of it calls this.
 
     Args:
         name: one of `ways.WAYS`.
     """
     if name in _BUILDERS:
-        return _BUILDERS[name](setting)
-    return _ours(name, setting)
+        return _BUILDERS[name](config)
+    return _ours(name, config)
 
 
-def _ours(name: str, setting: Setting) -> Engine:
+def _ours(name: str, config: TrainingConfig) -> TrainingSetup:
     """A strategy of `lockstep train imagenet`."""
     if name in ("apex", "horovod"):
         _take_own_shims()
-    world = setting.initialize(device=setting.device)
-    module = setting.model()
-    precision = "fp64" if setting.task.dtype == torch.float64 else "fp32"
-    strategy = prepare(name, module, setting.optimizer(module), world, precision=precision, replicas=setting.nproc)
+    world = config.initialize(device=config.device)
+    module = config.model()
+    precision = "fp64" if config.task.dtype == torch.float64 else "fp32"
+    strategy = prepare(name, module, config.optimizer(module), world, precision=precision, replicas=config.nproc)
     update = strategy.update
 
     def step() -> None:
@@ -123,7 +125,7 @@ def _ours(name: str, setting: Setting) -> Engine:
         strategy.close()
         world.shutdown()
 
-    return Engine(
+    return TrainingSetup(
         strategy.model,
         strategy.model.module,
         strategy.optimizer,
@@ -156,21 +158,21 @@ def _weighted_backward(loss: Tensor, share: BatchShare) -> None:
     _backward(_weighted(loss, share), share)
 
 
-def _torch_dp(setting: Setting) -> Engine:
-    module = setting.model()
-    optimizer = setting.optimizer(module)
-    model = nn.DataParallel(module, device_ids=list(range(setting.nproc)))
-    return Engine(model, module, optimizer, step=optimizer.step, zero_grad=optimizer.zero_grad)
+def _torch_dp(config: TrainingConfig) -> TrainingSetup:
+    module = config.model()
+    optimizer = config.optimizer(module)
+    model = nn.DataParallel(module, device_ids=list(range(config.nproc)))
+    return TrainingSetup(model, module, optimizer, step=optimizer.step, zero_grad=optimizer.zero_grad)
 
 
-def _torch_ddp(setting: Setting) -> Engine:
-    dist.init_process_group("nccl" if setting.device.type == "cuda" else "gloo")
-    return _around_torch_ddp(setting, dist.destroy_process_group)
+def _torch_ddp(config: TrainingConfig) -> TrainingSetup:
+    dist.init_process_group("nccl" if config.device.type == "cuda" else "gloo")
+    return _around_torch_ddp(config, dist.destroy_process_group)
 
 
-def _torch_ddp_on_lockstep(setting: Setting) -> Engine:
-    world = setting.initialize(device=setting.device)
-    return _around_torch_ddp(setting, world.shutdown)
+def _torch_ddp_on_lockstep(config: TrainingConfig) -> TrainingSetup:
+    world = config.initialize(device=config.device)
+    return _around_torch_ddp(config, world.shutdown)
 
 
 def _averaging_plainly(
@@ -180,9 +182,9 @@ def _averaging_plainly(
     rank: int,
     world_size: int,
     close: Callable[[], object],
-) -> Engine:
+) -> TrainingSetup:
     """Of a library that takes the plain mean over ranks, with an optimizer that is called as without it."""
-    return Engine(
+    return TrainingSetup(
         model,
         module,
         optimizer,
@@ -195,22 +197,22 @@ def _averaging_plainly(
     )
 
 
-def _around_torch_ddp(setting: Setting, close: Callable[[], object]) -> Engine:
-    module = setting.model()
-    optimizer = setting.optimizer(module)
-    device_ids = [setting.device.index] if setting.device.type == "cuda" else None
+def _around_torch_ddp(config: TrainingConfig, close: Callable[[], object]) -> TrainingSetup:
+    module = config.model()
+    optimizer = config.optimizer(module)
+    device_ids = [config.device.index] if config.device.type == "cuda" else None
     model = nn.parallel.DistributedDataParallel(module, device_ids=device_ids)
     return _averaging_plainly(model, module, optimizer, dist.get_rank(), dist.get_world_size(), close)
 
 
-def _accelerate(setting: Setting) -> Engine:
+def _accelerate(config: TrainingConfig) -> TrainingSetup:
     import accelerate  # type: ignore[import-untyped]
 
-    accelerator = accelerate.Accelerator(cpu=setting.device.type == "cpu", mixed_precision="no")
-    module = setting.model()
-    raw = setting.optimizer(module)
+    accelerator = accelerate.Accelerator(cpu=config.device.type == "cpu", mixed_precision="no")
+    module = config.model()
+    raw = config.optimizer(module)
     model, optimizer = accelerator.prepare(module, raw)
-    return Engine(
+    return TrainingSetup(
         model,
         accelerator.unwrap_model(model),
         raw,
@@ -223,23 +225,23 @@ def _accelerate(setting: Setting) -> Engine:
     )
 
 
-def _fabric(setting: Setting) -> Engine:
+def _fabric(config: TrainingConfig) -> TrainingSetup:
     import lightning_fabric
 
-    double = setting.task.dtype == torch.float64
+    double = config.task.dtype == torch.float64
     fabric = lightning_fabric.Fabric(
-        accelerator=setting.device.type,
+        accelerator=config.device.type,
         strategy="ddp",
-        devices=setting.nproc,
+        devices=config.nproc,
         precision="64-true" if double else "32-true",
     )
     fabric.launch()
-    module = setting.model()
-    raw = setting.optimizer(module)
+    module = config.model()
+    raw = config.optimizer(module)
     model, optimizer = fabric.setup(module, raw)
     if double:  # Fabric hands out what a model returns in the default dtype
         torch.set_default_dtype(torch.float64)
-    return Engine(
+    return TrainingSetup(
         model,
         module,
         raw,
@@ -252,22 +254,22 @@ def _fabric(setting: Setting) -> Engine:
     )
 
 
-def _ignite(setting: Setting) -> Engine:
+def _ignite(config: TrainingConfig) -> TrainingSetup:
     import ignite.distributed as idist  # type: ignore[import-not-found, unused-ignore]
 
-    idist.initialize("nccl" if setting.device.type == "cuda" else "gloo")
-    module = setting.model()
+    idist.initialize("nccl" if config.device.type == "cuda" else "gloo")
+    module = config.model()
     model = idist.auto_model(module)
-    optimizer = idist.auto_optim(setting.optimizer(module))
+    optimizer = idist.auto_optim(config.optimizer(module))
     return _averaging_plainly(model, module, optimizer, idist.get_rank(), idist.get_world_size(), idist.finalize)
 
 
-def _horovod_itself(setting: Setting) -> Engine:
+def _horovod_itself(config: TrainingConfig) -> TrainingSetup:
     import horovod.torch as hvd  # type: ignore[import-not-found, unused-ignore]
 
     hvd.init()
-    module = setting.model()
-    raw = setting.optimizer(module)
+    module = config.model()
+    raw = config.optimizer(module)
     optimizer = hvd.DistributedOptimizer(raw, named_parameters=module.named_parameters())
     hvd.broadcast_parameters(module.state_dict(), root_rank=0)
     return _averaging_plainly(module, module, optimizer, hvd.rank(), hvd.size(), hvd.shutdown)
@@ -278,7 +280,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-_BUILDERS: dict[str, Callable[[Setting], Engine]] = {
+_BUILDERS: dict[str, Callable[[TrainingConfig], TrainingSetup]] = {
     "single": alone,
     "single_threads": alone,
     "torch_dp": _torch_dp,
