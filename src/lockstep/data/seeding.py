@@ -17,10 +17,17 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
+from lockstep.data import deferred
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
+from lockstep.seeding import derive_seeds as derive_seeds
 
 __all__ = ["GlobalRngs", "make_generator", "preserve_global_rngs", "restore_if_seeded", "seed_global_rngs"]
+
+
+# Looked up once: they are called for each sample.
+_seed_torch, _seed_numpy = torch.default_generator.manual_seed, np.random.seed
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -34,15 +41,17 @@ def seed_global_rngs(value: int) -> None:
     Generators of accelerators stay as they are: a dataset has no business drawing there, and
     touching them would initialise the device in every worker.
 
+    In a worker process and within `restore_if_seeded`, that of `random` is seeded when it is used: see `deferred.py`.
+
     Args:
         value: 0 … 2**64-1.
     """
     blocks = _open.blocks
     if blocks and blocks[-1] is None:
         blocks[-1] = GlobalRngs()
-    torch.default_generator.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value >> 32)  # the half that torch's generator drops
+    _seed_torch(value)
+    _seed_numpy(value >> 32)  # the half that torch's generator drops
+    deferred.seed(value, may_wait=bool(blocks or get_worker_info()))
 
 
 class GlobalRngs:
@@ -52,6 +61,7 @@ class GlobalRngs:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)
+        self._num_changes = deferred.num_changes()
 
     def are_as_now(self) -> bool:
         """Whether nobody has drawn since, nor seeded."""
@@ -61,10 +71,16 @@ class GlobalRngs:
         )
         return torch.equal(self._torch, now._torch) and self._python == now._python and is_same_numpy
 
-    def put_back(self) -> None:
-        """Go on from where they were."""
+    def put_back(self, *, drew_unseeded: bool = True) -> None:
+        """Go on from where they were.
+
+        Args:
+            drew_unseeded: somebody may have drawn between the time of this state and the first seeding.
+        """
         torch.set_rng_state(self._torch)
-        random.setstate(self._python)
+        is_as_before = deferred.drop() and deferred.num_changes() == self._num_changes
+        if drew_unseeded or not is_as_before:
+            random.setstate(self._python)
         np.random.set_state(self._numpy)
 
 
@@ -100,4 +116,4 @@ def restore_if_seeded() -> Iterator[None]:
     finally:
         before = _open.blocks.pop()
         if before is not None:
-            before.put_back()
+            before.put_back(drew_unseeded=False)
