@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.data import DataLoader, deferred
+from lockstep.data import DataLoader, deferred, numpy_stream
 from lockstep.data.seeding import preserve_global_rngs, restore_if_seeded, seed_global_rngs
 from lockstep.seeding import derive_seed, derive_seeds
 
@@ -181,6 +181,68 @@ def test_a_function_that_somebody_has_put_there_stays() -> None:
         assert random.random() == 0.25
     assert random.random() != 0.25
     deferred._unwatch()  # The mock has put back what it found: a function that seeds what waits.
+
+
+# ---- numpy's stream -------------------------------------------------------------------------------------
+
+
+def numpy_state() -> str:
+    with np.printoptions(threshold=10_000):
+        return repr(np.random.get_state(legacy=False))
+
+
+@pytest.mark.parametrize("kept", ["a normal number is kept", "none is"])
+@pytest.mark.parametrize("drawn", [0, 1, 2, 1000])
+def test_numpys_stream_goes_on_where_it_was(kept: str, drawn: int) -> None:
+    np.random.seed(3)
+    np.random.standard_normal(1 if kept != "none is" else 2)
+    before, expected = numpy_state(), np.random.RandomState(SEED >> 32).standard_normal(drawn)
+    with restore_if_seeded():
+        seed_global_rngs(SEED)
+        assert (np.random.standard_normal(drawn) == expected).all()
+        with restore_if_seeded():
+            seed_global_rngs(7)
+            np.random.standard_normal()
+    assert numpy_state() == before
+
+
+@pytest.fixture
+def another_generator() -> Iterator[None]:
+    before = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.usefixtures("another_generator")
+def test_a_generator_of_another_kind_goes_on_where_it_was() -> None:
+    np.random.set_bit_generator(np.random.PCG64(4))
+    before = numpy_state()
+    with restore_if_seeded():
+        seed_global_rngs(5)
+        np.random.random()
+    assert numpy_state() == before
+
+
+@pytest.mark.usefixtures("another_generator")
+def test_a_generator_that_a_sample_puts_there_is_gone_afterwards() -> None:
+    before = numpy_state()
+    with restore_if_seeded():
+        seed_global_rngs(5)
+        np.random.set_bit_generator(np.random.PCG64(4))
+    assert numpy_state() == before
+
+
+def test_memory_that_is_laid_out_in_another_way_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_stream, "_is_as_known", lambda: False)
+    monkeypatch.setattr(numpy_stream, "_memory_of", None)
+    before = numpy_state()
+    with restore_if_seeded():
+        seed_global_rngs(5)
+    assert numpy_state() == before
+
+
+def test_numpys_memory_is_as_known() -> None:
+    assert numpy_stream._is_as_known()
 
 
 # ---- in a loader ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lockstep.data import deferred
+from lockstep.data.numpy_stream import NumpyStream
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 from lockstep.seeding import derive_seeds as derive_seeds
 
@@ -48,7 +49,7 @@ def seed_global_rngs(value: int) -> None:
     """
     blocks = _open.blocks
     if blocks and blocks[-1] is None:
-        blocks[-1] = GlobalRngs()
+        blocks[-1] = _Aside()
     _seed_torch(value)
     _seed_numpy(value >> 32)  # the half that torch's generator drops
     deferred.seed(value, may_wait=bool(blocks or get_worker_info()))
@@ -61,7 +62,6 @@ class GlobalRngs:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)
-        self._num_changes = deferred.num_changes()
 
     def are_as_now(self) -> bool:
         """Whether nobody has drawn since, nor seeded."""
@@ -71,24 +71,35 @@ class GlobalRngs:
         )
         return torch.equal(self._torch, now._torch) and self._python == now._python and is_same_numpy
 
-    def put_back(self, *, drew_unseeded: bool = True) -> None:
-        """Go on from where they were.
-
-        Args:
-            drew_unseeded: somebody may have drawn between the time of this state and the first seeding.
-        """
+    def put_back(self) -> None:
+        """Go on from where they were."""
         torch.set_rng_state(self._torch)
-        is_as_before = deferred.drop() and deferred.num_changes() == self._num_changes
-        if drew_unseeded or not is_as_before:
-            random.setstate(self._python)
+        random.setstate(self._python)
         np.random.set_state(self._numpy)
+
+
+class _Aside:
+    """The process-wide generators as the training process left them. They are to be seeded now."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._num_changes = deferred.num_changes()
+        self._numpy = NumpyStream()
+
+    def put_back(self) -> None:
+        """Go on from where they were."""
+        torch.set_rng_state(self._torch)
+        if not deferred.drop() or deferred.num_changes() != self._num_changes:
+            random.setstate(self._python)
+        self._numpy.put_back()
 
 
 class _Blocks(threading.local):
     """The `restore_if_seeded` blocks that are open in a thread, each with what it will put back."""
 
     def __init__(self) -> None:
-        self.blocks: list[GlobalRngs | None] = []
+        self.blocks: list[_Aside | None] = []
 
 
 _open = _Blocks()
@@ -116,4 +127,4 @@ def restore_if_seeded() -> Iterator[None]:
     finally:
         before = _open.blocks.pop()
         if before is not None:
-            before.put_back(drew_unseeded=False)
+            before.put_back()
