@@ -15,7 +15,7 @@ import hashlib
 import operator
 import random
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -56,14 +56,16 @@ def derive_seed(purpose: bytes, seed: int, epoch: int, index: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=purpose).digest(), "little")
 
 
-def derive_seeds(purpose: bytes, seed: int, epoch: int, indices: Iterable[int]) -> Iterator[int]:
-    """`derive_seed` for many indices, each as it is asked for: what they have in common is hashed once."""
+def derive_seeds(purpose: bytes, seed: int, epoch: int, indices: Iterable[int]) -> list[int]:
+    """`derive_seed` for many indices. What they have in common is hashed once."""
     common = hashlib.blake2b(_pack_common(seed & _MASK_64, epoch & _MASK_64), digest_size=8, person=purpose)
     from_bytes, pack, copy = int.from_bytes, _pack_one, common.copy
+    seeds = []
     for index in indices:
         state = copy()
         state.update(pack(index & _MASK_64))
-        yield from_bytes(state.digest(), "little")
+        seeds.append(from_bytes(state.digest(), "little"))
+    return seeds
 
 
 def check_seed(seed: object) -> int:

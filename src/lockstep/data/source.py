@@ -205,25 +205,29 @@ class SeededDataset:
             if self.seed_samples and not self.seed_collate and not all(map(is_plain_sample, samples)):
                 self._seed(seed, epoch, indices[-1])  # Objects with code of their own may draw when they are collated.
             return samples
+        # All seeds at once: what runs seldom, between two samples, takes some times as long.
+        seeds = derive_seeds(b"global", seed, epoch, indices) if self.seed_samples else [None] * len(indices)
         if self._takes_generator:
-            return self._generated(seed, epoch, indices)
+            return self._generated(seeds, derive_seeds(b"sample", seed, epoch, indices), indices)
         samples = []
-        for index, value in zip(indices, derive_seeds(b"global", seed, epoch, indices), strict=True):
+        for index, value in zip(indices, seeds, strict=True):
+            assert value is not None
             seed_global_rngs(value)
             samples.append(dataset[index])
         return samples
 
-    def _generated(self, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
+    def _generated(self, seeds: Sequence[int | None], own_seeds: Sequence[int], indices: Sequence[int]) -> list[Any]:
         """Samples of a dataset that takes a generator."""
         read = _reader(self.dataset)
         generator = torch.Generator()
         alone = sys.getrefcount(generator)
         samples = []
-        for index, value in zip(indices, derive_seeds(b"sample", seed, epoch, indices), strict=True):
-            self._seed(seed, epoch, index)
+        for index, value, own in zip(indices, seeds, own_seeds, strict=True):
+            if value is not None:
+                seed_global_rngs(value)  # Not by the seed of its own generator: a dataset may draw from both.
             if sys.getrefcount(generator) != alone:  # The dataset has kept it, and may go on drawing from it.
                 generator = torch.Generator()
-            generator.manual_seed(value)
+            generator.manual_seed(own)
             samples.append(read(index, generator))
         return samples
 
@@ -244,7 +248,6 @@ class SeededDataset:
 
     def _seed(self, seed: int, epoch: int, index: int) -> None:
         if self.seed_samples:
-            # Not the stream of the sample's own generator: a dataset may draw from both.
             seed_global_rngs(derive_seed(b"global", seed, epoch, index))
 
 
