@@ -58,7 +58,7 @@ class Plan:
 
 
 FULL = Plan(
-    {256: 512, 500: 256}, (0, 1, 2, 4), 16, Budget(seconds=40.0, sample_s=0.1, min_rounds=4, max_rounds=40, sweeps=2)
+    {256: 512, 500: 256}, (0, 1, 2, 3, 4), 16, Budget(seconds=40.0, sample_s=0.1, min_rounds=4, max_rounds=40, sweeps=2)
 )
 QUICK = Plan({256: 32}, (0, 2), 8, Budget(seconds=1.0, sample_s=0.01, max_rounds=3, sweeps=1))
 

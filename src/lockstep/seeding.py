@@ -15,16 +15,25 @@ import hashlib
 import operator
 import random
 import struct
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from lockstep.errors import InputError, InputTypeError
 
-__all__ = ["begin_common_stream", "begin_rank_streams", "check_seed", "derive_seed", "forget_rank_streams"]
+__all__ = [
+    "begin_common_stream",
+    "begin_rank_streams",
+    "check_seed",
+    "derive_seed",
+    "derive_seeds",
+    "forget_rank_streams",
+]
 
 _MASK_64 = (1 << 64) - 1
 _pack = struct.Struct("<QQQ").pack
+_pack_common, _pack_one = struct.Struct("<QQ").pack, struct.Struct("<Q").pack
 _pending: tuple[int, int] | None = None  # seed and rank, until the first engine is made
 
 
@@ -45,6 +54,18 @@ def derive_seed(purpose: bytes, seed: int, epoch: int, index: int = 0) -> int:
     """
     packed = _pack(seed & _MASK_64, epoch & _MASK_64, index & _MASK_64)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=purpose).digest(), "little")
+
+
+def derive_seeds(purpose: bytes, seed: int, epoch: int, indices: Iterable[int]) -> list[int]:
+    """`derive_seed` for many indices. What they have in common is hashed once."""
+    common = hashlib.blake2b(_pack_common(seed & _MASK_64, epoch & _MASK_64), digest_size=8, person=purpose)
+    from_bytes, pack, copy = int.from_bytes, _pack_one, common.copy
+    seeds = []
+    for index in indices:
+        state = copy()
+        state.update(pack(index & _MASK_64))
+        seeds.append(from_bytes(state.digest(), "little"))
+    return seeds
 
 
 def check_seed(seed: object) -> int:

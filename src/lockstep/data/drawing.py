@@ -31,6 +31,8 @@ __all__ = ["are_indices", "is_plain_sample", "only_looks_up"]
 _PLAIN = (torch.Tensor, np.ndarray, np.memmap, int, float, bool, str, bytes, range, type(None))
 _NUMPYS_NUMBERS = (np.int64, np.int32, np.float64, np.float32, np.uint8, np.bool_)
 _INDICES = (int, np.int64, np.int32)
+# By identity: a metaclass may say of its classes that they equal others.
+_ALWAYS_PLAIN = frozenset(map(id, (int, float, bool, str, bytes, range, type(None))))
 _BUILTINS: dict[str, Any] = {one.__name__: one for one in (abs, bool, dict, float, int, len, list, tuple)}
 _FUNCTIONS = {
     torch: frozenset({"as_tensor", "asarray", "from_numpy", "tensor"}),
@@ -86,12 +88,13 @@ class _Demands:
 
 
 def _is_one_of(kind: type, kinds: Sequence[type]) -> bool:
-    """Whether it is, by identity: a metaclass may say of its classes that they equal others."""
     return any(kind is one for one in kinds)
 
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
+    if id(kind) in _ALWAYS_PLAIN:
+        return True
     if kind is torch.Tensor:
         return not vars(value)  # which may be a method that somebody has put there
     return _is_one_of(kind, _PLAIN) and not (isinstance(value, np.ndarray) and value.dtype.hasobject)
@@ -112,11 +115,13 @@ def are_indices(values: Sequence[Any]) -> bool:
 
 def is_plain_sample(sample: Any) -> bool:
     """Whether a sample is made of numbers, tensors, arrays and texts alone: collating it runs no code of the user's."""
+    if _is_plain(sample):
+        return True
     if type(sample) is dict:
         return all(type(key) is str and is_plain_sample(value) for key, value in sample.items())
     if _is_container(sample):
         return all(map(is_plain_sample, sample))
-    return _is_plain(sample) or _is_one_of(type(sample), _NUMPYS_NUMBERS)
+    return _is_one_of(type(sample), _NUMPYS_NUMBERS)
 
 
 def only_looks_up(dataset: Any, indices: Sequence[Any]) -> bool:

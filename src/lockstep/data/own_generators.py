@@ -8,6 +8,7 @@ on the number of ranks. So the states of what can be found in the first attribut
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,8 @@ __all__ = ["OwnGenerators"]
 
 _DEPTH = 4
 _MOST_OBJECTS = 200
+
+_LEAVES = frozenset(map(id, (str, bytes, int, float, bool, type(Path()))))
 
 _logger = get_logger(__name__)
 
@@ -63,7 +66,8 @@ class OwnGenerators:
         self._seen.add(id(value))
         if type(value) in (list, tuple):
             for index, item in enumerate(value[:_MOST_OBJECTS]):
-                self._find(item, f"{name}[{index}]", depth - 1)
+                if id(type(item)) not in _LEAVES:  # of which lists are long
+                    self._find(item, f"{name}[{index}]", depth - 1)
         elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
             for attribute, item in list(getattr(value, "__dict__", {}).items()):
                 self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)

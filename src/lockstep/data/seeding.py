@@ -17,10 +17,18 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
+from lockstep.data import deferred
+from lockstep.data.numpy_stream import NumpyStream
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
+from lockstep.seeding import derive_seeds as derive_seeds
 
 __all__ = ["GlobalRngs", "make_generator", "preserve_global_rngs", "restore_if_seeded", "seed_global_rngs"]
+
+
+# Looked up once: they are called for each sample.
+_seed_torch, _seed_numpy = torch.default_generator.manual_seed, np.random.seed
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -34,15 +42,17 @@ def seed_global_rngs(value: int) -> None:
     Generators of accelerators stay as they are: a dataset has no business drawing there, and
     touching them would initialise the device in every worker.
 
+    In a worker process and within `restore_if_seeded`, that of `random` is seeded when it is used: see `deferred.py`.
+
     Args:
         value: 0 … 2**64-1.
     """
     blocks = _open.blocks
     if blocks and blocks[-1] is None:
-        blocks[-1] = GlobalRngs()
-    torch.default_generator.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value >> 32)  # the half that torch's generator drops
+        blocks[-1] = _Aside()
+    _seed_torch(value)
+    _seed_numpy(value >> 32)  # the half that torch's generator drops
+    deferred.seed(value, may_wait=bool(blocks or get_worker_info()))
 
 
 class GlobalRngs:
@@ -68,11 +78,28 @@ class GlobalRngs:
         np.random.set_state(self._numpy)
 
 
+class _Aside:
+    """The process-wide generators as the training process left them. They are to be seeded now."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._num_changes = deferred.num_changes()
+        self._numpy = NumpyStream()
+
+    def put_back(self) -> None:
+        """Go on from where they were."""
+        torch.set_rng_state(self._torch)
+        if not deferred.drop() or deferred.num_changes() != self._num_changes:
+            random.setstate(self._python)
+        self._numpy.put_back()
+
+
 class _Blocks(threading.local):
     """The `restore_if_seeded` blocks that are open in a thread, each with what it will put back."""
 
     def __init__(self) -> None:
-        self.blocks: list[GlobalRngs | None] = []
+        self.blocks: list[_Aside | None] = []
 
 
 _open = _Blocks()

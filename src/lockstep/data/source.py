@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,7 +34,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
 from lockstep.data.own_generators import OwnGenerators
-from lockstep.data.seeding import GlobalRngs, derive_seed, make_generator, seed_global_rngs
+from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.loader import set_guarded
 
@@ -138,20 +139,30 @@ def _fetches_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
-    """`dataset[index]`, handing `generator` to whichever dataset inside takes one."""
+def _reader(dataset: Any) -> Callable[[int, torch.Generator], Any]:
+    """What reads a sample, and hands a generator to whichever dataset inside takes one."""
     if not _parts(dataset):
         if _getitem_takes_generator(type(dataset).__getitem__):
-            return dataset.__getitem__(index, generator=generator)
-        return dataset[index]
+            return lambda index, generator: dataset.__getitem__(index, generator=generator)
+        return lambda index, generator: dataset[index]
     if isinstance(dataset, Subset):
-        return _read(dataset.dataset, dataset.indices[index], generator)
+        read = _reader(dataset.dataset)
+        return lambda index, generator: read(dataset.indices[index], generator)
     if isinstance(dataset, ConcatDataset):
-        part, own = _part_of(dataset, index)
-        return _read(dataset.datasets[part], own, generator)
+        readers: dict[int, Callable[[int, torch.Generator], Any]] = {}  # of the parts that indices lie in
+
+        def read_part(index: int, generator: torch.Generator) -> Any:
+            part, own = _part_of(dataset, index)
+            if part not in readers:
+                readers[part] = _reader(dataset.datasets[part])
+            return readers[part](own, generator)
+
+        return read_part
     if isinstance(dataset.datasets, dict):
-        return {name: _read(inner, index, generator) for name, inner in dataset.datasets.items()}
-    return tuple(_read(inner, index, generator) for inner in dataset.datasets)
+        named = {name: _reader(inner) for name, inner in dataset.datasets.items()}
+        return lambda index, generator: {name: read(index, generator) for name, read in named.items()}
+    each = [*map(_reader, dataset.datasets)]
+    return lambda index, generator: tuple(read(index, generator) for read in each)
 
 
 class SeededDataset:
@@ -194,13 +205,30 @@ class SeededDataset:
             if self.seed_samples and not self.seed_collate and not all(map(is_plain_sample, samples)):
                 self._seed(seed, epoch, indices[-1])  # Objects with code of their own may draw when they are collated.
             return samples
+        # All seeds at once: what runs seldom, between two samples, takes some times as long.
+        seeds = derive_seeds(b"global", seed, epoch, indices) if self.seed_samples else [None] * len(indices)
+        if self._takes_generator:
+            return self._generated(seeds, derive_seeds(b"sample", seed, epoch, indices), indices)
         samples = []
-        for index in indices:
-            self._seed(seed, epoch, index)
-            if self._takes_generator:
-                samples.append(_read(dataset, index, make_generator(b"sample", seed, epoch, index)))
-            else:
-                samples.append(dataset[index])
+        for index, value in zip(indices, seeds, strict=True):
+            assert value is not None
+            seed_global_rngs(value)
+            samples.append(dataset[index])
+        return samples
+
+    def _generated(self, seeds: Sequence[int | None], own_seeds: Sequence[int], indices: Sequence[int]) -> list[Any]:
+        """Samples of a dataset that takes a generator."""
+        read = _reader(self.dataset)
+        generator = torch.Generator()
+        alone = sys.getrefcount(generator)
+        samples = []
+        for index, value, own in zip(indices, seeds, own_seeds, strict=True):
+            if value is not None:
+                seed_global_rngs(value)  # Not by the seed of its own generator: a dataset may draw from both.
+            if sys.getrefcount(generator) != alone:  # The dataset has kept it, and may go on drawing from it.
+                generator = torch.Generator()
+            generator.manual_seed(own)
+            samples.append(read(index, generator))
         return samples
 
     def _batch(self, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
@@ -220,7 +248,6 @@ class SeededDataset:
 
     def _seed(self, seed: int, epoch: int, index: int) -> None:
         if self.seed_samples:
-            # Not the stream of the sample's own generator: a dataset may draw from both.
             seed_global_rngs(derive_seed(b"global", seed, epoch, index))
 
 
