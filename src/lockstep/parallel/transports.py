@@ -24,6 +24,8 @@ from lockstep.rank_zero import collective_device
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
+_CPU = torch.device("cpu")
+
 
 class Transport(Protocol):
     """What the reducer needs of a transport."""
@@ -90,19 +92,20 @@ class GroupTransport:
     Args:
         plans: the buckets.
         group: who takes part.
+        device: of the buckets.
     """
 
-    def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> None:
+    def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._world_size = group.size()
         # A lockstep group over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
-        self._is_ours = isinstance(group, LockstepProcessGroup) and group.behind(plans[0].device) is None
+        self._is_ours = isinstance(group, LockstepProcessGroup) and group.behind(device) is None
         self._buffers = [self._allocate(plan) for plan in plans]
         self._ready: set[int] = set()
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
-        self._claim_check = ClaimCheck(group, collective_device(group, plans[0].device))
+        self._claim_check = ClaimCheck(group, collective_device(group, device))
 
     @property
     def can_renew(self) -> bool:
@@ -175,9 +178,16 @@ class GroupTransport:
         self._next = 0
 
 
-def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> Transport:
-    """The transport for these buckets over that group. Collective."""
-    on_cpu = all(plan.device.type == "cpu" for plan in plans)
+def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup, device: torch.device = _CPU) -> Transport:
+    """The transport for these buckets over that group. Collective.
+
+    Args:
+        plans: the buckets; may be none.
+        group: who takes part.
+        device: of the parameters; counts where there are no buckets.
+    """
+    devices = [plan.device for plan in plans] or [device]
+    on_cpu = all(each.type == "cpu" for each in devices)
     if isinstance(group, LockstepProcessGroup) and group.engine.team.shares_memory and on_cpu and group.size() > 1:
         return SymmetricTransport(plans, group)
-    return GroupTransport(plans, group)
+    return GroupTransport(plans, group, devices[0])
