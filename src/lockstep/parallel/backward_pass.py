@@ -90,6 +90,7 @@ class BackwardPass:
         roots: of the last forward pass that may have a backward pass, the outputs that none has come to yet, by
             number. Nothing in the graph may hold this object: it would never be freed.
         awaited: indices of parameters that a backward pass left to another one.
+        num_open: forward passes since the last averaging; see [Note: open forward passes] in `claims.py`.
     """
 
     def __init__(self) -> None:
@@ -98,6 +99,7 @@ class BackwardPass:
         self.seen_task = self.begun_task = _NO_TASK
         self.roots: dict[int, Node] = {}
         self.awaited: list[int] = []
+        self.num_open = 0
         self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
         self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
 
@@ -193,6 +195,11 @@ class BackwardPass:
 
     def take_claims(self) -> Claims:
         """What was claimed since the last averaging, and counts no more."""
-        claims, batches = self._claims, self._batches
+        claims = join_claims(self._claims, self._batches, self.num_open)
+        self.forget_claims()
+        self.num_open = 0
+        return claims
+
+    def forget_claims(self) -> None:
+        """What gradients were understood to be of that were thrown away."""
         self._claims, self._batches = {}, set()
-        return join_claims(claims, batches)

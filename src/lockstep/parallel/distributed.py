@@ -340,6 +340,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if forward.syncing:
             self._backward.expect(roots)
             if self.training:
+                forward.is_open = True
+                self._backward.num_open += 1
                 self._loss_watch.forward_ends(feed, roots.values())
         return output
 
@@ -411,6 +413,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not backward.reaches:
             return False
         backward.reach(output)
+        if forward.is_open:
+            forward.is_open = False
+            backward.num_open -= 1
         forward.settle()
         if self._sparse and forward.is_filler:
             backward.has_filler = True
@@ -418,7 +423,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if forward.feed.claim and is_compared and forward.claimed_task != task:
             forward.claimed_task = task
             if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
-                backward.take_claims()  # what came before was thrown away
+                backward.forget_claims()  # what came before was thrown away
             share = forward.feed.share
             name, fingerprint = "", 0
             if share is not None and share.world_size == self._world_size:
