@@ -53,7 +53,7 @@ class Net(nn.Module):
         )
         features = features + self.frozen(features)
         if self.program.sparse:
-            features = features + self.words(inputs.new_zeros(len(inputs), dtype=torch.int64))
+            features = features + self.words((inputs.detach().flatten(1)[:, :2] > 0).sum(1) + 1)  # never row 0
         outputs = sum((self.heads[head](features) * (head + 1) for head in heads), torch.zeros(2, dtype=inputs.dtype))
         turned = outputs.to(torch.complex128) @ self.turn
         # Its gradients are bounded: no program diverges, and rounding stays what it is.

@@ -166,8 +166,6 @@ class Program:
             found.discard(_NOT_DIVIDED)
         if "re-entrant" in self.checkpoint and "assign" in events:
             found.add("got no gradient")  # the checkpoint hides which parameters took the place of the engine's
-        if self.sparse:
-            found.add("sparse=False")
         leaves_out = any(one.leaves_out for one in self.passes)
         if leaves_out and not self.options.get("find_unused_parameters"):
             found.add("got no gradient")
@@ -229,7 +227,7 @@ def draw(seed: int) -> Program:
         hook=some(*HOOKS[1:], odds=0.3),
         tied=rng.random() < 0.4,
         channels_last=rng.random() < 0.4,
-        sparse=rng.random() < 0.03,
+        sparse=rng.random() < 0.2,
         averaged=rng.random() < 0.3,
     )
     program.epochs = [_draw_epoch(rng, program) for _ in range(rng.randint(1, 3))]
@@ -254,7 +252,9 @@ def _draw_pass(rng: random.Random, program: Program) -> Pass:
         forwards=rng.choice([1, 1, 1, 2]),
         again=not program.checkpoint and rng.random() < 0.15,
         evaluates=rng.random() < 0.1,
-        scale=rng.choice(["", "", "", "in place", "replace", "clip"]),
+        scale=rng.choice(
+            ["", "", "", "in place", "replace", "" if program.sparse else "clip"]
+        ),  # torch clips dense ones
         keeps=rng.random() < 0.3,
         event=_draw_event(rng, program) if rng.random() < 0.25 else "",
     )
@@ -269,5 +269,6 @@ def _draw_pass(rng: random.Random, program: Program) -> Pass:
 def _draw_event(rng: random.Random, program: Program) -> str:
     # Most programs have no error: what has one comes more rarely.
     events = [event for event, error in EVENTS.items() for _ in range(1 if error else 3)]
-    # A transform of torch.func goes through no checkpoint: torch refuses it.
-    return rng.choice([event for event in events if not (program.checkpoint and "torch.func" in event)])
+    # A transform of torch.func goes through no checkpoint, and gives no sparse gradients: torch refuses it.
+    is_transformed = not (program.checkpoint or program.sparse)
+    return rng.choice([event for event in events if is_transformed or "torch.func" not in event])

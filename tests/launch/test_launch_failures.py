@@ -370,6 +370,13 @@ def test_script_for_gpus_is_told_of_rehearsals(launches: Launches, command: str)
     assert "on CPUs" in said[1]
 
 
+def test_accelerate_is_to_be_given_a_group_and_no_backend(launches: Launches) -> None:
+    script = launches.script('raise ValueError("Your assigned backend lockstep is not available, please use gloo")')
+    said = summary_of(launches.run("--nproc", "2", script).stderr).splitlines()
+    assert "Your assigned backend lockstep is not available" in said[0]
+    assert any("call `lockstep.init()` before `Accelerator()`" in line for line in said[1:3])
+
+
 def test_worker_of_a_loader_is_quoted(launches: Launches) -> None:
     """torch raises a worker's error again, with all of the worker's traceback as its text."""
     script = launches.script(

@@ -183,6 +183,25 @@ def test_several_models() -> None:
     assert_same(loops.one_model_behind_another)
 
 
+def looked_up(site: Site) -> None:
+    """SparseAdam steps the rows that have an entry, and no others."""
+    torch.manual_seed(2)
+    embedding = nn.Embedding(23, 3, sparse=True)
+    model = site.wrap(nn.Sequential(embedding, nn.Linear(3, 1)).double())
+    optimizers = [torch.optim.SparseAdam([embedding.weight], lr=0.1), sgd(model[1] if site.alone else model.module[1])]
+    dataset = loops.Rows(11, lambda x, y, index: (torch.tensor(2 * index), y))
+    for index, y in itertools.chain(site.loader(dataset, 3), site.loader(dataset, 3)):
+        model.zero_grad()
+        loss_of(model(index), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_sparse_gradients() -> None:
+    assert_same(looked_up)
+    assert_same(looked_up, 5)
+
+
 def regularised(site: Site) -> None:
     def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
         squares: Any = sum(parameter.square().sum() for parameter in model.parameters())

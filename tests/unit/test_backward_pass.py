@@ -14,6 +14,7 @@ from lockstep import DistributedDataParallel
 from lockstep.errors import ModelError, UnusedParameters
 from lockstep.parallel import backward_pass
 from lockstep.parallel.backward_pass import BackwardPass, Phase
+from lockstep.parallel.claims import Claims
 from thread_team import run_threads
 
 IDLE, READY, ARMED, DEFERRED, AVERAGING, WAITING = Phase
@@ -138,6 +139,15 @@ def test_claims_are_taken_once() -> None:
     claims = backward.take_claims()
     assert (claims.text, claims.is_certain, claims.fingerprint) == ("4 rows on each rank, 8 samples", False, 0)
     assert backward.take_claims().text == ""
+
+
+def test_open_passes_are_counted_over_claims_that_are_forgotten() -> None:
+    backward = BackwardPass()
+    backward.num_open = 2
+    backward.claim("4 rows on each rank", False, "")
+    backward.forget_claims()
+    assert backward.take_claims() == Claims(num_open=2)
+    assert backward.take_claims() == Claims()
 
 
 class Two(nn.Module):

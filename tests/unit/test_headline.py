@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.launch.headline import first_reason, locations_in, needs_gpu, origin_of, why_worker_is_gone
+from lockstep.launch.headline import (
+    first_reason,
+    gave_accelerate_a_backend,
+    locations_in,
+    needs_gpu,
+    origin_of,
+    why_worker_is_gone,
+)
 
 
 class Unmakeable(Exception):
@@ -122,3 +129,10 @@ def test_errors_of_scripts_for_gpus() -> None:
     with pytest.raises(AttributeError) as missing:
         torch.cuda.set_device(0)
     assert needs_gpu(str(missing.value))
+
+
+def test_backends_that_accelerate_refuses() -> None:
+    said = "Your assigned backend {} is not available, please use gloo"
+    assert gave_accelerate_a_backend(said.format("lockstep"))
+    assert gave_accelerate_a_backend(said.format("cpu:lockstep,cuda:nccl"))
+    assert not gave_accelerate_a_backend(said.format("nccl"))

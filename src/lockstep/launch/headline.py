@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["first_reason", "locations_in", "needs_gpu", "origin_of", "why_worker_is_gone"]
+__all__ = ["first_reason", "gave_accelerate_a_backend", "locations_in", "needs_gpu", "origin_of", "why_worker_is_gone"]
 
 # torch raises an error of a worker or a replica again, with that one's traceback as the text.
 _RELAYED = re.compile(r"Caught \S+ in (?P<where>[^\n]+?)\.\s*\nOriginal Traceback")
@@ -20,6 +20,8 @@ _KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<ke
 _QUOTED = re.compile(r'"([^"]*)"')
 _WRAPPERS_PREFIX = "module."
 _MAX_REASON_CHARS = 200
+# What Hugging Face Accelerate says of a backend that is not in its list.
+_REFUSED_BACKEND = re.compile(r"Your assigned backend \S*lockstep\S* is not ava\w+")
 _GPU_PHRASES = (
     "doesn't have NCCL built in",
     "_cuda_setDevice",
@@ -102,6 +104,11 @@ def _prefix_hint(message: str) -> str:
     if unexpected and {f"{_WRAPPERS_PREFIX}{key}" for key in unexpected} & missing:
         return "the saved keys lack 'module.', which a wrapped model's have: load them into model.module"
     return ""
+
+
+def gave_accelerate_a_backend(message: str) -> bool:
+    """Whether the error is Accelerate's, which takes our group but not our backend's name."""
+    return _REFUSED_BACKEND.search(message) is not None
 
 
 def needs_gpu(message: str) -> bool:

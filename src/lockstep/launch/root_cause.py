@@ -19,7 +19,13 @@ from dataclasses import dataclass
 
 from lockstep import env
 from lockstep.launch.environment import visible_gpus
-from lockstep.launch.headline import first_reason, needs_gpu, origin_of, why_worker_is_gone
+from lockstep.launch.headline import (
+    first_reason,
+    gave_accelerate_a_backend,
+    needs_gpu,
+    origin_of,
+    why_worker_is_gone,
+)
 from lockstep.launch.positions import RankStatus, describe_position, describe_statuses, find_missing, short_path
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
@@ -307,6 +313,11 @@ def _without_what_was_said(failure: RankFailure) -> str:
 
 def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]:
     """What to do instead, for errors that have a known way out."""
+    if first.report is not None and gave_accelerate_a_backend(first.report.message):
+        return [
+            "lockstep: Accelerate takes a group that is there, and no backend of this name: call `lockstep.init()` "
+            "before `Accelerator()`, and give it no backend"
+        ]
     if script is None or first.report is None or not needs_gpu(first.report.message):
         return []
     if visible_gpus(env.snapshot()) > 0:

@@ -4,7 +4,8 @@ General layout. `DistributedDataParallel`, one model on every rank:
 
 * `distributed`: what users see; `torch_options`: arguments of torch's that mean nothing here, or something else.
 * `checks`, `agreement`, `nesting`: what it can be given, and whether all ranks have the same model.
-* `buckets`, `views`: where each gradient lies; `grad_bucket`: what a communication hook sees of it.
+* `buckets`, `views`: where each gradient lies; `grad_bucket`: what a communication hook sees of it;
+  `sparse_gradients`: those that lie in no bucket.
 * `transports`, `symmetric`: how a full bucket is averaged.
 * `reducer`: when: once for each backward pass.
 * `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches; `backward_pass`: how far it

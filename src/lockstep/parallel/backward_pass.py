@@ -85,18 +85,21 @@ class BackwardPass:
         has_accumulated: gradients came that were not to be averaged, and no backward pass has averaged them since.
         seen_task: the last of autograd's tasks that came to an output; -1 for none.
         reaches: whether that task goes on to parameters of the model.
+        has_filler: it is of a forward pass whose samples count nothing, among others.
         begun_task: the last task that averages.
         roots: of the last forward pass that may have a backward pass, the outputs that none has come to yet, by
             number. Nothing in the graph may hold this object: it would never be freed.
         awaited: indices of parameters that a backward pass left to another one.
+        num_open: forward passes since the last averaging; see [Note: open forward passes] in `claims.py`.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
-        self.is_accumulating = self.has_strayed = self.has_accumulated = self.reaches = False
+        self.is_accumulating = self.has_strayed = self.has_accumulated = self.reaches = self.has_filler = False
         self.seen_task = self.begun_task = _NO_TASK
         self.roots: dict[int, Node] = {}
         self.awaited: list[int] = []
+        self.num_open = 0
         self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
         self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
 
@@ -155,7 +158,7 @@ class BackwardPass:
 
     def see(self, task: int, reaches: bool) -> None:
         """A task has come to an output; whether it goes on to parameters of the model."""
-        self.seen_task, self.reaches = task, reaches
+        self.seen_task, self.reaches, self.has_filler = task, reaches, False
 
     def came_by(self, task: int) -> bool:
         """Whether this task came to parameters by the outputs, or averages."""
@@ -192,6 +195,11 @@ class BackwardPass:
 
     def take_claims(self) -> Claims:
         """What was claimed since the last averaging, and counts no more."""
-        claims, batches = self._claims, self._batches
+        claims = join_claims(self._claims, self._batches, self.num_open)
+        self.forget_claims()
+        self.num_open = 0
+        return claims
+
+    def forget_claims(self) -> None:
+        """What gradients were understood to be of that were thrown away."""
         self._claims, self._batches = {}, set()
-        return join_claims(claims, batches)

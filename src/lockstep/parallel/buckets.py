@@ -7,7 +7,7 @@ of the backward pass runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,13 +59,16 @@ class BucketPlan:
         return self.numel * self.dtype.itemsize
 
 
-def plan_buckets(parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_bytes: int) -> list[BucketPlan]:
+def plan_buckets(
+    parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_bytes: int, left_out: Collection[int] = ()
+) -> list[BucketPlan]:
     """Share out parameters to buckets.
 
     Args:
         parameters: in order of registration.
         cap_bytes: a bucket is closed when it holds at least this much; one larger gradient has a bucket alone.
         first_cap_bytes: the same for the first bucket of each dtype, smaller so that the first reduction starts early.
+        left_out: indices of parameters that go into none.
 
     Returns:
         Buckets in the order in which they are expected to be complete.
@@ -86,6 +89,8 @@ def plan_buckets(parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_b
         seen.add(key)
 
     for index in reversed(range(len(parameters))):
+        if index in left_out:
+            continue
         parameter = parameters[index]
         key = (parameter.dtype, parameter.device)
         alignment = max(1, _ALIGNMENT_BYTES // parameter.dtype.itemsize)

@@ -13,18 +13,18 @@ from lockstep.torch_private.modules import buffers_of
 __all__ = [
     "SPARSE_ADVICE",
     "check_bucket_cap",
-    "check_dense",
     "check_group",
     "check_parameters",
     "check_renormalised",
     "find_buffers",
+    "find_sparse",
 ]
 
 _DEFAULT_BUCKET_MIB = 25.0
 
 SPARSE_ADVICE = (
-    "Build it with sparse=False; or let torch.nn.parallel.DistributedDataParallel(model) average sparse gradients, "
-    "which it does on a lockstep group, too"
+    "Those of an nn.Embedding or nn.EmbeddingBag that has sparse=True by then are averaged: hold the parameter in one, "
+    "or leave sparse=True out"
 )
 
 
@@ -56,21 +56,17 @@ def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
             raise ModelError(f"parameter {name} is on the meta device and has no values: give it some before wrapping")
 
 
-def check_dense(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> None:
-    """Refuse modules that are known to have sparse gradients, which cannot be averaged in buckets.
+def find_sparse(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> frozenset[int]:
+    """Parameters of layers whose gradients are sparse, by their positions. As torch's engine finds them.
 
     Args:
         module: the model.
         named: the parameters that are to be averaged.
     """
-    names = {id(parameter): name for name, parameter in named.items()}
-    for submodule in module.modules():
-        is_sparse = isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.sparse
-        if is_sparse and id(submodule.weight) in names:
-            raise ModelError(
-                f"parameter {names[id(submodule.weight)]} belongs to {type(submodule).__name__}(sparse=True), whose "
-                f"gradient is sparse; this engine averages dense ones. {SPARSE_ADVICE}"
-            )
+    positions = {id(parameter): position for position, parameter in enumerate(named.values())}
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    layers = [each for each in module.modules() if isinstance(each, kinds) and each.sparse]
+    return frozenset(positions[id(each.weight)] for each in layers if id(each.weight) in positions)
 
 
 def check_renormalised(module: torch.nn.Module, world_size: int) -> None:

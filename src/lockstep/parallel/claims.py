@@ -8,6 +8,14 @@ step at the end of a later step, when it has arrived.
 In shared memory the ranks also compare which batches of a loader their gradients come from (`fingerprint_of`). So they
 find a rank that left out a backward pass: without the comparison its gradients would be averaged with those of another
 batch from then on. A rank whose batches have lost their tags takes no part in this comparison.
+
+[Note: open forward passes] Batches of other loaders, such as torch's, have no tag. There it tells that a rank which
+skips a backward pass has made a forward pass that no gradient came to. Such a pass is open, until a gradient comes. The
+engine counts those in training mode whose gradients would be averaged, and with each averaging the ranks compare how
+many they have opened since the last one, less those that they have closed. That need not be zero: with a GAN, or in a
+loop that looks ahead, it is some other number, the same on all ranks. A rank may also open a pass that nobody misses,
+to look at an output, so this is a warning and no error. The number travels where claims do, in a word of shared memory
+or in the low bits of the claim, and costs no collective. Where only tags are claimed, other groups compare nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +29,21 @@ import torch.distributed as dist
 
 from lockstep.comm.flight_recorder import fingerprint
 from lockstep.errors import CollectiveMismatch
+from lockstep.log import get_logger
 
 __all__ = [
     "ADVICE",
     "NO_CLAIMS",
     "ClaimCheck",
     "Claims",
+    "OpenPassCheck",
     "check_fingerprints",
     "describe_fingerprint",
     "fingerprint_of",
     "join_claims",
 ]
+
+_logger = get_logger(__name__)
 
 ADVICE = (
     "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
@@ -39,6 +51,8 @@ ADVICE = (
 )
 
 _MAX_SHOWN = 4
+_OPEN_BITS = 8  # of a claim, where a group sends it as one number
+_OPEN_MASK = (1 << _OPEN_BITS) - 1
 _NAME = re.compile(r"samples (\d+) to \d+ of epoch (\d+)")
 _FIRST_BITS, _EPOCH_BITS, _HASH_BITS = 32, 12, 18
 _FIRST_MASK, _EPOCH_MASK, _HASH_MASK = (1 << _FIRST_BITS) - 1, (1 << _EPOCH_BITS) - 1, (1 << _HASH_BITS) - 1
@@ -52,11 +66,13 @@ class Claims:
         text: for people, and compared; "" for nothing.
         is_certain: every claim comes from a tag, none from a size.
         fingerprint: of the batches that the gradients come from, see `fingerprint_of`; 0 where they are not known.
+        num_open: see [Note: open forward passes]; negative where more were closed.
     """
 
     text: str = ""
     is_certain: bool = True
     fingerprint: int = 0
+    num_open: int = 0
 
 
 NO_CLAIMS = Claims()
@@ -115,20 +131,52 @@ def check_fingerprints(fingerprints: Sequence[int]) -> None:
     )
 
 
-def join_claims(claims: dict[str, bool], batches: Collection[tuple[str, int]] = ()) -> Claims:
+class OpenPassCheck:
+    """Compares how many forward passes the ranks have left open, and warns once. See [Note: open forward passes].
+
+    Args:
+        is_told: this rank is the one that warns.
+    """
+
+    def __init__(self, is_told: bool) -> None:
+        self._is_told = is_told
+
+    def compare(self, by_rank: Sequence[int]) -> None:
+        """The numbers of all ranks of the group. Local."""
+        if self._is_told and len(set(by_rank)) > 1:
+            self.warn(", ".join(f"rank {rank}: {count}" for rank, count in enumerate(by_rank)))
+
+    def warn(self, numbers: str) -> None:
+        """Ranks differ: which has left open how many. Local."""
+        if not self._is_told:
+            return
+        self._is_told = False
+        _logger.warning(
+            "between two averagings of gradients the ranks made different numbers of forward passes that no backward "
+            "pass followed (%s; ranks of the engine's group). If one of them has left out a backward pass (a loss that "
+            "is not finite, an error), its gradients are averaged with those of another batch from now on, and one "
+            "rank waits in the end. Where one skips a step all must: flag = torch.tensor(float(skips)); "
+            "dist.all_reduce(flag, dist.ReduceOp.MAX); if flag.item(): continue. Make a forward pass whose output is "
+            "only looked at under torch.no_grad()",
+            numbers,
+        )
+
+
+def join_claims(claims: dict[str, bool], batches: Collection[tuple[str, int]] = (), num_open: int = 0) -> Claims:
     """Those of one step: text -> whether it is certain. The order of forward passes does not count.
 
     Args:
         claims: of the forward passes.
         batches: see `fingerprint_of`.
+        num_open: see `Claims`.
     """
     if not claims:
-        return NO_CLAIMS
+        return Claims(num_open=num_open) if num_open else NO_CLAIMS
     texts = sorted(claims)
     if len(texts) > _MAX_SHOWN:
         rest = texts[_MAX_SHOWN:]
         texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
-    return Claims(", ".join(texts), all(claims.values()), fingerprint_of(batches))
+    return Claims(", ".join(texts), all(claims.values()), fingerprint_of(batches), num_open)
 
 
 class ClaimCheck:
@@ -144,6 +192,7 @@ class ClaimCheck:
         self._device = device
         # Of a GPU: the claim, the compared values on the host, and the event behind their copy.
         self._pending: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
+        self._open_passes = OpenPassCheck(is_told=group.rank() == 0)
 
     def begin(self, claims: Claims) -> Callable[[], None]:
         """Begin to compare one step's claims, while other things are waited for. Collective.
@@ -157,7 +206,7 @@ class ClaimCheck:
             self._compare(text, values)
         if claims.is_certain or self._is_capturing():
             return lambda: None  # A graph repeats one step, and nobody could be told of what it finds.
-        value = fingerprint(claims.text)
+        value = fingerprint(claims.text) & ~_OPEN_MASK | claims.num_open & _OPEN_MASK
         # Equal on all ranks if the greatest is the least. Made on the device: a copy from the host would wait for it.
         both = torch.full((2,), value, dtype=torch.int64, device=self._device)
         both[1].neg_()
@@ -184,8 +233,19 @@ class ClaimCheck:
 
     def _compare(self, text: str, values: torch.Tensor) -> None:
         greatest, least = values.tolist()
-        if greatest != -least:
-            raise CollectiveMismatch(
-                f"the ranks averaged gradients of different batches: rank {dist.get_rank()} took {text}, another rank "
-                f"something else. Every rank must take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
-            )
+        least = -least
+        if greatest >> _OPEN_BITS == least >> _OPEN_BITS:
+            if greatest != least:
+                fewest, most = sorted(map(_open_in, (least, greatest)))
+                self._open_passes.warn(f"{fewest} on one, {most} on another")
+            return
+        raise CollectiveMismatch(
+            f"the ranks averaged gradients of different batches: rank {dist.get_rank()} took {text}, another rank "
+            f"something else. Every rank must take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
+        )
+
+
+def _open_in(value: int) -> int:
+    """The number in the low bits, with its sign."""
+    low = value & _OPEN_MASK
+    return low - (1 << _OPEN_BITS) if low >> (_OPEN_BITS - 1) else low

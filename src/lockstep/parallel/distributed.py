@@ -31,21 +31,20 @@ from lockstep import batch
 from lockstep.batch import BatchShare
 from lockstep.drift import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
-from lockstep.log import get_logger, warn_once
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, StraySigns
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
-    check_dense,
     check_group,
     check_parameters,
     check_renormalised,
     find_buffers,
+    find_sparse,
 )
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
-from lockstep.parallel.forward_errors import explain_forward_error
+from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import runs_backward_to
 from lockstep.parallel.loss_watch import LossWatch
@@ -64,8 +63,6 @@ from lockstep.torch_private.groups import join_config_of
 from lockstep.tree import map_tensors
 
 __all__ = ["DistributedDataParallel"]
-
-_logger = get_logger(__name__)
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _MIB = 1 << 20
@@ -124,6 +121,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         UnusedParameters: from `backward`, or where several backward passes were possible from the next
             forward pass: parameters got no gradient.
 
+    Gradients of `Embedding(sparse=True)` and `EmbeddingBag(sparse=True)` are averaged by their entries, behind the
+    others, and stay sparse (`sparse_gradients.py`).
+
     Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does. For parameters on the
     CPU, glibc is told to keep the memory of gradients between steps, unless MALLOC_TRIM_THRESHOLD_ or the like is
     set (`malloc.py`).
@@ -177,10 +177,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
-        check_dense(module, named)
+        self._sparse = find_sparse(module, named)
         check_renormalised(module, self._world_size)
         self._parameters_to_reduce = list(named.values())
-        keep_memory_of_gradients(self._parameters_to_reduce)
+        keep_memory_of_gradients(each for index, each in enumerate(named.values()) if index not in self._sparse)
         self._names = list(named)
         self.device = self._parameters_to_reduce[0].device
         self.device_ids = choose_devices(device_ids, output_device, self._parameters_to_reduce)
@@ -211,12 +211,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _reducer(self) -> Reducer:
         """Collective when it is made: with the engine; of a copy, in its first backward pass."""
         cap_bytes = max(int(self._cap_mib * _MIB), 1)
-        plans = plan_buckets(self._parameters_to_reduce, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES))
+        plans = plan_buckets(self._parameters_to_reduce, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES), self._sparse)
         reducer = Reducer(
             self._parameters_to_reduce,
             self._names,
             plans,
-            make_transport(plans, self.process_group),
+            make_transport(plans, self.process_group, self.device),
             self.process_group,
             self._backward,
             may_go_early=not self.static_graph and self._world_size > 1,
@@ -243,6 +243,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "broadcast_buffers": self.broadcast_buffers,
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
+            "sparse": [self._names[index] for index in sorted(self._sparse)],
         }
         check_same_model(tensors, settings, self.process_group, collective_device(self.process_group, self.device))
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], self.process_group)
@@ -339,6 +340,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if forward.syncing:
             self._backward.expect(roots)
             if self.training:
+                forward.is_open = True
+                self._backward.num_open += 1
                 self._loss_watch.forward_ends(feed, roots.values())
         return output
 
@@ -395,12 +398,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """The output shows no tensor that a gradient could come through: if one comes, parameters will tell."""
         self._reducer.watch_all()
         if feed.is_uneven:
-            warn_once(
-                _logger,
-                f"the model returned no tensor that requires a gradient (it returned {kind}). Should its "
-                "parameters get gradients in another way, these are averaged plainly over ranks, although the ranks "
-                "hold different numbers of samples. Return tensors, or containers of tensors",
-            )
+            warn_of_no_tensor(kind)
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -415,12 +413,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not backward.reaches:
             return False
         backward.reach(output)
+        if forward.is_open:
+            forward.is_open = False
+            backward.num_open -= 1
         forward.settle()
+        if self._sparse and forward.is_filler:
+            backward.has_filler = True
         is_compared = self._compares_rows or forward.feed.share is not None
         if forward.feed.claim and is_compared and forward.claimed_task != task:
             forward.claimed_task = task
             if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
-                backward.take_claims()  # what came before was thrown away
+                backward.forget_claims()  # what came before was thrown away
             share = forward.feed.share
             name, fingerprint = "", 0
             if share is not None and share.world_size == self._world_size:
@@ -575,12 +578,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             joined.sync_buffers(buffers, self.process_group, self.device, trains)
 
     def _rescale_after_join(self) -> None:
-        if self._join_divisor is None:
-            return
-        factor = self._world_size / self._join_divisor
-        for parameter in self._parameters_to_reduce:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        if self._join_divisor is not None:
+            joined.rescale(self._parameters_to_reduce, self._world_size / self._join_divisor)
 
     def answer_step(self) -> None:
         """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""

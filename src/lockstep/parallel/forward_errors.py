@@ -1,4 +1,4 @@
-"""Errors of a model's forward pass that come from splitting a batch, and what to do about them."""
+"""What can be wrong with a model's forward pass where a batch is split, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch.distributed as dist
 
 from lockstep.batch import BatchShare
 from lockstep.errors import InputError
+from lockstep.log import get_logger, warn_once
 
-__all__ = ["explain_forward_error"]
+__all__ = ["explain_forward_error", "warn_of_no_tensor"]
+
+_logger = get_logger(__name__)
 
 # What torch's batch normalization says of a batch with one value for each channel, and the size that it got.
 _ONE_VALUE = re.compile(r"Expected more than 1 value per channel when training, got input size torch\.Size\(\[(\d+)")
@@ -34,6 +37,20 @@ def explain_forward_error(error: Exception, world_size: int, share: BatchShare |
         f"one value per channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, "
         "with model = lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model), or leave small "
         "last batches out (drop_last=True in the loader)"
+    )
+
+
+def warn_of_no_tensor(kind: str) -> None:
+    """The model returned something without a tensor to watch, of a batch that the ranks do not divide. Local.
+
+    Args:
+        kind: of what it returned.
+    """
+    warn_once(
+        _logger,
+        f"the model returned no tensor that requires a gradient (it returned {kind}). Should its parameters get "
+        "gradients in another way, these are averaged plainly over ranks, although the ranks hold different numbers of "
+        "samples. Return tensors, or containers of tensors",
     )
 
 

@@ -62,6 +62,7 @@ class ForwardPass:
     Attributes:
         feed: what goes through; with a weight from `settle` on.
         begins_with_checkpoint: parameters may lie inside of re-entrant checkpoints; see `graph.py`.
+        is_open: counted as one that no gradient has come to; see [Note: open forward passes] in `claims.py`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ForwardPass:
         self.feed = feed
         self.syncing = syncing
         self.group = group
-        self.begins_with_checkpoint = False
+        self.begins_with_checkpoint = self.is_open = False
         self._own = own
         self._is_functional = is_functional
         self._reached = reached

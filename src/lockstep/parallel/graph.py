@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from lockstep.torch_private.autograd import will_engine_execute_node
+from lockstep.torch_private.autograd import will_engine_execute_node, without_transforms
 
-__all__ = ["begins_with_checkpoint", "reachable_leaves", "runs_backward_to"]
+__all__ = ["accumulating_node", "begins_with_checkpoint", "reachable_leaves", "runs_backward_to"]
 
 # Nodes that are looked at before a model counts as one that begins with layers of its own.
 _MAX_LOOKED_AT = 64
@@ -52,6 +52,18 @@ def begins_with_checkpoint(root: Node, own: frozenset[int]) -> bool:
             return True
         waiting.extend(following for following, _ in node.next_functions if following is not None)
     return False
+
+
+def accumulating_node(parameter: torch.Tensor) -> Node:
+    """The node that accumulates into `.grad`. Autograd makes a new one when nobody holds it."""
+    with without_transforms():
+        is_frozen = not parameter.requires_grad
+        if is_frozen:  # for now: the node stays the same when it is thawed
+            parameter.requires_grad = True
+        node: Node = get_gradient_edge(parameter).node
+        if is_frozen:
+            parameter.requires_grad = False
+    return node
 
 
 def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:

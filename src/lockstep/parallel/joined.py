@@ -15,7 +15,7 @@ backward: `sync_buffers`              `sync_buffers`, having none to give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.parallel.agreement import broadcast_tensors
 
-__all__ = ["JoinableEngine", "JoinedRank", "agree_on_step", "sync_buffers"]
+__all__ = ["JoinableEngine", "JoinedRank", "agree_on_step", "rescale", "sync_buffers"]
 
 
 class JoinableEngine(Protocol):
@@ -44,6 +44,13 @@ def agree_on_step(group: dist.ProcessGroup, device: torch.device, trains: bool, 
     dist.all_reduce(state, group=group)
     num_training, num_averaging = state.tolist()
     return num_training, num_averaging > 0
+
+
+def rescale(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply the gradients that are there. Local."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def sync_buffers(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device, trains: bool) -> None:

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
@@ -41,10 +40,12 @@ from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.divergence import DivergenceCheck
 from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.graph import accumulating_node
+from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
 from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import version_of, without_transforms
+from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["CommHook", "Reducer"]
@@ -58,7 +59,7 @@ class Reducer:
     Args:
         parameters: those that require gradients.
         names: of the parameters, for errors.
-        plans: which parameters lie in each bucket, and where.
+        plans: which parameters lie in each bucket, and where. Parameters in none of them have sparse gradients.
         transport: moves and averages the buckets.
         group: the ranks that average.
         may_go_early: whether buckets may go out before the backward pass ends.
@@ -88,6 +89,8 @@ class Reducer:
         self._may_go_early = may_go_early
         self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
+        self._dense = sorted(index for members in self._members for index in members)
+        self._sparse = sorted(set(range(len(self._parameters))).difference(self._dense))
         self._gradient_views = views = GradientViews(transport, plans, self._parameters)
         self._views, self._contents = views.tensors, views.contents
         self._always_views = always_views
@@ -99,15 +102,19 @@ class Reducer:
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
-        device = collective_device(group, plans[0].device)
+        self._sparse_gradients = SparseGradients([self._parameters[index] for index in self._sparse], group, backward)
+        device = collective_device(group, plans[0].device if plans else self._parameters[0].device)
         self._claim_check = ClaimCheck(group, device)  # with a communication hook
         self._divergence = DivergenceCheck(names, parameters, group, device)
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
-        self._handles: list[_HookBehindAll | None] = [None] * len(plans)  # the sentinels', by bucket
+        # The sentinels', by bucket; behind them each parameter without a bucket is its own.
+        self._handles: list[_HookBehindAll | None] = [None] * (len(plans) + len(self._sparse))
         self._watchers: list[_HookBehindAll | None] = []  # by parameter
         self._passes_to_watch = 0  # after which the watchers go
         for bucket in range(len(plans)):
             self._set_sentinel(bucket, self._members[bucket][-1])
+        for position, index in enumerate(self._sparse, len(plans)):
+            self._set_sentinel(position, index)
         # The parameters may outlive the engine.
         weakref.finalize(self, _remove_all, self._handles).atexit = False
         weakref.finalize(self, _remove_all, self._watchers).atexit = False
@@ -119,7 +126,7 @@ class Reducer:
         if handle is not None:
             handle.remove()
         reference = weakref.ref(self)
-        is_last = bucket == len(self._plans) - 1  # It goes out at the end anyway.
+        is_last = bucket >= len(self._plans) - 1  # It goes out at the end anyway.
 
         def on_gradient(parameter: torch.Tensor) -> None:
             reducer = reference()
@@ -246,7 +253,8 @@ class Reducer:
             if gradient.layout is not torch.strided:
                 culprits.append(self._names[index])
         raise ModelError(
-            f"parameter {', '.join(culprits)} has a sparse gradient; this engine averages dense ones. {SPARSE_ADVICE}"
+            f"parameter {', '.join(culprits)} has a sparse gradient, which nothing said when the model was wrapped. "
+            f"{SPARSE_ADVICE}"
         )
 
     # ---- around the backward pass ----------------------------------------------------------------
@@ -289,8 +297,8 @@ class Reducer:
         self._backward.begin(task, early)
 
     def _note_given(self) -> None:
-        own = zip(self._parameters, self._views, strict=True)
-        indices = [index for index, (each, view) in enumerate(own) if each.grad is not None and each.grad is not view]
+        own = [(index, self._parameters[index].grad) for index in self._dense]
+        indices = [index for index, each in own if each is not None and each is not self._views[index]]
         gradients = [each.grad for each in map(self._parameters.__getitem__, indices) if each.grad is not None]
         held = zip(indices, gradients, find_held(gradients), strict=True)
         self._given = {index: gradient for index, gradient, is_held in held if is_held}
@@ -326,6 +334,8 @@ class Reducer:
         for bucket in range(len(self._plans)):
             if bucket not in self._out:
                 self._send(bucket)
+        if self._hook is not None:
+            self._run_hook_on_sparse()
 
     def send_zeros(self) -> None:
         """Take part in the averaging of a step with zeros. Local; `finish` comes next."""
@@ -334,8 +344,8 @@ class Reducer:
         for bucket in range(len(self._plans)):
             self._let_go(bucket)
             self._transport.buffer(bucket).zero_()
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
+        for index in self._dense:
+            self._parameters[index].grad = self._views[index]
         self.send_rest()
         for parameter in self._parameters:
             parameter.grad = None
@@ -361,10 +371,11 @@ class Reducer:
         """
         samples = None
         if self._hook is not None:
-            self._finish_hooks(buffers, claims)
+            self._finish_hooks(keep_none, buffers, claims)
         else:
             samples = self._transport.finish(buffers, claims, self._divergence.sample())
-        for index in range(len(self._parameters)):
+            self._sparse_gradients.average()
+        for index in self._dense:
             if self._parameters[index].grad is None and index not in keep_none:
                 view = self._views[index]
                 self._parameters[index].grad = view.clone() if index in self._own_memory else view
@@ -407,17 +418,31 @@ class Reducer:
         self._hook = (state, hook)
 
     def _run_hook(self, bucket: int) -> None:
-        assert self._hook is not None
-        state, hook = self._hook
         members = self._members[bucket]
-        grad_bucket = GradBucket(
+        self._call_hook(
             bucket,
             self._transport.buffer(bucket),
             [self._views[index] for index in members],
             [self._parameters[index] for index in members],
-            bucket == len(self._plans) - 1,
         )
-        future = hook(state, grad_bucket)
+
+    def _run_hook_on_sparse(self) -> None:
+        """Each sparse gradient is a bucket of its own, behind the others."""
+        for position, index in enumerate(self._sparse):
+            gradient = self._sparse_gradients.gradient(position)
+            self._call_hook(len(self._plans) + position, gradient, [gradient], [self._parameters[index]])
+
+    def _call_hook(
+        self,
+        bucket: int,
+        buffer: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        assert self._hook is not None
+        state, hook = self._hook
+        is_last = bucket == len(self._plans) + len(self._sparse) - 1
+        future = hook(state, GradBucket(bucket, buffer, gradients, parameters, is_last))
         if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
             raise ModelError(
                 f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
@@ -425,11 +450,16 @@ class Reducer:
             )
         self._hook_futures.append((bucket, future))
 
-    def _finish_hooks(self, buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+    def _finish_hooks(self, keep_none: Collection[int], buffers: Sequence[torch.Tensor], claims: Claims) -> None:
         for bucket, future in self._hook_futures:
             result: Any = future.wait()
             if isinstance(result, (list, tuple)):
                 (result,) = result
+            if bucket >= len(self._plans):
+                position = bucket - len(self._plans)
+                if self._sparse[position] not in keep_none:
+                    self._sparse_gradients.put(position, result)
+                continue
             buffer = self._transport.buffer(bucket)
             if result.data_ptr() != buffer.data_ptr():
                 with torch.no_grad():
@@ -449,13 +479,7 @@ class _HookBehindAll:
     """
 
     def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        with without_transforms():
-            is_frozen = not parameter.requires_grad
-            if is_frozen:  # for now: the node stays the same when it is thawed
-                parameter.requires_grad = True
-            self._node = get_gradient_edge(parameter).node
-            if is_frozen:
-                parameter.requires_grad = False
+        self._node = accumulating_node(parameter)
         reference = weakref.ref(parameter)
 
         def call(*_: object) -> None:

@@ -22,7 +22,7 @@ from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.claims import ADVICE, Claims, check_fingerprints
+from lockstep.parallel.claims import ADVICE, Claims, OpenPassCheck, check_fingerprints
 from lockstep.shm.algorithms import reduce_in_place, share_bounds
 from lockstep.shm.kernels import Kernel, find_kernel
 from lockstep.shm.segment import can_leave, leave
@@ -83,10 +83,14 @@ class SymmetricTransport:
         self._words = self._region.words
         self._own_word = self._region.word_start(self._rank)
         self._peer_words = [self._region.word_start(peer) for peer in range(self._world_size) if peer != self._rank]
-        self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 2)
-        # The last words of each rank: a sample of its parameters, and which batches its gradients come from.
+        self._open_passes = OpenPassCheck(is_told=self._rank == 0)
+        self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 3)
+        # The last words of each rank: how many forward passes it has left open, a sample of its parameters, and which
+        # batches its gradients come from.
         ends = [self._region.word_start(rank) + self._region.WORDS_PER_RANK for rank in range(self._world_size)]
-        self._sample_words, self._fingerprint_words = ([end - back for end in ends] for back in (2, 1))
+        self._open_words, self._sample_words, self._fingerprint_words = (
+            [end - back for end in ends] for back in (3, 2, 1)
+        )
         self._pass = 1
         # Failed passes since the last averaging, or since the collective that was an error itself.
         self._num_failed = 0
@@ -199,10 +203,13 @@ class SymmetricTransport:
 
         fingerprints: list[int] = []
         samples: list[int] = []
+        numbers_open: list[int] = []
 
         def between() -> None:
             fingerprints.extend(self._words[word] for word in self._fingerprint_words)
             samples.extend(self._words[word] for word in self._sample_words)
+            if 0 in fingerprints:  # else these tell more
+                numbers_open.extend(self._words[word] for word in self._open_words)
             if buffers:
                 assert mail is not None
                 mail.read(buffers)
@@ -210,6 +217,7 @@ class SymmetricTransport:
 
         self._words[self._fingerprint_words[self._rank]] = claims.fingerprint
         self._words[self._sample_words[self._rank]] = sample
+        self._words[self._open_words[self._rank]] = claims.num_open
         if self._num_failed == 0:
             self._reduce_published()
         # What the ranks claim is compared as what they call is: by the fingerprint of the description.
@@ -228,6 +236,7 @@ class SymmetricTransport:
             self._num_failed = self._failed_collective = 0
             self._description = self._describe()
         check_fingerprints(fingerprints)
+        self._open_passes.compare(numbers_open)
         return samples
 
     def restart(self) -> None:

@@ -25,6 +25,8 @@ from lockstep.rank_zero import collective_device
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
+_CPU = torch.device("cpu")
+
 
 class Transport(Protocol):
     """What the reducer needs of a transport."""
@@ -91,20 +93,21 @@ class GroupTransport:
     Args:
         plans: which parameters lie in each bucket, and where.
         group: the ranks that average.
+        device: of the parameters.
     """
 
-    def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> None:
+    def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._world_size = group.size()
         # Over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
         self._symmetric = _symmetric_engine(group)
-        self._averages = self._symmetric is not None and engine_of(group, plans[0].device) is not None
+        self._averages = self._symmetric is not None and engine_of(group, device) is not None
         self._buffers = [self._allocate(plan) for plan in plans]
         self._ready: set[int] = set()
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
-        self._claim_check = ClaimCheck(group, collective_device(group, plans[0].device))
+        self._claim_check = ClaimCheck(group, collective_device(group, device))
 
     @property
     def can_renew(self) -> bool:
@@ -183,10 +186,17 @@ def _symmetric_engine(group: dist.ProcessGroup) -> Engine | None:
     return engine if engine is not None and engine.team.has_symmetric_memory else None
 
 
-def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup) -> Transport:
-    """The transport for these buckets over that group. Collective."""
+def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup, device: torch.device = _CPU) -> Transport:
+    """The transport for these buckets over that group. Collective.
+
+    Args:
+        plans: which parameters lie in each bucket, and where; may be none.
+        group: the ranks that average.
+        device: of the parameters; counts where there are no buckets.
+    """
+    devices = [plan.device for plan in plans] or [device]
     engine = _symmetric_engine(group)
-    on_cpu = all(plan.device.type == "cpu" for plan in plans)
+    on_cpu = all(each.type == "cpu" for each in devices)
     if engine is not None and engine.team.shares_memory and on_cpu and group.size() > 1:
         return SymmetricTransport(plans, engine)
-    return GroupTransport(plans, group)
+    return GroupTransport(plans, group, devices[0])

@@ -1,0 +1,223 @@
+"""Sparse gradients: those of layers with `sparse=True`, averaged by their entries.
+
+[Note: sparse gradients] The gradient of `Embedding(sparse=True)` has an entry for each row that the batch looked up,
+others on each rank, and so no place in a bucket. When the buckets are through, the ranks tell each other how many
+entries each has, and then the entries themselves, of all such parameters in one message. Each rank adds them up by
+itself, in the order of ranks, 16-bit floats in float32. The weights of a batch that the ranks do not divide are in the
+entries already, as in any gradient ([Note: exact weighting] in `forward_pass.py`).
+
+A gradient that is dense on some rank (a weight that a dense layer uses, too) is dense on all of them behind the
+average, as on one process.
+
+[Note: entries of fillers] An optimizer for sparse gradients steps the rows that have an entry, SparseAdam also where
+it is zero. What a filler looks up may be in no batch of one process: that of a loader repeats a sample, but a user may
+bring another one (`samples(0)`). So a backward pass that a filler takes part in leaves out entries of zeros.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.parallel.backward_pass import BackwardPass
+from lockstep.parallel.graph import accumulating_node
+from lockstep.rank_zero import collective_device
+from lockstep.torch_private.tensors import indices_of, values_of
+
+__all__ = ["SparseGradients"]
+
+_NO_GRADIENT, _DENSE = -1, -2  # in the place of a number of entries
+_ALIGNMENT_BYTES = 16  # of the widest dtype
+_INDEX_BYTES = 8
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what entries are added up in
+
+
+class SparseGradients:
+    """Averages the gradients of some parameters of an engine by their entries.
+
+    Args:
+        parameters: of layers with `sparse=True`; the same on all ranks.
+        group: who averages.
+        backward: of the engine.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: BackwardPass
+    ) -> None:
+        self._parameters = list(parameters)
+        self._group = group
+        self._world_size = group.size()
+        self._hooks = [_EntriesHook(parameter, backward) for parameter in parameters]
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False  # the parameters may outlive the engine
+
+    def gradient(self, index: int) -> torch.Tensor:
+        """The gradient of a parameter as a sparse COO tensor, without entries where it has none. Local."""
+        parameter = self._parameters[index]
+        own = _normalised(parameter.grad)
+        if own is None:
+            shape = parameter.shape
+            indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            return _sparse(indices, parameter.new_empty((0, *shape[1:])).detach(), shape)
+        return own if own.is_sparse else own.to_sparse(1)
+
+    @torch.no_grad()
+    def put(self, index: int, mean: torch.Tensor) -> None:
+        """Make it the gradient of a parameter: written into the one that is there, which others may hold. Local."""
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is not None and _are_alike(gradient, mean) and not gradient.requires_grad:
+            gradient.copy_(mean)
+        else:
+            parameter.grad = mean
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace the gradients by their mean over ranks; None stays where no rank has one. Collective."""
+        if not self._parameters or self._world_size == 1:
+            return
+        own = [_normalised(parameter.grad) for parameter in self._parameters]
+        by_rank = self._gather_counts([_count(gradient) for gradient in own])
+        sparse = []
+        for index, of_ranks in enumerate(zip(*by_rank, strict=True)):
+            if _DENSE in of_ranks:
+                self.put(index, self._mean_of_dense(index, own[index]))
+            elif max(of_ranks) > _NO_GRADIENT:
+                sparse.append(index)
+        self._average_entries(sparse, own, by_rank)
+
+    def _gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
+        """Of each rank, what it has of each parameter. Collective."""
+        mine = torch.tensor(counts, dtype=torch.int64, device=collective_device(self._group, self._device))
+        rows = [torch.empty_like(mine) for _ in range(self._world_size)]
+        dist.all_gather(rows, mine, group=self._group)
+        found: list[list[int]] = torch.stack(rows).tolist()
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+    def _mean_of_dense(self, index: int, own: torch.Tensor | None) -> torch.Tensor:
+        parameter = self._parameters[index]
+        mean = torch.zeros_like(parameter) if own is None else own.to_dense().clone()
+        mean.div_(self._world_size)
+        dist.all_reduce(mean, group=self._group)
+        return mean
+
+    def _average_entries(
+        self, indices: Sequence[int], own: Sequence[torch.Tensor | None], by_rank: Sequence[Sequence[int]]
+    ) -> None:
+        """Of these parameters; no rank has a dense gradient of one. Collective."""
+        row_bytes = {index: self._row_bytes(index) for index in indices}
+        sizes = [
+            sum(
+                _padded(max(of_rank[index], 0) * width)
+                for index in indices
+                for width in (_INDEX_BYTES, row_bytes[index])
+            )
+            for of_rank in by_rank
+        ]
+        mine = torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=self._device)
+        start = 0
+        for index in indices:
+            gradient = own[index]
+            for part in () if gradient is None else (gradient.indices().flatten(), gradient.values()):
+                flat = part.contiguous().to(self._device).flatten()
+                mine[start : start + flat.nbytes] = flat.view(torch.uint8)
+                start += _padded(flat.nbytes)
+        rows = [torch.empty_like(mine) for _ in by_rank]
+        if len(mine):
+            dist.all_gather(rows, mine, group=self._group)
+        starts = [0] * len(rows)
+        for index in indices:
+            parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for rank, row in enumerate(rows):
+                count = max(by_rank[rank][index], 0)
+                middle = starts[rank] + _padded(count * _INDEX_BYTES)
+                end = middle + count * row_bytes[index]
+                parts.append((row[starts[rank] : starts[rank] + count * _INDEX_BYTES], row[middle:end]))
+                starts[rank] = middle + _padded(count * row_bytes[index])
+            self.put(index, self._add_up(self._parameters[index], parts))
+
+    def _row_bytes(self, index: int) -> int:
+        parameter = self._parameters[index]
+        return parameter.shape[1:].numel() * parameter.element_size()
+
+    def _add_up(self, parameter: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """The mean of what the ranks brought for one parameter: the bytes of indices, and of values, of each rank."""
+        shape, dtype = parameter.shape, parameter.dtype
+        indices = torch.cat([each.view(torch.int64) for each, _ in parts])
+        values = torch.cat([each.view(dtype) for _, each in parts]).view(len(indices), *shape[1:])
+        total = _sparse(indices.unsqueeze(0), values.to(_WIDE.get(dtype, dtype)), shape).coalesce()
+        mean = (total.values() / self._world_size).to(dtype)
+        return _sparse(total.indices(), mean, shape, is_coalesced=True).to(parameter.device)
+
+
+def _sparse(
+    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool | None = None
+) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+
+
+def _normalised(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient without its graph: coalesced if its rows are the entries, dense if it is anything else."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return gradient.coalesce() if _has_rows(gradient) else gradient.to_dense()
+
+
+def _has_rows(gradient: torch.Tensor) -> bool:
+    return gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout is other.layout and _has_rows(one) == _has_rows(other)
+
+
+def _count(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NO_GRADIENT
+    return gradient.indices().size(1) if gradient.is_sparse else _DENSE
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class _EntriesHook:
+    """Has a parameter accumulate no entries of zeros in passes of fillers. See [Note: entries of fillers]."""
+
+    def __init__(self, parameter: torch.nn.Parameter, backward: BackwardPass) -> None:
+        self._node = accumulating_node(parameter)
+        reference = weakref.ref(backward)
+
+        def accumulate(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+            alive = reference()
+            if alive is None or not alive.has_filler:
+                return None
+            return tuple(map(_without_zeros, gradients))
+
+        register: Callable[..., RemovableHandle] = self._node.register_prehook
+        self._handle = register(accumulate)
+
+    def remove(self) -> None:
+        """Never call it again."""
+        self._handle.remove()
+
+
+def _remove_all(hooks: Sequence[_EntriesHook]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _without_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None or not _has_rows(gradient):
+        return gradient
+    indices, values = indices_of(gradient.detach()), values_of(gradient.detach())
+    is_kept = (values != 0).flatten(1).any(1)
+    return _sparse(indices[:, is_kept], values[is_kept], gradient.shape)
