@@ -24,6 +24,7 @@ from lockstep.comm import exit_hooks
 from lockstep.comm.contract import Team
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.ephemeral import Extension
+from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore, LivenessCheck, NewGroup
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.inference import leaves_inference_mode
@@ -34,7 +35,7 @@ from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, SetupError
-from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
+from lockstep.shm.bootstrap import FIRST_KEY, Bootstrap, SeveralHosts
 from lockstep.shm.team import SharedMemoryTeam
 from lockstep.shm.terms import Terms
 from lockstep.torch_private.stores import Store
@@ -43,6 +44,7 @@ __all__ = [
     "VERBS",
     "EngineProcessGroup",
     "LockstepProcessGroup",
+    "find_nonce",
     "interface_of",
     "is_default_group",
     "make_group",
@@ -98,14 +100,17 @@ class EngineProcessGroup(ProcessGroup):
         engine: runs the collectives.
         backend: the registered name of the backend.
         options: what torch asks for: its `_DistributedBackendOptions`.
+        nonce: on which its ranks have agreed; empty for none.
 
     Attributes:
         engine: the op table; also holds the flight record and the team.
+        nonce: for the seals of what its ranks write into a store.
     """
 
-    def __init__(self, engine: Engine, backend: str, options: Any) -> None:
+    def __init__(self, engine: Engine, backend: str, options: Any, nonce: str = "") -> None:
         super().__init__(options.group_rank, options.group_size)
         self.engine = engine
+        self.nonce = nonce
         self._backend_name = backend
         self._store: Store = options.store
         self._name: str = options.group_id
@@ -373,6 +378,21 @@ def is_default_group(options: Any) -> bool:
     return len(options.global_ranks_in_group) == 0
 
 
+def find_nonce(store: BootstrapStore, options: Any, first_key: str) -> str:
+    """The nonce of a new group: that of the default group, or else one of its own. Collective.
+
+    Args:
+        store: of the group, without a nonce.
+        options: torch's `_DistributedBackendOptions`.
+        first_key: see `agree_on_nonce`.
+    """
+    default_group = dist.group.WORLD
+    if isinstance(default_group, EngineProcessGroup):
+        return default_group.nonce
+    ranks, timeout_s = ranks_of(options), options.timeout.total_seconds()
+    return agree_on_nonce(store, options.group_rank, ranks, timeout_s, first_key)
+
+
 def make_group(kind: Callable[[Any], _Group], options: Any) -> _Group:
     """A group of that kind, from torch's `_DistributedBackendOptions`. Collective.
 
@@ -440,9 +460,10 @@ class LockstepProcessGroup(EngineProcessGroup):
         default_group = dist.group.WORLD
         default_team = None if is_default else _team_of(default_group)
         waits = None if default_team is None else default_team.published_waits
-        store = BootstrapStore(options.store, options.group_id)
+        nonce = find_nonce(BootstrapStore(options.store, options.group_id), options, FIRST_KEY)
+        store = BootstrapStore(options.store, options.group_id, nonce=nonce)
         new = NewGroup(store, rank, ranks, options.timeout.total_seconds(), name, is_default, waits)
-        super().__init__(_connect(new, default_group), BACKEND_NAME, options)
+        super().__init__(_connect(new, default_group), BACKEND_NAME, options, nonce)
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:
         """The group that moves tensors of that device instead of this one; None for this one."""
