@@ -56,8 +56,9 @@ from torch.optim.optimizer import (
 
 from lockstep import batch
 from lockstep.comm import clock
-from lockstep.comm.backend import engine_of
+from lockstep.comm.backend import engine_of, nonce_of
 from lockstep.comm.callsite import make_locator, site_text
+from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
@@ -397,7 +398,12 @@ def _exchange(text: str, world: World) -> list[Any] | None:
         if store is None:
             return None
         name = group.group_name
-        sealed = BootstrapStore(PrefixStore(f"lockstep/drift/{name}", store), "drift", name)
+        below, scope = PrefixStore(f"lockstep/drift/{name}", store), ("drift", name)
+        nonce = nonce_of(group)
+        if nonce is None:
+            unsealed = BootstrapStore(below, *scope)
+            nonce = agree_on_nonce(unsealed, world.rank, range(world.world_size), _PATIENCE_S)
+        sealed = BootstrapStore(below, *scope, nonce=nonce)
         said = sealed.share("parameters", world.rank, world.world_size, text, _PATIENCE_S)
         found = None if said is None else [_read_summaries(one) for one in said]
     except (RuntimeError, AttributeError, ValueError):

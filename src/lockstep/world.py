@@ -13,6 +13,7 @@ says who this rank is, and brings the ranks together.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -468,11 +469,7 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
     if folder is not None and (topology.rank, topology.world_size) == (env.RANK.get(), env.WORLD_SIZE.get()):
         if topology.num_nodes > 1:
             return _meet_at_master(topology, timeout), None
-        if not os.path.isdir(folder):
-            raise SetupError(
-                f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}: there is no such folder. The launcher makes it "
-                "for its ranks and removes it in the end: unset it, or start the script with `lockstep run`"
-            )
+        _check_private(folder)
         # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
         number = _num_rendezvous[folder]
         path = os.path.join(folder, "store" if number == 0 else f"store-{number}")
@@ -501,6 +498,27 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
     if env.TORCHELASTIC_USE_AGENT_STORE.get() == "True":
         return None, "env://"  # torchrun's own process listens there
     return _meet_at_master(topology, timeout), None
+
+
+def _check_private(folder: str) -> None:
+    """Check the folder in which the ranks of one host meet.
+
+    Raises:
+        SetupError: there is none, or others than this user may put files there, which the ranks would believe.
+    """
+    place = f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}:"
+    if not os.path.isdir(folder):
+        raise SetupError(
+            f"{place} there is no such folder. The launcher makes it for its ranks and removes it in the end: unset "
+            "it, or start the script with `lockstep run`"
+        )
+    state = os.stat(folder)
+    if state.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(state.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+        raise SetupError(
+            f"{place} it belongs to user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):04o}, so others than "
+            f"user {os.geteuid()} can put files there, which the ranks would believe. `chmod 700` a folder of your "
+            "own, or unset the variable and start the script with `lockstep run`, which makes one"
+        )
 
 
 def _meet_at_master(topology: Topology, timeout: timedelta) -> Store:

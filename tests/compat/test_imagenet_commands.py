@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -166,6 +167,23 @@ def test_without_a_shim(folder: Path) -> None:
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s(60))
     assert ended.returncode == 2
     assert "Horovod is not installed, and Lockstep's own shim" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("imagenet", "--nproc", "2", "-a", "tiny", "--dist-backend", "foo", "images"),
+        ("imagenet", "--nproc", "2", "-a", "tiny", "--dist-backend", "foo", "--strategy", "spawn", "images"),
+        ("digits", "--nproc", "2", "--backend", "foo"),
+    ],
+)
+def test_backend_that_is_not_there(folder: Path, words: tuple[str, ...]) -> None:
+    """It was a traceback of each rank."""
+    ended = start(folder, "train", *words)
+    text, _ = ended.communicate(timeout=limit_s(60))
+    assert ended.returncode == 2, text
+    line = rf"lockstep train {words[0]}: error: backend 'foo' is not available here; there are: auto, lockstep, .*\n"
+    assert re.fullmatch(line, text), text
 
 
 def test_ranks_that_are_told_who_they_are(folder: Path) -> None:

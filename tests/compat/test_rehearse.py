@@ -136,6 +136,14 @@ def test_ranks_that_part_are_found_instead_of_a_hang(tmp_path: Path, which: str,
     assert done.found == {(found, line) for found, line in marked("faulty_branches.py") if found == kind}, done.output
 
 
+def test_a_collective_that_one_rank_leaves_out_on_a_row_of_a_mesh_is_found(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "4", str(PROGRAMS / "faulty_mesh.py"))
+    assert done.code == 1
+    assert done.found == marked("faulty_mesh.py"), done.output
+    (finding,) = done.report["findings"]
+    assert finding["what"] == "rank 2 called all_reduce(float32[1], SUM), but rank 3 came to no further collective"
+
+
 def test_the_number_of_slurm_tasks_is_not_the_number_of_ranks(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_slurm.py"))
     assert done.code == 1

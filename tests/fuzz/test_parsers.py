@@ -7,28 +7,50 @@ failure prints the seed; `SEED=… pytest tests/fuzz/test_parsers.py` runs it ag
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import random
+import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import drift
+from lockstep import drift, network_interfaces
+from lockstep.comm.hosts import handshake, link_store
 from lockstep.comm.hosts.discovery import _Listener, _RankInfo, _read_first, _read_reached
-from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, Stranger
+from lockstep.comm.hosts.group import _read_ready, _read_terms
+from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, OutgoingHandshake, Stranger
+from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.links import Links
+from lockstep.comm.messages import message_mailbox
+from lockstep.comm.messages.arrival import Entries
+from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
+from lockstep.comm.messages.notices import MessageControlBlocks, forward_notices
 from lockstep.comm.mpi.group import _Member
-from lockstep.errors import LaunchError, RendezvousError, SegmentDamaged, SetupError, SharedMemoryError
+from lockstep.compat.legacy.choice import Choice
+from lockstep.errors import (
+    InputError,
+    LaunchError,
+    RankLost,
+    RendezvousError,
+    SegmentDamaged,
+    SetupError,
+    SharedMemoryError,
+)
 from lockstep.launch.hosts import store_nonce
 from lockstep.launch.hosts.job_store import _read_join_request
 from lockstep.launch.hosts.membership import Host, JobTerms, Membership
@@ -36,16 +58,22 @@ from lockstep.launch.hosts.rendezvous import _read_master
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, _parse, read_reports
+from lockstep.network_interfaces import ProbeListener
 from lockstep.rank_status import find_unjoined, read_positions
-from lockstep.rendezvous import tcp
+from lockstep.recipes import runlog
+from lockstep.recipes.imagenet import listing
+from lockstep.recipes.runlog import RunLog
+from lockstep.rendezvous.meeting import Meeting
 from lockstep.secret import Refused, Seals, Secret, read_token_file, secret_of_ranks
 from lockstep.shm.bootstrap import Bootstrap, _read_failure
 from lockstep.shm.control_blocks import Failure, SharedControlBlocks
 from lockstep.shm.liveness import own_identity
-from lockstep.shm.messages import Label
+from lockstep.shm.messages import ANY_SOURCE, Label
 from lockstep.shm.ring import RingReader, RingWriter, ring_bytes
 from lockstep.shm.segment import PAGE_BYTES, Segment
+from lockstep.shm.sync import PeerState
 from lockstep.shm.terms import disagreement
+from lockstep.train import EpochReport, StepReport
 
 IS_NIGHTLY = "FUZZ_MINUTES" in os.environ
 GOES_ON = IS_NIGHTLY or "CI" in os.environ
@@ -166,6 +194,12 @@ def read_links(data: bytes) -> object:
     return None
 
 
+def elastic_time(reports: dict[int, ErrorReport]) -> object:
+    """Which of the failures came first is decided by their times."""
+    own = HostReport({1: RankExit(1, 2, 1, None, 1.0, False)}, dict(reports), (1,))
+    return find_first_failure_of_all([HostReport.decode(own.encode())])
+
+
 class Quiet:
     """A socket that takes the options of TCP, which it has not."""
 
@@ -191,11 +225,203 @@ class OneValue:
     def set(self, key: str, value: str) -> None:
         pass
 
-    def get(self, key: str) -> str:
-        return self._text
+    def find(self, key: str) -> str | None:
+        return self._text if key == "segment" else None
 
-    def has(self, key: str) -> bool:
-        return key == "segment"
+    def delete(self, key: str) -> None:
+        pass
+
+
+LAST_WORDS = "failure 1", json.dumps(["SetupError", "text", []]).encode()
+
+
+def read_link_store(data: bytes) -> object:
+    """What another rank says while a group is made, in one message."""
+    links = SimpleNamespace(poll=lambda: [(1, memoryview(data))], lost=set(), put_back=list, send=lambda *_: None)
+    store = LinkStore(links, 0, (0, 1), 1.0, lambda: None)  # type: ignore[arg-type]
+    store.check_peers()
+    store.set("failure 0", b"")
+    return store.check(["failure 1"])
+
+
+def link_message(key: str, value: bytes) -> bytes:
+    return link_store._HEAD.pack(link_store._KIND, len(key), len(value)) + key.encode() + value
+
+
+def notices() -> list[bytes]:
+    """Messages of rank 1 of three: that it comes to a collective, that rank 2 does, and its last."""
+    writer = MessageControlBlocks(1, [own_identity()] * 3, lambda failure: None)
+    record = 5, 1, writer.add_call("all_reduce(float32[10], SUM)"), writer.add_site("a.py:3 in main")
+    start = writer.fingerprint_words[1][1]
+    writer.words[start : start + 4] = memoryview(array("q", record))
+    entered = writer.enter_notice() + b"attached"
+    writer.fail(Failure("RankLost", (2,), "rank 2 is lost"))
+    return [entered, *forward_notices([(2, entered)], MESSAGE_BYTES), writer.final_notice(1)]
+
+
+def read_notice(data: bytes) -> object:
+    """What rank 1 sends, and then what the flight record reads of it."""
+    blocks = MessageControlBlocks(0, [own_identity()] * 3, lambda failure: None)
+    team: Any = SimpleNamespace(blocks=blocks, mail=deque(), _others=(1, 2), _entries=Entries(3))
+    team._receive_entry = functools.partial(MessageTeam._receive_entry, team)
+    MessageTeam._receive_message(team, 1, memoryview(data))
+    for rank in (1, 2):
+        blocks.latest_record(rank)
+        if blocks.state(rank) == PeerState.FAILED:
+            str(blocks.failure(rank))
+    return blocks.finished
+
+
+def mails() -> list[bytes]:
+    """One of each kind of message between two ranks."""
+    label = Label("uint8", (40,), "a.py:1").encode()
+    kinds = message_mailbox._Kind
+    head = message_mailbox._HEADER.pack
+    return [
+        head(kinds.EAGER, 1, 3, 40, len(label)) + label + bytes(40),
+        head(kinds.ANNOUNCE, 1, 3, 40, len(label)) + label,
+        head(kinds.GRANT, 1, 0, 0, 0),
+        head(kinds.REFUSE, 1, 0, 0, len(label)) + label,
+        head(kinds.CONFIRM, 1, 0, 0, 0),
+    ]
+
+
+def read_mail(data: bytes) -> object:
+    """What rank 1 sends to a rank that waits for a message, and has announced one."""
+    blocks = MessageControlBlocks(0, [own_identity()] * 2, lambda failure: None)
+    team: Any = SimpleNamespace(
+        rank=0,
+        world_size=2,
+        blocks=blocks,
+        mail=deque([(1, data), (1, data)]),
+        poll=lambda: None,
+        send_message=lambda *_: None,
+        start_send=lambda *_: [],
+        start_receive=lambda *_: [],
+        are_done=lambda _: True,
+    )
+    mailbox = message_mailbox.MessageMailbox[Any](team)
+    label = Label("uint8", (40,), "b.py:1")
+    mailbox.receive(ANY_SOURCE, 3, label, torch.zeros(40, dtype=torch.uint8))
+    mailbox.send(1, 3, Label("uint8", (5000,), "b.py:2"), torch.zeros(5000, dtype=torch.uint8))
+    for _ in range(2):
+        mailbox.progress()
+    # Who comes later finds what was kept.
+    mailbox.receive(1, 3, label, torch.zeros(40, dtype=torch.uint8))
+    return mailbox.take_finished()
+
+
+def read_answers(data: bytes) -> object:
+    """The client's side of a handshake, with a server that says this and no more."""
+    ours, theirs = socket.socketpair()
+    client: Any = object.__new__(OutgoingHandshake)
+    with ours, theirs:
+        theirs.sendall(data[:4096])
+        theirs.shutdown(socket.SHUT_WR)
+        client.peer, client._rank, client._key = 1, 0, Secret("token")
+        client.socket, client._step, client._reader = ours, handshake._Step.CONNECT, handshake._SocketReader(ours)
+        # The challenge is not a random one here, so that an answer can be right.
+        with patched(handshake.secrets, "token_bytes", bytes):
+            is_over = client.advance() or client.advance()
+        if client.socket is None:
+            raise ConnectionError("it begins again")
+        return is_over
+
+
+def answers() -> bytes:
+    """What the server of `read_answers` says."""
+    return handshake._proof(Secret("token"), b"server", 1, 0, bytes(16), bytes(16)) + bytes(16) + b"\x01"
+
+
+def read_challenge(data: bytes) -> object:
+    """A client of the listener by which hosts find out who reaches whom."""
+    ours, theirs = socket.socketpair()
+    listener: Any = object.__new__(ProbeListener)
+    with theirs:
+        theirs.sendall(data[:4096])
+        theirs.shutdown(socket.SHUT_WR)
+        ours.setblocking(False)
+        listener._key, listener._poll = Secret("token"), select.poll()
+        listener._clients = {ours.fileno(): (ours, b"", 0.0)}
+        listener._poll.register(ours, select.POLLIN)
+        while listener._clients:
+            listener._receive(ours.fileno())
+    return None
+
+
+def read_proof(data: bytes) -> bool:
+    """What such a listener answers."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(data[:4096])
+        theirs.shutdown(socket.SHUT_WR)
+        with patched(network_interfaces.socket, "create_connection", lambda *_, **__: ours):
+            return network_interfaces._answers("10.0.0.1", 1, "nonce")
+
+
+@contextlib.contextmanager
+def patched(place: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+def read_run(folder: Path) -> Callable[[bytes], object]:
+    """The metrics of a run, by a run that goes on with it in its folder."""
+
+    def parse(data: bytes) -> object:
+        (folder / runlog.METRICS).write_bytes(data)
+        (folder / "later" / runlog.METRICS).unlink(missing_ok=True)
+        scalars = SimpleNamespace(add_scalar=lambda _, value, step: float(value) + (1 << 63) // (step + 1), close=list)
+        with (
+            patched(runlog, "SummaryWriter", lambda *_, **__: scalars),
+            RunLog(folder / "later", {}, resumed=folder, resumed_step=3),
+        ):
+            runlog._drop_after(folder / runlog.METRICS, 1)
+        return None
+
+    (folder / "later").mkdir(exist_ok=True)
+    return parse
+
+
+def run_lines() -> bytes:
+    step = {"kind": "step", **asdict(StepReport(1, 1, 0.5, 8, 100.0, 0.1))}
+    epoch = {"kind": "epoch", **asdict(EpochReport(1, 2, 0.5, 16, 1.0, 8, 0.1)), "held_out_loss": 0.5}
+    del epoch["evaluation"]
+    return b"".join(json.dumps(record).encode() + b"\n" for record in ({"kind": "run"}, step, epoch))
+
+
+class KeptListing:
+    """A listing of a small folder of images, as rank 0 keeps it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.kept = folder / "images", folder / "kept.npz"
+        for name in ("cat/1.png", "cat/2.png", "dog/1.png"):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).touch()
+        self.listing, folders = listing.scan_folder(self.root)
+        later_ns = time.time_ns() + 3_600_000_000_000
+        listing._write(self.kept, self.listing, folders, later_ns)
+        self.whole = self.kept.read_bytes()
+        with np.load(self.kept) as arrays:
+            self.arrays = dict(arrays)
+        found = listing._read(self.kept, self.root)
+        assert found is not None
+        assert len(found) == 3
+
+    def read(self, data: bytes) -> object:
+        self.kept.write_bytes(data)
+        found = listing._read(self.kept, self.root)
+        return None if found is None else [found.path(index) for index in range(len(found))]
+
+    def read_header(self, data: bytes) -> object:
+        with self.kept.open("wb") as file:
+            np.savez(file, **{**self.arrays, "header": np.frombuffer(data, dtype=np.uint8)})
+        found = listing._read(self.kept, self.root)
+        return None if found is None else [found.classes[label] for label in found.labels]
 
 
 def bootstrap_of(segment: Segment) -> Parser:
@@ -275,7 +501,7 @@ def read_coming(data: bytes) -> object:
     """What stands where a rank comes to a meeting."""
     store, invited = dist.HashStore(), dict[int, str]()
     store.set("coming/1", data)
-    tcp._Rendezvous("127.0.0.1", 1, 2, timedelta(seconds=1))._invite_one(store, "0" * 32, 1, invited)
+    Meeting(store, 2, 1.0, "here", str, lambda *_: None)._invite_one("0" * 32, 1, invited)
     return invited
 
 
@@ -292,7 +518,7 @@ def read_folder(folder: Path, rank_file: str, read: Callable[[], object]) -> Cal
 def parsers(folder: Path) -> dict[str, Parser]:
     """Every parser of the package that reads what another process wrote; by the page docs/security.md."""
     segment, seals = Segment.create(1 << 18), Seals(Secret("token"), "job")
-    handle_of = Segment.create(PAGE_BYTES)
+    handle_of, kept = Segment.create(PAGE_BYTES), KeptListing(folder)
     secret = folder / "token"
     secret.touch(mode=0o600)
     hello = _HELLO.pack(_MAGIC, 1, bytes(16)) + bytes(32)
@@ -344,10 +570,29 @@ def parsers(folder: Path) -> dict[str, Parser]:
         ),
         "questions": Parser(read_questions, [f" {'0' * 32}  {'a' * 32} ".encode()]),
         "coming": Parser(read_coming, [f"{'0' * 32} {coming.seal('coming/1', '1')}".encode()]),
+        "link store": Parser(
+            read_link_store, [link_message("terms 1", b"{}"), link_message(*LAST_WORDS)], (SetupError, RankLost)
+        ),
+        "last words": Parser(
+            lambda data: read_link_store(link_message("failure 1", data)),
+            [LAST_WORDS[1], b'["RankLost", "rank 2 is gone", [2]]'],
+            (SetupError, RankLost),
+        ),
+        "terms of a group": Parser(
+            lambda data: disagreement("rank 0", {"layout": 1}, "rank 1", _read_terms(data, "rank 1")["terms"]),
+            [b'{"terms": {"layout": 1}, "number": 3}', b'{"terms": {"layout": 2}, "number": null}'],
+            (RendezvousError,),
+        ),
+        "ready": Parser(lambda data: set(_read_ready(data, 1)[1]), [b'[true, ["10.0.0.1"]]'], (RendezvousError,)),
+        "notices": Parser(read_notice, notices()),
+        "mails": Parser(read_mail, mails()),
         "label": Parser(Label.decode, [Label("float32", (2, 3), "a.py:1").encode()], (ValueError,)),
         "control blocks": blocks_of(segment),
         "ring": ring_of(Segment.create(1 << 14)),
         "handshake": Parser(read_arrival, [hello], (Stranger,)),
+        "outgoing handshake": Parser(read_answers, [answers()], (RendezvousError, ConnectionError)),
+        "challenge": Parser(read_challenge, [bytes(16)]),
+        "proof": Parser(read_proof, [bytes(32)]),
         "links": Parser(
             read_links,
             [struct.pack("!IQ", 5, 0) + b"abcde" + struct.pack("!IQ", 0, 7), struct.pack("!IQ", 0xFFFFFFFF, 0)],
@@ -357,6 +602,27 @@ def parsers(folder: Path) -> dict[str, Parser]:
             read_folder(folder, "error-rank0.json", lambda: read_reports(folder, {0: 1})),
             [json.dumps(asdict(report())).encode()],
         ),
+        "elastic report": Parser(
+            read_folder(folder, "torchelastic-rank7.json", lambda: elastic_time(read_reports(folder, {7: 1}))),
+            [
+                json.dumps(
+                    {"message": {"message": "E: text", "extraInfo": {"py_callstack": "t", "timestamp": "1.5"}}}
+                ).encode()
+            ],
+        ),
+        "choice": Parser(
+            text_of(lambda text: (choice := Choice.load(text)).sentence(list(choice.changes))),
+            [Choice("main.py", {"torch._six": "utils.py:3"}).dump().encode()],
+            (ValueError,),
+        ),
+        "metrics of a run": Parser(read_run(folder), [run_lines()], (InputError,)),
+        "line of metrics": Parser(
+            lambda data: read_run(folder)(data.replace(b"\n", b" ") + b"\n"),
+            [line for line in run_lines().splitlines() if line],
+            (InputError,),
+        ),
+        "listing": Parser(kept.read, [kept.whole]),
+        "header of a listing": Parser(kept.read_header, [kept.arrays["header"].tobytes()]),
         "status file": Parser(
             read_folder(folder, "position-rank0", lambda: (read_positions(folder, [0]), find_unjoined(folder, [0]))),
             [box],
@@ -369,8 +635,10 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 NAMES = [
     "seals", "membership", "host report", "master", "knock", "handle", "bootstrap", "failure", "terms", "info", "first",
-    "probe", "reached", "member", "drift", "questions", "coming", "label",
-    "control blocks", "ring", "handshake", "links", "error report", "report file", "status file", "token file",
+    "probe", "reached", "member", "drift", "questions", "coming", "link store", "last words", "terms of a group",
+    "ready", "notices", "mails", "label", "control blocks", "ring", "handshake", "outgoing handshake", "challenge",
+    "proof", "links", "error report", "report file", "elastic report", "choice", "metrics of a run", "line of metrics",
+    "listing", "header of a listing", "status file", "token file",
 ]  # fmt: skip
 
 

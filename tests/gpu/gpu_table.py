@@ -185,6 +185,13 @@ TABLE: list[Check] = [
     Check("cuda-graph", "a training step of our engine as a CUDA graph", "check_engines:cuda_graph", on_cpu=False),
     Check("fsdp", "FSDP2 on nccl behind a lockstep group", "check_engines:fsdp", limit_s=70),
     Check("spawn", "lockstep.spawn with a GPU in the children", "check_endings:spawned", start="python"),
+    Check(
+        "imagenet",
+        "lockstep train imagenet: workers, prefetch, bf16, channels last, torch.compile",
+        "check_recipes:imagenet",
+        start="python",
+        limit_s=150,
+    ),
     Check("doctor", "lockstep doctor names the GPU", "check_endings:doctor", start="python"),
     *_MEASURES,
 ]

@@ -23,7 +23,7 @@ import lockstep
 from lockstep import env
 from lockstep.errors import RendezvousError
 from lockstep.launch.free_port import find_free_port
-from lockstep.rendezvous import folder, tcp
+from lockstep.rendezvous import folder, meeting, tcp
 from lockstep.testing import limit_s, run_ranks
 from lockstep.topology import Topology
 
@@ -377,7 +377,7 @@ def disturb_a_meeting(port: int, what: str) -> str:
         store.set("meeting999/complete", "1")
     elif what == "a recording":
         forged = ask_as(store, 1, "0" * 32)
-        real = tcp.find
+        real = meeting.find
 
         def find(place: dist.Store, key: str) -> bytes | None:
             """The invitation that was made for another word stands there first."""
@@ -387,11 +387,11 @@ def disturb_a_meeting(port: int, what: str) -> str:
             return real(place, key)
 
         recorded: list[str] = []
-        tcp.find = find
+        meeting.find = find
         try:
             return str(tcp.open_store("127.0.0.1", port, 1, 2, LONG).add("who comes", 1))
         finally:
-            tcp.find = real
+            meeting.find = real
             assert recorded
     return str(tcp.open_store("127.0.0.1", port, 1, 2, LONG).add("who comes", 1))
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import pickle
 import sys
+import time
 import traceback
+import unittest.mock
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +25,14 @@ import torch.distributed as dist
 
 import lockstep
 from failing import attempt
-from lockstep import checkpoint
+from lockstep import checkpoint, env
+from lockstep.comm.group_setup import BootstrapStore
+from lockstep.errors import SharedMemoryError
 from lockstep.metrics import Mean, synchronize
 from lockstep.rank_zero import on_rank_zero
+from lockstep.secret import Seals
 from lockstep.shm.segment import Segment
-from lockstep.testing import run_ranks
+from lockstep.testing import limit_s, run_ranks
 
 NOBODY = 65534
 
@@ -223,6 +229,68 @@ def test_store_is_not_unpickled(tmp_path: Path) -> None:
     assert isinstance(error, Exception)
     assert not isinstance(error, AssertionError)
     assert not marker.exists()
+
+
+def fail_and_meet_again(folder: str) -> tuple[str, float]:
+    """A job whose rank 0 cannot have the memory; then another, with the same token, in whose store that stands, too."""
+    os.environ["LOCKSTEP_TOKEN"] = "0123456789abcdef" * 2
+    rank, place = env.RANK.get(), Path(folder)
+    recorded: list[tuple[str, str]] = []
+    real_seal, real_find, real_create = Seals.seal, BootstrapStore.find, Segment.create
+
+    def seal(seals: Seals, key: str, text: str, count: int | None = None) -> str:
+        sealed = real_seal(seals, key, text, count)
+        if key == "segment" and text:
+            recorded.append((key, sealed))
+        return sealed
+
+    def lack_memory(*_: object, **__: object) -> Segment:
+        raise SharedMemoryError(errno.ENOMEM, "there was no memory yesterday")
+
+    def set_after_the_recording(store: BootstrapStore, key: str, value: str) -> None:
+        """Rank 0 lets rank 1 see first what a stranger writes."""
+        if key == "segment" and value:
+            store._store.set(key, recorded[0][1])
+            wait_for(place / "seen")
+        store._store.set(key, store._seals.seal(key, value))
+
+    def find(store: BootstrapStore, key: str) -> str | None:
+        found = real_find(store, key)
+        if key == "segment" and store._store.check([key]):
+            (place / "seen").touch()
+        return found
+
+    with unittest.mock.patch.object(Seals, "seal", seal):
+        with unittest.mock.patch.object(Segment, "create", lack_memory if rank == 0 else real_create):
+            said = str(attempt(lambda: begin(place / "yesterday")).error)
+        with (
+            unittest.mock.patch.object(BootstrapStore, "set", set_after_the_recording),
+            unittest.mock.patch.object(BootstrapStore, "find", find),
+        ):
+            begin(place / "today")
+    with lockstep.current_world() or lockstep.init():
+        dist.all_reduce(total := torch.ones(1))
+        later = dist.new_group([0, 1])
+        dist.all_reduce(total, group=later)
+    return said, total.item()
+
+
+def begin(path: Path) -> None:
+    lockstep.init("lockstep", store=dist.FileStore(str(path), 2), device="cpu", timeout=limit_s(20))
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + limit_s(10)
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def test_recording_of_an_earlier_job_fits_no_group(tmp_path: Path) -> None:
+    """With one token for both, yesterday's failure ended today's job."""
+    zero, one = run_ranks(fail_and_meet_again, 2, str(tmp_path), init=False)
+    assert "there was no memory yesterday" in zero[0]
+    assert "there was no memory yesterday" in one[0]
+    assert (zero[1], one[1]) == (4.0, 4.0)
 
 
 def poison_memory(content: bytes) -> str:

@@ -119,11 +119,8 @@ class Told:
     def set(self, key: str, value: str) -> None:
         pass
 
-    def get(self, key: str) -> str:
-        return self._text
-
-    def has(self, key: str) -> bool:
-        return key == "segment"
+    def find(self, key: str) -> str | None:
+        return self._text if key == "segment" else None
 
     def delete(self, key: str) -> None:
         pass

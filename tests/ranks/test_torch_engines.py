@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from lockstep.testing import run_ranks
+from lockstep.testing import limit_s, run_ranks
 
 GLOBAL_BATCH = 8
 STEPS = 2
@@ -267,6 +269,42 @@ def train_compiled() -> None:
 
 def test_compiled_ddp() -> None:
     run_ranks(train_compiled, 2)
+
+
+class NormedLayers(nn.Module):
+    """Has buffers, too. Dynamo compiles what is no part of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(inputs)).tanh())
+
+
+def train_with_inductor(folder: str) -> bool:
+    """As `train_compiled`, by the compiler that users have; whether it has written kernels."""
+    from torch._inductor import metrics  # takes its time
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    metrics.reset()
+    # What it writes is compiled by this process: processes of its own would live on with it.
+    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        plain = NormedLayers()
+        compiled = torch.compile(DistributedDataParallel(copy.deepcopy(plain)), backend="inductor")
+        compare_gradients(compiled, plain)
+        torch._dynamo.reset()
+        return metrics.generated_kernel_count > 0
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler on the CPU"
+)
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+def test_ddp_compiled_by_inductor(backend: str, tmp_path: Path) -> None:
+    assert run_ranks(train_with_inductor, 2, str(tmp_path), backend=backend, timeout=limit_s(180)) == [True, True]
 
 
 class TwoLayers(nn.Module):

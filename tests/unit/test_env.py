@@ -81,6 +81,21 @@ def test_rendezvous_that_is_no_folder(is_file: bool, tmp_path: Path, monkeypatch
         lockstep.init(device="cpu")
 
 
+def test_rendezvous_into_which_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of the ranks would have been a file that a stranger had put there."""
+    for name, text in {"LOCKSTEP_RENDEZVOUS": str(tmp_path), "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    others = [(mode, os.geteuid()) for mode in (0o777, 0o1777, 0o770, 0o720)]
+    for mode, owner in others + ([(0o700, 65534)] if os.geteuid() == 0 else []):
+        tmp_path.chmod(mode)
+        if owner != os.geteuid():
+            os.chown(tmp_path, owner, -1)
+        says = f"belongs to user {owner} with mode {mode:04o}, so others than user {os.geteuid()} .*chmod 700"
+        with pytest.raises(SetupError, match=f"LOCKSTEP_RENDEZVOUS=.*{says}"):
+            lockstep.init(device="cpu", timeout=3)
+        assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("variables", "says"),
     [

@@ -151,3 +151,11 @@ def test_checks_run_on_the_cpu(tmp_path: Path) -> None:
     }
     assert written["environment"]["torch"] == torch.__version__
     assert next(entry for entry in written["checks"] if entry["name"] == "staged-verbs")["facts"]["verbs"] == 23
+
+
+def test_the_check_of_the_imagenet_program_runs_on_the_cpu(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    done = run_program("--device", "cpu", "--budget", "280", "--output", str(output), "--only", "imagenet")
+    (entry,) = json.loads(output.read_text())["checks"]
+    assert (entry["name"], entry["outcome"]) == ("imagenet", "passed"), done.stdout + done.stderr
+    assert len(entry["facts"]["losses"]) == 4

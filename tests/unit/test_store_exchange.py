@@ -29,13 +29,9 @@ class BriefStore:
         self._count()
         self.values[key] = value
 
-    def get(self, key: str) -> str:
+    def find(self, key: str) -> str | None:
         self._count()
-        return self.values[key]
-
-    def has(self, key: str) -> bool:
-        self._count()
-        return key in self.values
+        return self.values.get(key)
 
     def get_all(self, keys: Sequence[str]) -> list[str] | None:
         self._count()

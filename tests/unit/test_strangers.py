@@ -13,12 +13,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
 
 from lockstep import drift, env
+from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
@@ -29,6 +30,7 @@ from lockstep.launch.hosts.clients import _address, connected_to
 from lockstep.launch.hosts.options import parse_conf
 from lockstep.network_interfaces import Interface, ProbeListener, reachable
 from lockstep.secret import MAC_BYTES, Refused, Seals, Secret, new_token, read_token_file
+from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.liveness import own_identity
 from lockstep.testing import limit_s
 
@@ -95,17 +97,17 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
     ours, theirs = BootstrapStore(shared, "group"), BootstrapStore(shared, "group")
     forged = dist.PrefixStore("attempt0", shared)
     forged.set("segment", '{"handle": "forged"}')
-    assert not theirs.has("segment")
+    assert theirs.find("segment") is None
     ours.set("segment", "true")
-    assert theirs.get("segment") == "true"
+    assert theirs.find("segment") == "true"
     monkeypatch.setattr("lockstep.comm.group_setup._PATIENCE_S", -1.0)
     forged.set("segment", b"\x80\xff garbage")
     with pytest.raises(RendezvousError, match="'segment' was not written by a rank of this job: it has no seal"):
-        theirs.has("segment")
+        theirs.find("segment")
     monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)
     BootstrapStore(shared, "group").set("segment", "another job's")
     with pytest.raises(RendezvousError, match=r"made with another token.*same LOCKSTEP_TOKEN"):
-        theirs.has("segment")
+        theirs.find("segment")
     assert TOKEN not in capfd.readouterr().err
 
 
@@ -131,9 +133,134 @@ def test_values_that_are_removed_while_they_are_read_count_as_not_there(monkeypa
         store.set(key, "1")
     assert store.get_all(["a", "b"]) is None
     store.set("b", "1")
-    assert store.has("b")
+    assert store.find("b") == "1"
     assert time.monotonic() - start_s < limit_s(30)
     assert shared.timeout == timedelta(minutes=5)
+
+
+class Recorded(dist.Store):
+    """A store of which somebody has recorded all that was ever written there."""
+
+    def __init__(self, values: list[tuple[str, bytes]]) -> None:
+        super().__init__()
+        self.values = dict(values)
+        self.recording = list(values)
+
+    def set(self, key: str, value: Any) -> None:
+        self.values[key] = bytes(value)
+        self.recording.append((key, bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return self.values.keys() >= set(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+
+def agree(store: dist.Store) -> list[BootstrapStore | BaseException]:
+    """Two ranks that make a group over that store."""
+    found: dict[int, BootstrapStore | BaseException] = {}
+
+    def come(rank: int) -> None:
+        try:
+            nonce = agree_on_nonce(BootstrapStore(store, "group"), rank, (0, 1), limit_s(10), "segment")
+            found[rank] = BootstrapStore(store, "group", nonce=nonce)
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[0], found[1]]
+
+
+def test_recording_of_an_earlier_job_fits_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one token for several jobs, what a rank of yesterday's had said of its failure ended today's."""
+    monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
+    yesterday = Recorded([])
+    one, two = agree(yesterday)
+    assert isinstance(one, BootstrapStore)
+    assert isinstance(two, BootstrapStore)
+    one.set("failure", "rank 0 could not join")
+    one.below("host a").set("segment", "handle")
+    assert two.find("failure") == "rank 0 could not join"
+    assert two.below("host a").find("segment") == "handle"
+    today = Recorded(yesterday.recording)
+    three, four = agree(today)
+    assert isinstance(three, BootstrapStore)
+    assert isinstance(four, BootstrapStore)
+    for key, value in yesterday.recording:
+        today.set(key, value)
+    for store in (three, four):
+        assert store.find("failure") is None
+        assert store.below("host a").find("segment") is None
+    four.set("failure", "rank 1 could not join")
+    assert three.find("failure") == "rank 1 could not join"
+    assert "segment" not in today.values, "what tells ranks without a token that others have one is gone"
+
+
+@pytest.mark.parametrize("tokens", [(TOKEN, OTHER), (TOKEN, None), (None, TOKEN)])
+def test_ranks_with_another_token_do_not_agree(
+    tokens: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them hears of it before its timeout, also where the other has no token, and so no nonce."""
+    monkeypatch.setattr("lockstep.rendezvous.meeting._PATIENCE_S", 0.1)
+    monkeypatch.setattr("lockstep.comm.group_setup._PATIENCE_S", 0.1)
+    own = threading.local()
+    for module in ("comm.group_nonce", "comm.group_setup", "rendezvous.meeting"):
+        monkeypatch.setattr(f"lockstep.{module}.secret_of_ranks", lambda: Secret(own.token))
+    store, said = dist.HashStore(), dict[int, str]()
+
+    def come(rank: int) -> None:
+        own.token = tokens[rank]
+        plain = BootstrapStore(store, "group")
+        try:
+            nonce = agree_on_nonce(plain, rank, (0, 1), limit_s(1), "segment")
+            bound = BootstrapStore(store, "group", nonce=nonce)
+            if rank == 0:
+                bound.set("segment", "handle")
+            end_s = time.monotonic() + limit_s(1)
+            while time.monotonic() < end_s:
+                bound.find("segment")
+                time.sleep(0.01)
+        except RendezvousError as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "was made with another token" in said[1]
+    assert "Do all ranks have the same LOCKSTEP_TOKEN" in said[1]
+
+
+def test_rank_that_does_not_come_to_agree_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
+    plain = BootstrapStore(dist.HashStore(), "group")
+    with pytest.raises(RendezvousError, match=r"rank 6 did not come within 0.05 s of rank 5.*same world size of 2"):
+        agree_on_nonce(plain, 0, (5, 6), 0.05)
+    with pytest.raises(RendezvousError, match=r"rank 5 did not come within 0.05 s of rank 6"):
+        agree_on_nonce(plain, 1, (5, 6), 0.05)
+
+
+def test_segment_that_is_removed_once_it_was_seen_is_read() -> None:
+    """Between two questions, whether it is there and what it is, somebody may remove it."""
+
+    class Once:
+        """A store whose value is gone after the first question."""
+
+        values: ClassVar = ["handle"]
+
+        def find(self, key: str) -> str | None:
+            return self.values.pop() if self.values else None
+
+    assert Bootstrap(Once(), 1, (0, 1), 0.1)._await_published() == "handle"  # type: ignore[arg-type]
 
 
 def test_ranks_that_compare_models_believe_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +310,12 @@ def test_a_value_refused_to_the_end_is_named_whichever_way_the_wait_ends(monkeyp
     ours = BootstrapStore(shared, "group")
     with pytest.raises(RendezvousError, match=r"^rank 0 did not come$"), ours.explaining():
         raise RendezvousError("rank 0 did not come")
-    assert not ours.below("host a").has("segment")
+    assert ours.below("host a").find("segment") is None
     expected = r"'segment' .* made with another token.*same LOCKSTEP_TOKEN, .*\? In the end rank 0 did not come$"
     with pytest.raises(RendezvousError, match=expected), ours.explaining():
         raise RendezvousError("rank 0 did not come")
     ours.below("host a").set("segment", "true")
-    assert ours.below("host a").get("segment") == "true"
+    assert ours.below("host a").find("segment") == "true"
     with pytest.raises(RendezvousError, match=r"^rank 0 did not come$"), ours.explaining():
         raise RendezvousError("rank 0 did not come")
 

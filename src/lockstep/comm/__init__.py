@@ -17,7 +17,8 @@ General layout:
 * `shared_memory`: the engine of a group on one host.
 * `backend`: the `lockstep` process group that torch sees, and what it shares with that of `mpi`.
 * `mixed`, `mixed_group`: a `lockstep` group with torch's groups for other devices behind it.
-* `group_setup`, `exit_hooks`, `old_shutdown`: how a group comes to be, and how a rank tells its peers that it leaves.
+* `group_setup`, `group_nonce`: how a group comes to be; `exit_hooks`, `old_shutdown`: how a rank tells its peers that
+  it leaves.
 * `monitored`, `ephemeral`: `monitored_barrier`, and torch's deadlines for one call.
 * `creation`: what torch calls to make a `lockstep` group, mixed or not.
 * `names`, `registration`: "lockstep" and "mpi4py", and how torch comes to know these names.

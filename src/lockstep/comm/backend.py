@@ -23,6 +23,7 @@ from lockstep import env
 from lockstep.comm import exit_hooks
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.ephemeral import Extension
+from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore, LivenessCheck, NewGroup
 from lockstep.comm.inference import leaves_inference_mode
 from lockstep.comm.monitored import monitored_barrier
@@ -32,7 +33,7 @@ from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
 from lockstep.errors import InputError, SetupError
-from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
+from lockstep.shm.bootstrap import FIRST_KEY, Bootstrap, SeveralHosts
 from lockstep.shm.team import SharedMemoryTeam
 from lockstep.shm.terms import Terms
 from lockstep.torch_private.stores import Store
@@ -42,8 +43,10 @@ __all__ = [
     "EngineProcessGroup",
     "LockstepProcessGroup",
     "engine_of",
+    "find_nonce",
     "is_default_group",
     "make_group",
+    "nonce_of",
     "ranks_of",
 ]
 
@@ -96,14 +99,17 @@ class EngineProcessGroup(ProcessGroup):
         engine: runs the collectives.
         backend: the registered name of the backend.
         options: what torch asks for: its `_DistributedBackendOptions`.
+        nonce: on which its ranks have agreed; empty for none.
 
     Attributes:
         engine: the op table; also holds the flight record and the team.
+        nonce: for the seals of what its ranks write into a store.
     """
 
-    def __init__(self, engine: Engine, backend: str, options: Any) -> None:
+    def __init__(self, engine: Engine, backend: str, options: Any, nonce: str = "") -> None:
         super().__init__(options.group_rank, options.group_size)
         self.engine = engine
+        self.nonce = nonce
         self._backend_name = backend
         self._store: Store = options.store
         self._name: str = options.group_id
@@ -375,6 +381,21 @@ def is_default_group(options: Any) -> bool:
     return len(options.global_ranks_in_group) == 0
 
 
+def find_nonce(store: BootstrapStore, options: Any, first_key: str) -> str:
+    """The nonce of a new group: that of the default group, or else one of its own. Collective.
+
+    Args:
+        store: of the group, without a nonce.
+        options: torch's `_DistributedBackendOptions`.
+        first_key: see `agree_on_nonce`.
+    """
+    nonce = nonce_of(dist.group.WORLD)
+    if nonce is not None:
+        return nonce
+    ranks, timeout_s = ranks_of(options), options.timeout.total_seconds()
+    return agree_on_nonce(store, options.group_rank, ranks, timeout_s, first_key)
+
+
 def make_group(kind: Callable[[Any], _Group], options: Any) -> _Group:
     """A group of that kind, from torch's `_DistributedBackendOptions`. Collective.
 
@@ -390,19 +411,32 @@ def make_group(kind: Callable[[Any], _Group], options: Any) -> _Group:
     return kind(options)
 
 
-def engine_of(group: object, device: torch.device | None = None) -> Engine | None:
-    """The engine that runs the collectives of a group; None for groups of torch's own.
+def _if_ours(group: object) -> EngineProcessGroup | None:
+    """A group as one of ours; None for groups of torch's own.
 
     torch.distributed hands out groups of all backends as one type, so the class of the group has to tell. Only this
     function asks it; what a group of ours can do, its engine and its team say.
+    """
+    return group if isinstance(group, EngineProcessGroup) else None
+
+
+def nonce_of(group: object) -> str | None:
+    """The nonce on which the ranks of a group have agreed; None for groups of torch's own."""
+    ours = _if_ours(group)
+    return None if ours is None else ours.nonce
+
+
+def engine_of(group: object, device: torch.device | None = None) -> Engine | None:
+    """The engine that runs the collectives of a group; None for groups of torch's own.
 
     Args:
         group: a process group of any backend.
         device: None also if another group moves the tensors of that device. See [Note: mixed groups].
     """
-    if not isinstance(group, EngineProcessGroup) or (device is not None and group.behind(device) is not None):
+    ours = _if_ours(group)
+    if ours is None or (device is not None and ours.behind(device) is not None):
         return None
-    return group.engine
+    return ours.engine
 
 
 def _connect(new: NewGroup, default: Engine | None) -> Engine:
@@ -440,9 +474,10 @@ class LockstepProcessGroup(EngineProcessGroup):
         name = describe_group(options.group_id, ranks, is_default)
         default = engine_of(dist.group.WORLD)
         waits = None if is_default or default is None else default.team.published_waits
-        store = BootstrapStore(options.store, options.group_id)
+        nonce = find_nonce(BootstrapStore(options.store, options.group_id), options, FIRST_KEY)
+        store = BootstrapStore(options.store, options.group_id, nonce=nonce)
         new = NewGroup(store, rank, ranks, options.timeout.total_seconds(), name, is_default, waits)
-        super().__init__(_connect(new, default), BACKEND_NAME, options)
+        super().__init__(_connect(new, default), BACKEND_NAME, options, nonce)
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor in symmetric memory: `all_reduce` works on it without copies. Collective."""

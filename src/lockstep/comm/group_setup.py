@@ -46,20 +46,35 @@ class BootstrapStore:
     Args:
         store: a torch store; nobody else uses its keys within the attempt.
         scope: names what the keys belong to, such as the group; the same on all ranks.
+        nonce: on which the ranks have agreed (`group_nonce.py`); empty for none.
     """
 
-    def __init__(self, store: Store, *scope: str) -> None:
+    def __init__(self, store: Store, *scope: str, nonce: str = "") -> None:
         attempt = env.TORCHELASTIC_RESTART_COUNT.get() or 0
         self._scope = (*scope, f"attempt{attempt}")
+        self._nonce = nonce
         self._store = PrefixStore(f"attempt{attempt}", store)
-        self._seals = Seals(secret_of_ranks(), *self._scope)
+        self._seals = Seals(secret_of_ranks(), *self._scope, nonce)
         self._refused: dict[tuple[str, ...], _RefusedValue] = {}  # by scope and key; those below this store, too
 
     def below(self, prefix: str) -> BootstrapStore:
         """A store with keys of its own, under a prefix."""
-        store = BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix)
+        store = BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix, nonce=self._nonce)
         store._refused = self._refused
         return store
+
+    def bare(self, prefix: str) -> Store:
+        """The torch store below a prefix, with values as they are."""
+        return PrefixStore(prefix, self._store)
+
+    def find_other_token(self, key: str) -> str | None:
+        """What is to be said of a value that was made with another token, or with none; None for all others."""
+        sealed = find(self._store, key)
+        try:
+            self._seals.open(key, "" if sealed is None else sealed.decode(errors="replace"))
+        except Refused as refused:
+            return str(refused) if "another token" in str(refused) else None
+        return None
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -80,24 +95,14 @@ class BootstrapStore:
         """Publish a value."""
         self._store.set(key, self._seals.seal(key, value))
 
-    def get(self, key: str) -> str:
-        """Read a value that is there.
-
-        Raises:
-            RendezvousError: a process that is not of this job wrote it.
-        """
-        value = self._find(key)
-        if value is None:
-            raise RendezvousError(f"what stood in the store as {key!r} is gone")
-        return value
-
-    def has(self, key: str) -> bool:
-        """Whether a value is there.
+    def find(self, key: str) -> str | None:
+        """The value under a key, None if there is none, by one question to the store.
 
         Raises:
             RendezvousError: a value that a process of another job wrote has been there for some time.
         """
-        return self._find(key) is not None
+        sealed = find(self._store, key)
+        return None if sealed is None else self._open(key, sealed)
 
     def get_all(self, keys: Sequence[str]) -> list[str] | None:
         """The values under these keys, if they are all there; asks a store of many ranks twice, not for each.
@@ -111,10 +116,6 @@ class BootstrapStore:
         values = [self._open(key, value) for key, value in zip(keys, sealed, strict=True)]
         found = [value for value in values if value is not None]
         return found if len(found) == len(values) else None
-
-    def _find(self, key: str) -> str | None:
-        sealed = find(self._store, key)
-        return None if sealed is None else self._open(key, sealed)
 
     def _open(self, key: str, sealed: bytes) -> str | None:
         """The value that a rank of this job wrote; None if it was somebody else."""

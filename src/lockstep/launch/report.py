@@ -246,7 +246,7 @@ def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
         kind, _, text = str(message["message"]).partition(": ")
         extra = message["extraInfo"]
         trace, moment = str(extra["py_callstack"]), float(extra["timestamp"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
     secondary = any(phrase in text.lower() for phrase in SECONDARY_PHRASES)
     return ErrorReport(rank, pid, socket.gethostname(), kind, text, trace, "", 0, moment, secondary)

@@ -6,7 +6,7 @@ General layout:
 * `options`: what the options of all recipes have in common.
 * `display`: what a person sees of a run while it goes on.
 * `runlog`, `curves`: what a run leaves behind: its folder, its metrics, and a picture of them.
-* `summary`: what a run came to.
+* `summary`: what a run came to; `mistakes`: what rank 0 says of options that cannot be used.
 
 The loop itself is `lockstep.train`.
 """

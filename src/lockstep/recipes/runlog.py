@@ -39,6 +39,7 @@ __all__ = ["RunLog", "create_run_folder", "describe_environment", "find_run", "f
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
+_LARGEST = 1e300
 
 Record = dict[str, Any]
 
@@ -100,11 +101,38 @@ def describe_environment() -> Record:
 
 
 def read_metrics(path: Path) -> Iterator[Record]:
-    """The records of a `metrics.jsonl`; a last line that was cut off is left out. Local."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    """The records of a `metrics.jsonl`; a last line that was cut off is left out. Local.
+
+    Raises:
+        InputError: a line is no record; names it.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
             if line.endswith("\n"):
-                yield json.loads(line)
+                yield _parse(line, f"{path}, line {number}")
+
+
+def _parse(line: str, place: str) -> Record:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if not isinstance(kind, str) or (kind in ("step", "epoch") and not _are_numbers(record)):
+        raise InputError(f"{place}: {line[:60].strip()!r} is no record of a run; remove the line, or resume elsewhere")
+    return dict(record)
+
+
+def _are_numbers(record: Record) -> bool:
+    """Whether the values of a step or an epoch are those of its report, which has numbers alone."""
+    are_plain = all(
+        value is None or (isinstance(value, int | float) and abs(value) <= _LARGEST)
+        for name, value in record.items()
+        if name != "kind"
+    )
+    return are_plain and all(
+        type(record.get(name)) is int and 0 <= record[name] < 1 << 62 for name in ("step", "epoch")
+    )
 
 
 class RunLog:
@@ -126,10 +154,11 @@ class RunLog:
         goes_on = earlier is not None and earlier.samefile(folder)
         if goes_on:
             _drop_after(folder / METRICS, resumed_step)
+        copied = list(read_metrics(earlier / METRICS)) if earlier is not None and not goes_on else []
         self._file = (folder / METRICS).open("a", encoding="utf-8")
         self._scalars = SummaryWriter(folder, purge_step=resumed_step + 1 if goes_on else None)
         self._append({"kind": "run", **header})
-        for record in read_metrics(earlier / METRICS) if earlier is not None and not goes_on else ():
+        for record in copied:
             if _is_of(record, resumed_step):
                 self._enter(record)
 

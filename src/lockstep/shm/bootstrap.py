@@ -39,9 +39,18 @@ from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.shm.terms import Terms, disagreement
 from lockstep.topology import name_each
 
-__all__ = ["Bootstrap", "SeveralHosts", "Store", "lost_meanwhile", "lost_store", "not_come", "peer_error"]
+__all__ = [
+    "FIRST_KEY",
+    "Bootstrap",
+    "SeveralHosts",
+    "Store",
+    "lost_meanwhile",
+    "lost_store",
+    "not_come",
+    "peer_error",
+]
 
-_SEGMENT = "segment"
+FIRST_KEY = "segment"  # which every rank looks at first
 _SEVERAL_HOSTS = "several hosts"
 _STALE = (errno.ENOENT, errno.ESRCH, errno.ESTALE)
 _EARLIER_LIFE_PATIENCE_S = 10.0
@@ -62,11 +71,8 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
 
-    def get(self, key: str) -> str:
-        """Read a value that is there."""
-
-    def has(self, key: str) -> bool:
-        """Whether a value is there."""
+    def find(self, key: str) -> str | None:
+        """Read a value, by one question: None if there is none."""
 
     def delete(self, key: str) -> None:
         """Remove a value."""
@@ -195,7 +201,7 @@ class Bootstrap:
             "published_at_s": seconds_since_boot(),
         }
         with sentry().lend():
-            self._store.set(_SEGMENT, json.dumps(failure))
+            self._store.set(FIRST_KEY, json.dumps(failure))
 
     def _introduce(self, segment: Segment, published: str) -> Segment:
         try:
@@ -214,7 +220,7 @@ class Bootstrap:
 
     def forget_segment(self) -> None:
         """Delete the handle. By rank 0, once all have come. See [Note: stale handles]."""
-        self._store.delete(_SEGMENT)
+        self._store.delete(FIRST_KEY)
 
     def forget_several_hosts(self) -> None:
         """Delete what told the ranks that they are on several hosts. By rank 0, once all know."""
@@ -233,7 +239,7 @@ class Bootstrap:
                 "published_at_s": seconds_since_boot(),
             }
         )
-        self._store.set(_SEGMENT, published)
+        self._store.set(FIRST_KEY, published)
         return segment, published
 
     def _find(self, size_bytes: int, terms: Terms) -> tuple[Segment, str]:
@@ -293,7 +299,7 @@ class Bootstrap:
 
     def _explain_unmapped(self, error: SharedMemoryError, found: dict[str, Any], published: str) -> None:
         """Raise why the segment cannot be mapped here, unless it may be replaced soon."""
-        if self._store.has(_SEVERAL_HOSTS):
+        if self._store.find(_SEVERAL_HOSTS) is not None:
             raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
         if found["maker"].pid_namespace != pid_namespace() and error.errno not in (errno.ENOMEM, errno.EINVAL):
             # Two containers of one machine that share neither processes nor a folder are two hosts.
@@ -319,10 +325,11 @@ class Bootstrap:
     def _await_published(self) -> str:
         while True:
             try:
-                if self._store.has(_SEGMENT):
-                    return self._store.get(_SEGMENT)
+                published = self._store.find(FIRST_KEY)
             except RuntimeError as error:
                 raise lost_store(self.global_ranks[self.rank], error) from None
+            if published is not None:
+                return published
             self._nap([0])
 
     def _await_all(self, blocks: SharedControlBlocks, published: str) -> None:
@@ -344,11 +351,12 @@ class Bootstrap:
                     raise self._lost(dead, "died")
                 if self._waited_s() > ask_store_at_s:
                     ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
-                    if self.rank == 0 and not self._store.has(_SEGMENT):
-                        self._store.set(_SEGMENT, published)  # Somebody has written over it.
-                    if self._store.has(failure_key):
-                        raise _read_failure(self._store.get(failure_key))
-                    if self._store.has(_SEVERAL_HOSTS):
+                    if self.rank == 0 and self._store.find(FIRST_KEY) is None:
+                        self._store.set(FIRST_KEY, published)  # Somebody has written over it.
+                    failure = self._store.find(failure_key)
+                    if failure is not None:
+                        raise _read_failure(failure)
+                    if self._store.find(_SEVERAL_HOSTS) is not None:
                         raise SeveralHosts
                 self._nap([rank for rank in range(blocks.world_size) if rank not in known])
         finally:

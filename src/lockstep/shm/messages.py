@@ -7,6 +7,7 @@ order in which they were sent.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Label:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

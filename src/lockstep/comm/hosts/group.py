@@ -177,12 +177,43 @@ def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections) -> 
     own = {"terms": terms, "number": number if number is None or is_number(number) else None}
     published: dict[int, dict[str, Any]] = {new.rank: own}
     for peer, value in shared.share("terms", json.dumps(own).encode()).items():
-        published[peer] = json.loads(value)
+        published[peer] = _read_terms(value, f"rank {new.ranks[peer]}")
         different = disagreement(name, terms, f"rank {new.ranks[peer]}", published[peer]["terms"])
         if different is not None:
             raise different
     found: int | None = published[0]["number"]
     return None if any(one["number"] is None for one in published.values()) else found
+
+
+def _read_terms(data: bytes, name: str) -> dict[str, Any]:
+    """What a rank goes by, and the number that it gives the group, or None.
+
+    Raises:
+        RendezvousError: no rank says that.
+    """
+    found = _read_json(data)
+    if not isinstance(found, dict) or "terms" not in found or type(found.get("number")) not in (int, type(None)):
+        raise RendezvousError(f"{name} says of a new group what no rank says: {data[:60]!r}")
+    return found
+
+
+def _read_ready(data: bytes, peer: int) -> tuple[bool, list[str]]:
+    """Whether a rank sees all others at the addresses that they have published, and from which it may connect.
+
+    Raises:
+        RendezvousError: no rank says that.
+    """
+    match _read_json(data):
+        case [bool(is_as_published), list(addresses)] if all(isinstance(one, str) for one in addresses):
+            return is_as_published, addresses
+    raise RendezvousError(f"rank {peer} of the group says of its addresses what no rank says: {data[:60]!r}")
+
+
+def _read_json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _terms() -> dict[str, Any]:
@@ -270,10 +301,10 @@ def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member]
     sources = links.sources()
     is_as_published = all(_is_same(source, members[peer].address) for peer, source in sources.items())
     found = shared.share("ready", json.dumps([is_as_published, own]).encode())
-    published = [json.loads(value) for value in found.values()]
-    if not is_as_published or not all(one[0] for one in published):
+    published = [_read_ready(value, peer) for peer, value in found.items()]
+    if not is_as_published or not all(is_so for is_so, _ in published):
         return None
-    return frozenset(own).union(*(one[1] for one in published))
+    return frozenset(own).union(*(addresses for _, addresses in published))
 
 
 def _is_same(address: str, other: str) -> bool:

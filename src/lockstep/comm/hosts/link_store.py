@@ -27,6 +27,19 @@ _POLL_S = 0.005
 _FAILURE = "failure"
 
 
+def _read_failure(data: bytes, name: str) -> tuple[str, str, tuple[int, ...]]:
+    """Why a rank gave up: the kind of its error, the text, and which ranks it blames."""
+    try:
+        kind, text, culprits = json.loads(data)
+        ranks = tuple(culprits)
+        is_typed = isinstance(kind, str) and isinstance(text, str) and all(type(rank) is int for rank in ranks)
+    except (ValueError, TypeError, RecursionError):
+        is_typed = False
+    if not is_typed:
+        return "", f"{name} could not join, and says why as no rank does: {data[:60]!r}", ()
+    return kind, text, ranks
+
+
 class LinkStore(Store):
     """Each rank sets values, which all can read. A torch store, as far as Gloo asks it anything. Thread-safe.
 
@@ -112,8 +125,8 @@ class LinkStore(Store):
             failure = self._values.get(f"{_FAILURE} {peer}")
             if failure is not None:
                 self._peer_gave_up = True
-                kind, text, culprits = json.loads(failure)
-                raise RankLost(text, tuple(culprits)) if culprits else peer_error(kind, text)
+                kind, text, culprits = _read_failure(failure, f"rank {self._ranks[peer]}")
+                raise RankLost(text, culprits) if culprits else peer_error(kind, text)
         gone = sorted(self._links.lost.intersection(awaited))
         if gone:
             raise lost_meanwhile([self._ranks[peer] for peer in gone], "came and was gone again")

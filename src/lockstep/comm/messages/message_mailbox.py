@@ -22,6 +22,7 @@ from typing import Generic
 import torch
 
 from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, RequestT
+from lockstep.comm.messages.notices import NOT_OURS
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.messages import Incoming, Label, Matcher, Receive, Send
 
@@ -115,7 +116,11 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         self._team.poll()
         mail = self._team.mail
         while mail:
-            self._receive_message(*mail.popleft())
+            peer, message = mail.popleft()
+            try:
+                self._receive_message(peer, message)
+            except NOT_OURS:
+                self._team.blocks.distrust(peer)
         if self._moving:
             self._moving = [movement for movement in self._moving if not self._has_arrived(movement)]
 
@@ -133,12 +138,19 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         self.num_records += 1
 
     def _receive_message(self, peer: int, message: bytes) -> None:
+        """Do what a message says.
+
+        Raises:
+            ValueError, LookupError, struct.error: no rank sends such a message.
+        """
         kind, number, tag, num_bytes, label_bytes = _HEADER.unpack_from(message)
         start = _HEADER.size + label_bytes
         text = message[_HEADER.size : start]
         its = self._peers[peer]
         self.num_records += 1
         if kind == _Kind.EAGER:
+            if num_bytes != len(message) - start:
+                raise ValueError(f"{len(message) - start} bytes of {num_bytes}")
             # Over a bytearray, because torch wants memory that it may write to.
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8)[start:]
             self._match(Incoming(peer, tag, _decode_label(text), num_bytes, number, data))
@@ -152,14 +164,17 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
             self._moving.append(movement)
         elif kind == _Kind.REFUSE:
             self._finish(its.announced.pop(number), _decode_label(text))
-        else:
-            assert kind == _Kind.CONFIRM, kind
+        elif kind == _Kind.CONFIRM:
             its.granted.pop(number).confirmed = True
+        else:
+            raise ValueError(f"a message of kind {kind}")
 
     def deliver(self, receive: Receive, arrival: Incoming) -> None:
         """Copy a message that is here; grant or refuse one that is not."""
         receive.peer = arrival.peer
-        conflict = None if arrival.label.fits(receive.label) else arrival.label
+        # A label may fit while the bytes do not, if a rank says what no rank says.
+        is_fit = arrival.num_bytes == receive.flat.numel() and arrival.label.fits(receive.label)
+        conflict = None if is_fit else arrival.label
         if arrival.announced:
             if conflict is None:
                 requests = self._team.start_receive(arrival.peer, receive.flat)

@@ -35,6 +35,7 @@ import torch
 from lockstep.comm.contract import Waiter
 from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, attachment_bytes, rounds_of
 from lockstep.comm.messages.notices import (
+    NOT_OURS,
     NOTICE_BYTES,
     MessageControlBlocks,
     NoticeKind,
@@ -190,15 +191,18 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         if kind is None:
             self.mail.append((peer, bytes(message)))
             return
-        if kind is NoticeKind.FORWARDED:
-            for rank, notice in forwarded_notices(message):
-                self._receive_entry(rank, notice)
-        elif kind is NoticeKind.ENTER:
-            self._receive_entry(peer, message)
-        else:
-            self.blocks.receive(peer, message)
-            # The last message of every rank is a final notice.
-            self._is_listening = not self.blocks.all_final(self._others)
+        try:
+            if kind is NoticeKind.FORWARDED:
+                for rank, notice in forwarded_notices(message):
+                    self._receive_entry(rank, notice)
+            elif kind is NoticeKind.ENTER:
+                self._receive_entry(peer, message)
+            else:
+                self.blocks.receive(peer, message)
+                # The last message of every rank is a final notice.
+                self._is_listening = not self.blocks.all_final(self._others)
+        except NOT_OURS:
+            self.blocks.distrust(peer)
 
     def _receive_entry(self, peer: int, notice: memoryview) -> None:
         received = self.blocks.receive(peer, notice)

@@ -33,7 +33,15 @@ from lockstep.shm.control_blocks import Failure, Record
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.shm.sync import PeerState
 
-__all__ = ["NOTICE_BYTES", "MessageControlBlocks", "NoticeKind", "forward_notices", "forwarded_notices", "notice_kind"]
+__all__ = [
+    "NOTICE_BYTES",
+    "NOT_OURS",
+    "MessageControlBlocks",
+    "NoticeKind",
+    "forward_notices",
+    "forwarded_notices",
+    "notice_kind",
+]
 
 _HEADER = struct.Struct("=5q2i")
 _KIND, _ENTRY = struct.Struct("=q"), struct.Struct("=2I")
@@ -44,6 +52,10 @@ _WORDS_PER_RANK = 16
 _RECORD_WORDS = 8
 _RECORD_BYTES = 4 * 8  # fingerprint, number, call, site: as in a notice
 _NO_TEXT = -1
+
+
+# What reading a message raises that no rank sends.
+NOT_OURS = (ValueError, LookupError, struct.error)
 
 
 class NoticeKind(IntEnum):
@@ -144,7 +156,11 @@ class MessageControlBlocks:
         """The latest record of that rank for collectives of `number`'s parity."""
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         fingerprint, written_number, call, site = self.words[word : word + 4]
-        return Record(fingerprint, written_number, self._calls[rank][call], self._sites[rank][site])
+        texts = [
+            ring[index] if 0 <= index < RING else ""  # No rank sends such an index.
+            for ring, index in ((self._calls[rank], call), (self._sites[rank], site))
+        ]
+        return Record(fingerprint, written_number, *texts)
 
     def latest_record(self, rank: int) -> Record | None:
         """The record of the last collective that rank entered, or None before its first."""
@@ -193,7 +209,7 @@ class MessageControlBlocks:
             The number and the attachment of an ENTER notice; None for one that has come before, and for final notices.
 
         Raises:
-            ValueError: no rank sends such a notice.
+            ValueError, IndexError: no rank sends such a notice.
         """
         if len(notice) < _HEADER.size:
             raise ValueError(f"a notice of {len(notice)} bytes")
@@ -210,13 +226,21 @@ class MessageControlBlocks:
                 self._sites[rank][site] = _text(notice[call_end:site_end])
             self._bytes[8 * word : 8 * word + _RECORD_BYTES] = notice[8 : 8 + _RECORD_BYTES]
             return number, notice[site_end:]
-        self.finished[rank] = number
-        self._states[rank] = PeerState.LEFT
+        state = PeerState.LEFT
         if kind == NoticeKind.FAILED:
             name, culprits, message = _text(notice[_HEADER.size : call_end]).split("|", 2)
-            self._states[rank] = PeerState.FAILED
             self._failures[rank] = Failure(name, tuple(int(one) for one in culprits.split(",") if one), message)
+            state = PeerState.FAILED
+        self.finished[rank] = number
+        self._states[rank] = state
         return None
+
+    def distrust(self, rank: int) -> None:
+        """Take a rank for failed that has sent what no rank sends: what it sends from now on means nothing. Local."""
+        if self._states[rank] != PeerState.FAILED:
+            self._failures[rank] = Failure("", (), "sent a message that no rank sends")
+            self.finished.setdefault(rank, 0)
+            self._states[rank] = PeerState.FAILED
 
 
 def notice_kind(message: memoryview) -> NoticeKind | None:

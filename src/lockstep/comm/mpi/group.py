@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
-from lockstep.comm.backend import EngineProcessGroup, is_default_group, make_group, ranks_of
+from lockstep.comm.backend import EngineProcessGroup, find_nonce, is_default_group, make_group, ranks_of
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.messages.message_algorithms import MessageAlgorithms
@@ -75,7 +75,7 @@ def _introduce(store: BootstrapStore, ranks: Sequence[int], rank: int, timeout: 
     with store.explaining():
         found = store.share("member", rank, len(ranks), own.encode(), timeout.total_seconds())
         if found is None:
-            missing = name_each(peer for number, peer in enumerate(ranks) if not store.has(f"member{number}"))
+            missing = name_each(peer for number, peer in enumerate(ranks) if store.find(f"member{number}") is None)
             raise RendezvousError(
                 f"{missing} did not come within {timeout.total_seconds():g} s of rank {ranks[rank]} "
                 f"(pid {own.identity.pid} on {own.identity.host})"
@@ -121,7 +121,9 @@ class MpiProcessGroup(EngineProcessGroup):
 
     def __init__(self, options: Any) -> None:
         ranks, timeout = ranks_of(options), options.timeout
-        store = BootstrapStore(PrefixStore("mpi", options.store), "mpi", options.group_id)
+        below, scope = PrefixStore("mpi", options.store), ("mpi", options.group_id)
+        nonce = find_nonce(BootstrapStore(below, *scope), options, "member0")
+        store = BootstrapStore(below, *scope, nonce=nonce)
         members = _introduce(store, ranks, options.group_rank, timeout)
         team = _connect(members, options.group_id)
         name = describe_group(options.group_id, ranks, is_default_group(options))
@@ -129,7 +131,7 @@ class MpiProcessGroup(EngineProcessGroup):
         timeout_s, failure = timeout.total_seconds(), load().Exception
         recorder = FlightRecorder(team, name, ranks)
         engine = MessageEngine(team, recorder, timeout_s, algorithms, make_mailbox, failure, "MPI says ")
-        super().__init__(engine, MPI_BACKEND_NAME, options)
+        super().__init__(engine, MPI_BACKEND_NAME, options, nonce)
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:

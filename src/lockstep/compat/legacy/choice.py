@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from lockstep import env
 from lockstep.compat.legacy.needs import CHANGES, find_needs
+from lockstep.errors import SetupError
 
 __all__ = ["Choice", "add_arguments", "choose", "choose_here", "tell_ranks"]
 
@@ -45,11 +46,14 @@ class Choice:
         Raises:
             ValueError: it is no such text.
         """
-        read = json.loads(text)
-        if not isinstance(read, dict):
-            raise ValueError("expected an object with script and changes")
-        changes = {str(name): str(line) for name, line in dict(read.get("changes") or {}).items() if name in CHANGES}
-        return Choice(str(read.get("script", "")), changes)
+        try:
+            read = json.loads(text)
+        except RecursionError:
+            read = None
+        match read:
+            case {"script": str(script), "changes": dict(changes)}:
+                return Choice(script, {name: str(line) for name, line in changes.items() if name in CHANGES})
+        raise ValueError("expected an object with script and changes")
 
     def sentence(self, done: Sequence[str]) -> str:
         """What has been done, and how to have torch left alone.
@@ -127,7 +131,13 @@ def choose_here() -> Choice:
         return Choice("", dict.fromkeys(CHANGES, "") if asked else {}, is_asked=asked)
     text = env.LOCKSTEP_OLD_TORCH.get()
     if text is not None:
-        return Choice.load(text)
+        try:
+            return Choice.load(text)
+        except ValueError as error:
+            raise SetupError(
+                f"environment variable {env.LOCKSTEP_OLD_TORCH.name}={text[:60]!r}: {error}. The launcher sets it for "
+                "its ranks: unset it"
+            ) from None
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:

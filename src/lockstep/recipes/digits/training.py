@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -21,6 +19,7 @@ from lockstep.metrics import Accuracy, Mean, Sum, synchronize
 from lockstep.recipes.digits.options import DigitsConfig, resolve_config
 from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits
 from lockstep.recipes.display import Display
+from lockstep.recipes.mistakes import open_world, say_together
 from lockstep.recipes.runlog import RunLog, describe_environment, folder_of_run
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
@@ -41,15 +40,15 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0; or 2 where the options cannot be used, which rank 0 has then said on stderr.
     """
-    with lockstep.init(backend=options.backend) as world:
+    opened = open_world("digits", options.backend)
+    if opened is None:
+        return 2
+    with opened as world:
         try:
             config, trainer = _prepare(options, world)
             folder = folder_of_run(options, "digits")
         except (InputError, CheckpointError) as mistake:
-            # Every rank has found it. One line says more than a traceback of each.
-            if world.rank == 0:
-                print(f"lockstep train digits: error: {mistake}", file=sys.stderr, flush=True)
-            dist.barrier()  # or a launcher that sees another rank end first might end rank 0 before it has spoken
+            say_together("digits", mistake, world.rank)
             return 2
         trainer.checkpoints = folder / "checkpoints"
         with ExitStack() as stack:

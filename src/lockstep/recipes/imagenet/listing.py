@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,12 +207,39 @@ def _read(path: Path, root: Path) -> Listing | None:
     """A kept listing that still holds; None where there is none. See [Note: checked]."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            header = json.loads(arrays["header"].tobytes())
-            if header["version"] != _VERSION or not _unchanged(header["folders"], header["listed_ns"]):
+            classes = _classes_if_unchanged(arrays["header"].tobytes())
+            if classes is None:
                 return None
-            return Listing(root, tuple(header["classes"]), arrays["names"], arrays["ends"], arrays["labels"])
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):  # none, or cut off: it is made again
+            listing = Listing(root, classes, arrays["names"], arrays["ends"], arrays["labels"])
+    except Exception:  # None, cut off or damaged, of which zip files and numpy say many things: it is made again.
         return None
+    return listing if _is_whole(listing) else None
+
+
+def _classes_if_unchanged(text: bytes) -> tuple[str, ...] | None:
+    """The classes, by the header of a kept listing; None where it does not hold any more, or is none.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON.
+    """
+    match json.loads(text):
+        case {"version": int(version), "classes": list(classes), "listed_ns": int(listed_ns), "folders": list(folders)}:
+            is_typed = all(isinstance(name, str) for name in classes) and all(
+                isinstance(one, list) and [type(part) for part in one] == [str, int] for one in folders
+            )
+            if version == _VERSION and is_typed and _unchanged(folders, listed_ns):
+                return tuple(classes)
+    return None
+
+
+def _is_whole(listing: Listing) -> bool:
+    """Whether the arrays are such as `scan_folder` makes."""
+    names, ends, labels = listing.names, listing.ends, listing.labels
+    is_typed = [array.dtype for array in (names, ends, labels)] == [np.uint8, np.int64, np.int64]
+    if not is_typed or names.ndim != 1 or ends.ndim != 1 or ends.shape != labels.shape or len(ends) == 0:
+        return False
+    is_ordered = ends[0] > 0 and ends[-1] == len(names) and bool(np.all(ends[1:] > ends[:-1]))
+    return is_ordered and bool(labels.min() >= 0) and bool(labels.max() < len(listing.classes))
 
 
 def _unchanged(folders: Sequence[tuple[str, int]], listed_ns: int) -> bool:
@@ -222,7 +248,7 @@ def _unchanged(folders: Sequence[tuple[str, int]], listed_ns: int) -> bool:
             changed_ns < listed_ns - _SETTLED_NS and os.stat(folder).st_mtime_ns == changed_ns
             for folder, changed_ns in folders
         )
-    except OSError:
+    except (OSError, ValueError):  # gone; or no name of a folder
         return False
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from lockstep.recipes.imagenet.schedule import RateSchedule
 from lockstep.recipes.imagenet.starting import choose_strategy, meeting_url
 from lockstep.recipes.imagenet.strategies import Strategy, prepare
 from lockstep.recipes.imagenet.waiting import LoaderAdvice
+from lockstep.recipes.mistakes import open_world, say_mistake, say_together
 from lockstep.recipes.runlog import folder_of_run
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
@@ -78,17 +78,18 @@ def run(options: argparse.Namespace, url: str | None = None) -> int:
         strategy = choose_strategy(options)
         place = _place(options, strategy, url)
     except InputError as mistake:
-        _say_mistake(mistake, env.RANK.get() or 0)
+        say_mistake("imagenet", mistake, env.RANK.get() or 0)
         return 2
     backend, device, notes = _device(options)
-    with lockstep.init(backend, device=device, **place) as world:
+    opened = open_world("imagenet", backend, device=device, **place)
+    if opened is None:
+        return 2
+    with opened as world:
         try:
             job = make_job(options, strategy, world)
             folder = None if options.evaluate else folder_of_run(options, "imagenet")
         except _MISTAKES as mistake:
-            # Every rank has found it. One line says more than a traceback of each.
-            _say_mistake(mistake, world.rank)
-            dist.barrier()  # or a launcher that sees another rank end first might end rank 0 before it has spoken
+            say_together("imagenet", mistake, world.rank)
             return 2
         job.notes[:0] = notes
         if folder is None:
@@ -379,8 +380,3 @@ def _only_evaluate(options: argparse.Namespace, strategy: str, job: Job, world: 
     if world.rank == 0:
         lines = heading(strategy, job.config, world, job.trainer)
         print(*([] if options.quiet else [*lines, *job.notes]), evaluation_line(values), sep="\n", flush=True)
-
-
-def _say_mistake(mistake: Exception, rank: int) -> None:
-    if rank == 0:
-        print(f"lockstep train imagenet: error: {mistake}", file=sys.stderr, flush=True)
