@@ -42,7 +42,9 @@ class SmallTensorAlgorithms:
         """
         reduction = Reduction.by(kernel, tensor.dtype, self._team)
         self._attach(tensor if kernel.factor is None else tensor.clone().mul_(kernel.factor), timeout_s)
-        rows = self._attached(tensor, self._by_host).to(reduction.dtype)
+        rows = self._attached(tensor, self._by_host)
+        if reduction.dtype != tensor.dtype:
+            rows = rows.to(reduction.dtype)
         if not (reduction.wire.is_exact and self._team.layout.is_one_tree):
             rows = self._sums_of_hosts(rows, reduction)
         result = reduction.kernel.reduce_rows(rows)

@@ -35,7 +35,7 @@ import torch
 from lockstep.comm.contract import Waiter
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
-from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, attachment_bytes, rounds_of
+from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, Forwarding, attachment_bytes
 from lockstep.comm.messages.notices import (
     NOTICE_BYTES,
     MessageControlBlocks,
@@ -88,7 +88,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         attachment_bytes: how much a rank may attach to a notice. See [Note: attachments].
         on_arrival: called in each collective when all have come: the flight recorder compares there what for.
         shares_memory: whether all ranks map the same memory: never.
-        forwards_notices: whether many ranks forward each other's notices, instead of each sending its own to all.
+        forwardings: what this rank forwards of the notices of others; nothing where each rank sends its own to all.
+        longest_message_bytes: the longest message that `send_message` takes.
         has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
         layout: which ranks share a host, where a subclass knows.
         links: the links between the ranks, where a subclass has them.
@@ -100,7 +101,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     """
 
     shares_memory = False
-    forwards_notices = False
+    longest_message_bytes = MESSAGE_BYTES
+    forwardings: Sequence[Forwarding] = ()
     has_symmetric_memory = False
     layout: Layout | None = None
     links: Links | None = None
@@ -127,7 +129,6 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self.attachment_bytes = attachment_bytes(self.world_size)
         self._relied_on: Sequence[int] = ()  # the ranks that may have to forward what this one waits for
         self._missed_since_s = 0.0  # when one of them was found dead, in this collective; 0 for none
-        self._rounds = rounds_of(rank, self.world_size) if self.forwards_notices else ()
         self._entries = Entries(self.world_size)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.has_left = False
@@ -141,8 +142,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         """Waits for the peers."""
 
     @abc.abstractmethod
-    def send_message(self, peer: int, message: bytes) -> None:
-        """Send at most `MESSAGE_BYTES` to a peer. Local."""
+    def send_message(self, peer: int, message: bytes | memoryview) -> None:
+        """Send at most `longest_message_bytes` to a peer. Local."""
 
     @abc.abstractmethod
     def poll(self) -> None:
@@ -204,6 +205,9 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
                 self._receive_entry(rank, notice)
         elif kind is NoticeKind.ENTER:
             self._receive_entry(peer, message)
+        elif kind is NoticeKind.JOINED:
+            number, attachments = self.blocks.receive_joined(message)
+            self._entries.add_joined(number, message, attachments)
         else:
             self.blocks.receive(peer, message)
             # The last message of every rank is a final notice.
@@ -233,14 +237,20 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._number = number = self.blocks.number(self.rank)
         self._entries.add(self.rank, number, self.blocks.enter_notice() + attachment, attachment)
         arrival = Arrival(
-            self.rank, number, self._entries, self._others, self._rounds, self.send_message, MESSAGE_BYTES
+            self.rank,
+            number,
+            self._entries,
+            self._others,
+            self.forwardings,
+            self.send_message,
+            self.longest_message_bytes,
         )
 
         def awaited() -> list[int]:
             self.poll()
             return arrival.go_on()
 
-        self._relied_on = self._others if self._rounds else ()
+        self._relied_on = self._others if self.forwardings else ()
         self._missed_since_s = 0.0
         try:
             self._wait(awaited, timeout_s)
