@@ -1,9 +1,9 @@
-"""hosts: a group over two hosts with two ranks each on a slow network, against flat gloo and torch's DDP on it.
+"""hosts: a group over several hosts, against flat gloo and torch's DDP on it.
 
-The hosts are network namespaces of this machine, joined by virtual Ethernet that `tc tbf` holds to 1 Gbit/s; see
-`lockstep.testing.namespaces`. Needs root.
+The hosts are network namespaces of this machine, joined by virtual Ethernet; see `lockstep.testing.namespaces`. Needs
+root. `tc tbf` holds it to 1 Gbit/s, except where a table says otherwise.
 
-`all_reduce` of 25 MiB, contestants in the same processes and rounds:
+`all_reduce` of 25 MiB over two hosts with two ranks each, contestants in the same processes and rounds:
 
 - `gloo`: a flat gloo group of the four ranks.
 - `lockstep_fp32`, `lockstep_bf16`, `lockstep_int8`: a lockstep group with that wire format; fp32 is exact.
@@ -14,6 +14,10 @@ A training step of the MLP with 10M parameters:
 - `torch_ddp_gloo_bf16`: the same with torch's own `bf16_compress_hook`.
 - `lockstep_ddp_fp32`, `lockstep_ddp_bf16`: `lockstep.DistributedDataParallel` on a lockstep group.
 
+`all_reduce` of 4 B to 4 MiB over 2, 4 and 8 hosts with one rank and two ranks each, at 1 Gbit/s and as fast as the
+machine copies: `gloo` and `lockstep`. All ranks share the cores of this machine, so what counts is mostly the processor
+time that a call takes on all of them together.
+
 Before anything is timed, every group must give the right sum, and exact engines must hold the same weights after the
 same steps.
 """
@@ -21,6 +25,7 @@ same steps.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -32,16 +37,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 import lockstep
 import lockstep.comm.backend  # registers the backend
 from benchmarks.case_train_step import MODELS, NUM_CLASSES, WARMUP_STEPS, _step, build_model, require_agreement
-from lockstep.bench.harness import Budget, Configuration, Contestant, measure
+from lockstep.bench.harness import Budget, Configuration, Contestant, all_reduce_of, measure
 from lockstep.bench.ranks import Job, RankFailed
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.comm.wire import choose_wire, find_wire
-from lockstep.testing.namespaces import cluster, reason_to_skip
+from lockstep.testing.namespaces import Cluster, cluster, reason_to_skip
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 
 MIB = 1024 * 1024
 RANKS_PER_HOST = (2, 2)
+UNLIMITED = "unlimited"
 WIRES = ("fp32", "bf16", "int8")
 _MODEL = "mlp_10m"
 _TIMEOUT = timedelta(seconds=120)
@@ -56,12 +62,18 @@ class Plan:
         rate: of each host's link, in tc's words.
         all_reduce: budget of the reductions.
         step: budget of the training steps.
+        shapes: hosts and ranks on each, of the reductions over more of them.
+        sizes: of the float32 tensors that these reduce, in bytes.
+        many: budget of each of these.
     """
 
     size_bytes: int
     rate: str
     all_reduce: Budget
     step: Budget
+    shapes: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    many: Budget
 
 
 FULL = Plan(
@@ -69,12 +81,18 @@ FULL = Plan(
     "1gbit",
     Budget(seconds=30, sample_s=0.1, min_rounds=8, max_rounds=30, sweeps=1),
     Budget(seconds=60, sample_s=0.1, min_rounds=8, max_rounds=30, sweeps=1),
+    tuple((hosts, ranks) for hosts in (2, 4, 8) for ranks in (1, 2)),
+    (4, 64 << 10, 4 * MIB),
+    Budget(seconds=3, sample_s=0.05, min_rounds=8, max_rounds=30, sweeps=1),
 )
 QUICK = Plan(
     4 * MIB,
     "1gbit",
     Budget(seconds=2, sample_s=0.01, max_rounds=4, sweeps=1),
     Budget(seconds=4, sample_s=0.01, max_rounds=4, sweeps=1),
+    ((2, 1), (4, 1)),
+    (4, 64 << 10),
+    Budget(seconds=0.2, sample_s=0.002, max_rounds=3, sweeps=1),
 )
 
 
@@ -91,19 +109,66 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
         "threads_per_rank": 1,
         "all_reduce": asdict(plan.all_reduce),
         "step": asdict(plan.step),
+        "many": asdict(plan.many),
     }
     reason = reason_to_skip()
     parameters: dict[str, int | str] = {"bytes": plan.size_bytes}
     if reason:
         return Result("hosts", quick, environment, settings, [], [Skipped(parameters, "lockstep_fp32", reason)])
-    job = {"size_bytes": plan.size_bytes, "all_reduce": asdict(plan.all_reduce), "step": asdict(plan.step)}
+    series = []
+    for rate in (plan.rate, UNLIMITED):
+        with cluster(max(hosts for hosts, _ in plan.shapes), rate=None if rate == UNLIMITED else rate) as made:
+            if rate == plan.rate:
+                series += _measure_two_hosts(plan, made)
+            for hosts, ranks in plan.shapes:
+                series += _measure_many(plan, made, rate, [ranks] * hosts)
+    return Result("hosts", quick, environment, settings, series)
+
+
+def _measure_two_hosts(plan: Plan, made: Cluster) -> list[Series]:
+    job: Job = {"size_bytes": plan.size_bytes, "all_reduce": asdict(plan.all_reduce), "step": asdict(plan.step)}
     timeout_s = 120 + 4 * (plan.all_reduce.seconds + plan.step.seconds)
-    with cluster(len(RANKS_PER_HOST), rate=plan.rate) as made:
-        outcomes = made.run(_measure_on_rank, RANKS_PER_HOST, job, timeout=timeout_s)
+    return _series_of(made.run(_measure_on_rank, RANKS_PER_HOST, job, timeout=timeout_s))
+
+
+def _measure_many(plan: Plan, made: Cluster, rate: str, sizes: Sequence[int]) -> list[Series]:
+    """The reductions over so many ranks on each host."""
+    parameters = {"hosts": len(sizes), "ranks_per_host": sizes[0], "rate": rate}
+    job: Job = {"parameters": parameters, "sizes": plan.sizes, "budget": asdict(plan.many)}
+    timeout_s = 120 + 4 * len(plan.sizes) * plan.many.seconds
+    return _series_of(made.run(_measure_many_on_rank, sizes, job, timeout=timeout_s))
+
+
+def _series_of(outcomes: Sequence[object]) -> list[Series]:
+    """The series that all ranks have returned.
+
+    Raises:
+        RankFailed: one has returned none.
+    """
     for rank, outcome in enumerate(outcomes):
         if isinstance(outcome, BaseException):
-            raise RankFailed(f"rank {rank} of {sum(RANKS_PER_HOST)} failed: {outcome!r}")
-    return Result("hosts", quick, environment, settings, [Series(**item) for item in outcomes[0]])
+            raise RankFailed(f"rank {rank} of {len(outcomes)} failed: {outcome!r}")
+    first = outcomes[0]
+    assert isinstance(first, list)
+    return [Series(**item) for item in first]
+
+
+def _measure_many_on_rank(job: Job) -> object:
+    """Body of one rank."""
+    parameters, sizes, budget = job["parameters"], job["sizes"], job["budget"]
+    assert isinstance(parameters, dict)
+    assert isinstance(sizes, tuple)
+    assert isinstance(budget, dict)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)  # the control plane of the harness
+    groups = {name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in ("gloo", "lockstep")}
+    configurations = []
+    for size in sizes:
+        contestants = [all_reduce_of(name, torch.empty(size // 4), group) for name, group in groups.items()]
+        configurations.append(Configuration({**parameters, "bytes": size}, contestants))
+    series = measure(configurations, Budget(**budget))
+    dist.destroy_process_group()
+    return [asdict(item) for item in series]
 
 
 def _measure_on_rank(job: Job) -> object:

@@ -19,6 +19,8 @@ from benchmarks.report import (
     MODEL_NAMES,
     OVERHEAD_TARGETS,
     RECORD_LIMIT,
+    hosts_of,
+    hosts_samples,
     images_of_epoch,
 )
 from lockstep.bench import stats
@@ -294,10 +296,12 @@ def _draw_record(result: Result) -> Figure:
 
 
 def _draw_hosts(result: Result) -> Figure:
-    """How many times as fast as its rival each contestant is, with a tick at what it should be."""
-    figure = new_figure(6.4, 3.2, "hosts: 2 hosts with 2 ranks each at 1 Gbit/s")
-    axes = figure.subplots()
-    samples = {one.contestant: one.samples_s for one in result.series}
+    """How many times as fast as its rival each contestant is, with a tick at what it should be; and over more hosts."""
+    shapes = hosts_of(result)
+    title = "hosts: 2 hosts with 2 ranks each at 1 Gbit/s"
+    figure = new_figure(12.8 if shapes else 6.4, 3.2, f"{title}; all_reduce over more" if shapes else title)
+    axes = figure.subplots(1, 2, squeeze=False)[0][0] if shapes else figure.subplots()
+    samples = {one.contestant: one.samples_s for one in result.series if "hosts" not in one.parameters}
     labels: list[str] = []
     for name, rival, limit in HOSTS_TARGETS:
         if name not in samples or rival not in samples:
@@ -315,7 +319,39 @@ def _draw_hosts(result: Result) -> Figure:
     axes.grid(axis="x", color=GRID, linewidth=0.7)
     axes.margins(x=0.15)
     tidy(axes)
+    if shapes:
+        _draw_many_hosts(result, figure.axes[1])
     return figure
+
+
+def _draw_many_hosts(result: Result, axes: Axes) -> None:
+    """gloo's multiple of Lockstep's time by hosts and ranks; a line for each size, dashed on the limited network."""
+    shapes = hosts_of(result)
+    sizes = [
+        size
+        for size in map(int, result.values("bytes"))
+        if any(hosts_samples(result, *shape, str(rate), size) for shape in shapes for rate in result.values("rate"))
+    ]
+    for size, colour in zip(sizes, _SIZE_COLOURS, strict=False):
+        for rate in map(str, result.values("rate")):
+            points = []
+            for position, shape in enumerate(shapes):
+                pair = hosts_samples(result, *shape, rate, size)
+                if pair is not None:
+                    points.append((position, stats.ratio(*pair).value))
+            if points:
+                style = "-o" if rate == "unlimited" else "--o"
+                label = f"{format_bytes(size)}, {rate}"
+                axes.plot(*zip(*points, strict=True), style, markersize=4, color=colour, label=label)
+    axes.set_yscale("log")
+    axes.axhline(1, color=COLOURS["gloo"], linewidth=1.5)
+    axes.set_xticks(range(len(shapes)), [f"{hosts} x {ranks}" for hosts, ranks in shapes])
+    axes.set_xlabel("hosts x ranks on each")
+    axes.set_ylabel("gloo's time / lockstep's")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.legend(fontsize=7, frameon=False)
+    tidy(axes)
 
 
 # ---------------------------------------------------------------- contention

@@ -345,26 +345,70 @@ def _record_verdicts(result: Result) -> list[Verdict]:
 
 
 def _hosts_tables(result: Result) -> tuple[Section, Section]:
-    """One table of reductions and one of steps, in times of the first contestant."""
+    """Tables of reductions and of steps, in times of the first contestant; in full of reductions over more hosts."""
     tables = []
+    two_hosts = [one for one in result.series if "hosts" not in one.parameters]
     for title, names in (
         ("all_reduce", ("gloo", "lockstep_fp32", "lockstep_bf16", "lockstep_int8")),
         ("training step", ("torch_ddp_gloo", "torch_ddp_gloo_bf16", "lockstep_ddp_fp32", "lockstep_ddp_bf16")),
     ):
         rows = []
-        found = {one.contestant: one for one in result.series if one.contestant in names}
+        found = {one.contestant: one for one in two_hosts if one.contestant in names}
         for name in names:
             if name in found and names[0] in found:
                 own, first = found[name].samples_s, found[names[0]].samples_s
                 rows.append([CONTESTANT_NAMES[name], _time_with_spread(own), _speedup(first, own, interval=True)])
         if rows:
             tables.append(markdown_table([f"{title}, {_describe(found[names[0]].parameters)}", "time", "ratio"], rows))
-    return "\n\n".join(tables), ""
+    rows, full = [], []
+    for hosts, ranks in hosts_of(result):
+        cells = []
+        for rate in result.values("rate"):
+            for size in result.values("bytes"):
+                samples = hosts_samples(result, hosts, ranks, str(rate), int(size))
+                if samples is None:
+                    continue
+                gloo, own = samples
+                cells.append(f"{_time(own)}, {_speedup(gloo, own)}")
+                times = [_time_with_spread(gloo), _time_with_spread(own), _speedup(gloo, own, interval=True)]
+                full.append([f"{hosts} x {ranks}", _name_rate(rate), format_bytes(int(size)), *times])
+        rows.append([f"{hosts} x {ranks}", *cells])
+    if rows:
+        header = [
+            f"{_name_rate(rate)}, {format_bytes(int(size))}"
+            for rate in result.values("rate")
+            for size in result.values("bytes")
+            if any(hosts_samples(result, *shape, str(rate), int(size)) for shape in hosts_of(result))
+        ]
+        tables.append(markdown_table(["all_reduce, hosts x ranks on each", *header], rows))
+    names = [CONTESTANT_NAMES[name] for name in _CONTENDERS]
+    full_table = markdown_table(["hosts x ranks", "rate", "bytes", *names, "gloo / lockstep"], full) if full else ""
+    return "\n\n".join(tables), full_table
+
+
+def _name_rate(rate: int | str) -> str:
+    """The rate of a link for people: `1gbit` is tc's word."""
+    return str(rate).replace("gbit", " Gbit/s")
+
+
+def hosts_of(result: Result) -> list[tuple[int, int]]:
+    """The numbers of hosts, and of ranks on each, over which tensors were reduced beside gloo; in order."""
+    found = (one.parameters for one in result.series if "hosts" in one.parameters)
+    return list(dict.fromkeys((int(one["hosts"]), int(one["ranks_per_host"])) for one in found))
+
+
+def hosts_samples(
+    result: Result, hosts: int, ranks: int, rate: str, size: int
+) -> tuple[list[float], list[float]] | None:
+    """The samples of gloo and of lockstep over so many hosts; None if there are none."""
+    parameters: dict[str, int | str] = {"hosts": hosts, "ranks_per_host": ranks, "rate": rate, "bytes": size}
+    gloo, own = (result.samples(name, **parameters) for name in _CONTENDERS)
+    return None if gloo is None or own is None else (gloo, own)
 
 
 def _hosts_verdicts(result: Result) -> list[Verdict]:
-    samples = {one.contestant: one.samples_s for one in result.series}
-    return [
+    samples = {one.contestant: one.samples_s for one in result.series if "hosts" not in one.parameters}
+    found = [
         _at_least(
             f"{CONTESTANT_NAMES[name]}: at least {limit:g}x {CONTESTANT_NAMES[rival]}",
             stats.ratio(samples[rival], samples[name]),
@@ -373,6 +417,19 @@ def _hosts_verdicts(result: Result) -> list[Verdict]:
         for name, rival, limit in HOSTS_TARGETS
         if name in samples and rival in samples
     ]
+    for hosts, ranks in hosts_of(result):
+        for rate in result.values("rate"):
+            times = {}
+            for size in result.values("bytes"):
+                pair = hosts_samples(result, hosts, ranks, str(rate), int(size))
+                if pair is not None:
+                    times[format_bytes(int(size))] = stats.ratio(*pair)
+            if times:
+                worst = min(times, key=lambda size: times[size].value)
+                shape = f"{hosts} hosts with {ranks} {'rank' if ranks == 1 else 'ranks'} each"
+                target = f"{shape}, {_name_rate(rate)}: not behind gloo at any size"
+                found.append(_at_least(target, times[worst], 1, note=f" at {worst}"))
+    return found
 
 
 # ---------------------------------------------------------------- contention

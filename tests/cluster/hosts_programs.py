@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 import lockstep
 from lockstep import env
 from lockstep.comm.messages import arrival
-from lockstep.comm.messages.notices import NoticeKind, forwarded_notices, notice_kind
+from lockstep.comm.messages.notices import NoticeKind, notice_kind
 from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
 from random_programs.runner import run_programs
@@ -333,9 +333,8 @@ def before_handing_on(world: lockstep.World, action: Callable[[], object]) -> No
     team = world.process_group.engine.team  # type: ignore[attr-defined]
     send = team.send_message
 
-    def act_and_send(peer: int, message: bytes) -> None:
-        view = memoryview(message)
-        if notice_kind(view) is NoticeKind.FORWARDED and len(list(forwarded_notices(view))) > 1:
+    def act_and_send(peer: int, message: bytes | memoryview) -> None:
+        if notice_kind(memoryview(message)) in (NoticeKind.FORWARDED, NoticeKind.JOINED):
             action()
         send(peer, message)
 
@@ -385,7 +384,7 @@ def one_ahead(late: int) -> list[float]:
             value = torch.full((3,), float(number * opened.world_size + opened.rank))
             dist.all_reduce(value)
             found.append(value[0].item())
-        assert team.forwards_notices
+        assert team.forwardings
         return found
 
 

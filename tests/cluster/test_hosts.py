@@ -234,24 +234,27 @@ def test_rank_that_never_comes(hosts: Cluster, per_host: int) -> None:
             assert seconds < 1.0 + limit_s(AT_ONCE_S)
 
 
-def test_who_went_after_its_part_is_not_missed(hosts: Cluster) -> None:
+@pytest.mark.parametrize("slow", [0, 5])
+def test_who_went_after_its_part_is_not_missed(hosts: Cluster, slow: int) -> None:
     """Its notice may come by way of others later than the news that it has gone."""
-    assert hosts.run(programs.leaves_after_its_part, (5, 5), 1) == ["nothing was raised"] * 10
+    assert hosts.run(programs.leaves_after_its_part, (5, 5), slow) == ["nothing was raised"] * 10
 
 
-def test_rank_that_dies_before_it_hands_on_is_named(hosts: Cluster) -> None:
-    outcomes = hosts.run(programs.dies_handing_on, (5, 5), 1)
-    assert isinstance(outcomes.pop(1), RankDied)
+@pytest.mark.parametrize("culprit", [0, 5])
+def test_rank_that_dies_before_it_hands_on_is_named(hosts: Cluster, culprit: int) -> None:
+    outcomes = hosts.run(programs.dies_handing_on, (5, 5), culprit)
+    assert isinstance(outcomes.pop(culprit), RankDied)
     assert any(kind for kind, *_ in outcomes)
     for kind, said, seconds, culprits in outcomes:
-        assert (kind, culprits) in (("", ()), ("RankLost", (1,))), said
+        assert (kind, culprits) in (("", ()), ("RankLost", (culprit,))), said
         assert seconds < 0.3 + limit_s(AT_ONCE_S)
 
 
-def test_notices_of_two_collectives_at_once(hosts: Cluster) -> None:
+@pytest.mark.parametrize("late", [0, 5])
+def test_notices_of_two_collectives_at_once(hosts: Cluster, late: int) -> None:
     """A rank that was told of the next collective before this one took old parts for those of this one."""
     expected = [float(sum(number * 10 + rank for rank in range(10))) for number in range(40)]
-    assert hosts.run(programs.one_ahead, (5, 5), 1) == [expected] * 10
+    assert hosts.run(programs.one_ahead, (5, 5), late) == [expected] * 10
 
 
 def test_partner_that_is_killed(hosts: Cluster) -> None:

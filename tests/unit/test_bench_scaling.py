@@ -80,16 +80,24 @@ def test_all_reduce_at_known_points() -> None:
     large, small, tiny = 8 * MIB, 10_000, 1000
     inner, wire = HOST.at(large), LINK.at(large)
     assert all_reduce_s(large, 1, network) == inner
-    assert all_reduce_s(large, 2, network) == pytest.approx(100e-6 + wire + inner / 4)
-    three_hosts = 100e-6 + 200e-6 + 4 / 3 * large * 8e-9 + inner
+    # Two ranks on each host: to the first of the host, to the first of all, and back.
+    told = 400e-6
+    assert all_reduce_s(large, 2, network) == pytest.approx(told + wire + inner / 4)
+    three_hosts = told + 200e-6 + 4 / 3 * large * 8e-9 + inner
     assert all_reduce_s(large, 3, network) == pytest.approx(three_hosts)
-    # Small: latency to meet, latency and two ranks' messages to each other host, the host itself.
-    assert all_reduce_s(small, 4, network) == pytest.approx(200e-6 + 2 * 3 * small * 8e-9 + HOST.at(small))
-    # Tiny: with the message to meet, from each rank to each; from 9 ranks on the messages are handed on, here thrice.
-    assert all_reduce_s(tiny, 4, network) == pytest.approx(100e-6 + 2 * 2 * 3 * tiny * 8e-9)
-    assert all_reduce_s(tiny, 5, network) == pytest.approx(400e-6 + 2 * 2 * 4 * tiny * 8e-9)
+    # Small: told, then two ranks' messages to each other host, the host itself.
+    assert all_reduce_s(small, 3, network) == pytest.approx(told + 100e-6 + 2 * 2 * small * 8e-9 + HOST.at(small))
+    # With partners: to one host, then to another; medium: half to one, a quarter to another, and back.
+    doubling = 2 * (100e-6 + 2 * small * 8e-9)
+    assert all_reduce_s(small, 4, network) == pytest.approx(told + doubling + HOST.at(small))
+    halving = 2 * (2 * 100e-6 + 3 / 4 * MIB * 8e-9)
+    assert all_reduce_s(MIB, 4, network) == pytest.approx(told + halving + HOST.at(MIB))
+    # Tiny: all of them with the message to each host.
+    assert all_reduce_s(tiny, 4, network) == pytest.approx(told + 8 * 3 * tiny * 8e-9)
+    assert all_reduce_s(tiny, 5, network) == pytest.approx(told + 10 * 4 * tiny * 8e-9)
+    assert all_reduce_s(tiny, 2, Network(LINK, HOST)) == pytest.approx(100e-6 + tiny * 8e-9)
     told_slowly = Network(LINK, HOST, 2, told_s=500e-6)
-    assert all_reduce_s(tiny, 2, told_slowly) == pytest.approx(500e-6 + 2 * 2 * tiny * 8e-9)
+    assert all_reduce_s(tiny, 2, told_slowly) == pytest.approx(500e-6 + 4 * tiny * 8e-9)
     assert all_reduce_s(large, 2, told_slowly) == pytest.approx(500e-6 + wire + inner / 4)
     slow_host = Network(LINK, HOST.times(100))
     assert all_reduce_s(large, 2, slow_host) == pytest.approx(100e-6 + 100 * inner + wire / 4), (

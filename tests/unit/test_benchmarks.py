@@ -147,6 +147,30 @@ def test_ranks_that_wait_hold_no_group_of_the_other_contestant(monkeypatch: pyte
     assert found["lockstep", "recv", "work"] == [1.0, 1.0]
 
 
+def _hosts() -> Result:
+    """Two hosts are ahead of gloo everywhere; four are behind it with small tensors on a network without a limit."""
+    slow: results.Parameters = {"bytes": 25 * MIB}
+    series = _series(slow, gloo=0.3, lockstep_fp32=0.2, lockstep_bf16=0.1, lockstep_int8=0.05)
+    for hosts in (2, 4):
+        for rate in ("1gbit", "unlimited"):
+            shape: results.Parameters = {"hosts": hosts, "ranks_per_host": 1, "rate": rate}
+            small = 200e-6 if hosts == 4 and rate == "unlimited" else 50e-6
+            series += _series({**shape, "bytes": 4}, gloo=100e-6, lockstep=small)
+            series += _series({**shape, "bytes": 64 * 1024}, gloo=2e-3, lockstep=1e-3)
+    return Result("hosts", False, ENVIRONMENT, {}, series)
+
+
+def test_hosts_are_held_against_gloo() -> None:
+    judged = report.verdicts(_hosts())
+    assert [verdict.met for verdict in judged] == [True] * 6 + [False]
+    assert judged[-1].target == "4 hosts with 1 rank each, unlimited: not behind gloo at any size"
+    assert judged[-1].measured.startswith("0.50x at 4 B")
+    page = report.render(_hosts())
+    assert "| all_reduce, hosts x ranks on each | 1 Gbit/s, 4 B | 1 Gbit/s, 64 KiB | unlimited, 4 B |" in page
+    assert "| 4 x 1 | 50.0 µs, 2.00x | 1.00 ms, 2.00x | 200 µs, 0.50x |" in page
+    assert "| all_reduce, bytes 25 MiB | time | ratio |\n| --- | ---: | ---: |\n| gloo | 300 ms" in page
+
+
 def _decode() -> Result:
     """Ahead of torch's loader without workers, behind it with two."""
     series = _series({"pixels": 256, "workers": 0}, torch=1.1, lockstep=1.0)
@@ -201,6 +225,7 @@ def test_listing_end_to_end(tmp_path: Path) -> None:
 
 
 ALL_RESULTS = [_all_reduce(), _train_step(), _horovod(), _startup(), _record(), _contention(), _decode(), _listing()]
+ALL_RESULTS.append(_hosts())
 
 
 def test_horovod_step_is_held_against_ddps() -> None:

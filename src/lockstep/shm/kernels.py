@@ -108,8 +108,7 @@ class Kernel:
             The result, of shape (numel,), in the memory of the first row.
         """
         while (count := rows.shape[0]) > 1:  # sooner than len()
-            paired = rows[:-1] if count & 1 else rows
-            left, right = paired.view(count // 2, 2, -1).unbind(1)
+            left, right = rows[: count - 1 : 2], rows[1::2]
             self.combine(left, right, out=left)
             if count & 1:  # a part without a neighbour goes up as it is
                 left = torch.cat((left, rows[-1:]))

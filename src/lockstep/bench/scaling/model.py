@@ -11,12 +11,13 @@ The link is no line: small messages and large ones go different ways, and the la
 So between the sizes that were measured it is straight, and beyond the largest it goes on as between the last two.
 
 An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have come
-for (one latency of the link with up to 8 ranks, one more each time that they double), each host adds up, hosts
-exchange. Up to 4 KiB, less from six ranks on, tensors come with what ranks tell each other, every rank's to every
-other: r * r (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's
-sum to its like on each other host: r (H - 1) m bytes. Larger tensors cross in channels, so
-that with 2 hosts each byte crosses once each way, with more 2 (H - 1) / H of them in two hops; they go in k chunks, and
-while one is on the link, another is in the host::
+for (one latency of the link with up to 3 ranks, else one for each step up a tree and down again), each host adds up,
+hosts exchange. Up to 4 KiB, less from six ranks on, tensors come with what ranks tell each other, every rank's to every
+host: r H (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's
+sum to its like on each other host: r (H - 1) m bytes; with 4, 8, 16, … hosts up to 64 KiB / r, and only to log2 H of
+them, one after the other. Larger tensors cross in channels, so that with 2 hosts each byte crosses once each way, with
+more 2 (H - 1) / H of them in two hops, or in 2 log2 H hops up to 2 MiB where partners halve what they have; they go in
+k chunks, and while one is on the link, another is in the host::
 
     wire  = hops * link(share * m)      hops 1, share 1 for H = 2; hops 2, share (H - 1) / H above
     inner = alpha_host + beta_host * m
@@ -53,7 +54,7 @@ __all__ = [
     "step_s",
 ]
 
-_REDUNDANT_BYTES = 16 << 10
+_REDUNDANT_BYTES, _DOUBLED_BYTES, _HALVED_BYTES = 16 << 10, 64 << 10, 2 << 20
 
 
 @dataclass(frozen=True)
@@ -210,22 +211,31 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     0.0002
     >>> round(all_reduce_s(1_000_000, 2, network), 6)  # 1 ms, 1 ms + 8 ms on the link, 0.2 ms
     0.0102
-    >>> round(all_reduce_s(1_000_000, 4, network), 6)  # 1 ms, 2 ms + 12 ms, 0.2 ms
-    0.0152
+    >>> round(all_reduce_s(1_000_000, 4, network), 6)  # 2 ms, 4 ms + 12 ms, 0.2 ms
+    0.0182
     """
     inner = network.host.at(num_bytes)
     if num_hosts == 1:
         return inner
     ranks = num_hosts * network.ranks_per_host
+    of_each = network.ranks_per_host
+    hosts = [range(host * of_each, (host + 1) * of_each) for host in range(num_hosts)]
+    hops = num_hops(hosts)
     one = network.link.at(0)
-    told = num_hops(ranks) * (one if network.told_s is None else network.told_s)
-    sums_bytes = network.ranks_per_host * (num_hosts - 1) * num_bytes  # that cross a link as one sum for each host
+    told = hops * one if network.told_s is None else network.told_s
     if num_bytes <= attachment_bytes(ranks):
-        return told - one + network.link.at(network.ranks_per_host * sums_bytes)
-    if num_bytes <= _REDUNDANT_BYTES:
-        return told + network.link.at(sums_bytes) + inner
-    hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)
-    wire = hops * network.link.at(share * num_bytes)
+        told_at_once = of_each**2 if hops == 1 else ranks  # ranks whose tensors go to a host in one message
+        return told - one + network.link.at(told_at_once * (num_hosts - 1) * num_bytes)
+    num_partners = num_hosts.bit_length() - 1 if num_hosts > 2 and num_hosts.bit_count() == 1 else 0
+    if num_partners and num_bytes <= _DOUBLED_BYTES // of_each:
+        return told + num_partners * network.link.at(of_each * num_bytes) + inner
+    if not num_partners and num_bytes <= _REDUNDANT_BYTES:
+        return told + network.link.at(of_each * (num_hosts - 1) * num_bytes) + inner
+    if num_partners and num_bytes <= _HALVED_BYTES:
+        wire = 2 * sum(network.link.at(num_bytes / 2**step) for step in range(1, num_partners + 1))
+    else:
+        hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)
+        wire = hops * network.link.at(share * num_bytes)
     return told + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
 
 

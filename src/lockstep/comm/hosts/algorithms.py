@@ -25,6 +25,8 @@ __all__ = ["HostsAlgorithms"]
 
 # Up to this size every rank adds up everything: one message to each host instead of a pipeline.
 _REDUNDANT_BYTES = 16 << 10
+# The same where partners swap sums, for all ranks of a host together, as each swaps the whole.
+_DOUBLED_BYTES = 64 << 10
 _BROADCAST_PIECE_BYTES = 8 << 20
 
 
@@ -56,7 +58,9 @@ class HostsAlgorithms(Algorithms):
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
         reduction = Reduction.by(kernel, tensor.dtype, team)
-        if tensor.numel() * tensor.element_size() <= _REDUNDANT_BYTES:
+        is_by_partners = reduction.can_be_by_partners(team)
+        redundant_bytes = _DOUBLED_BYTES // team.layout.num_channels if is_by_partners else _REDUNDANT_BYTES
+        if tensor.numel() * tensor.element_size() <= redundant_bytes:
             self._all_reduce_redundant(tensor, reduction, timeout_s)
         elif len(team.layout.local_ranks(team.rank)) == 1:
             self._all_reduce_alone(tensor, reduction, timeout_s)
@@ -75,10 +79,31 @@ class HostsAlgorithms(Algorithms):
             local.step(timeout_s)
         own = torch.empty(numel, dtype=reduction.dtype)
         reduction.within_host(parts, own)
+        if reduction.can_be_by_partners(team):
+            tensor.copy_(self._reduce_by_doubling(own, reduction, timeout_s))
+            return
         wanted = dict.fromkeys((team.rank, *self._represented()), own)
         result = torch.empty(numel, dtype=reduction.dtype)
         reduction.over_hosts(self._exchange_sums(reduction, wanted, timeout_s), result)
         tensor.copy_(result)
+
+    def _reduce_by_doubling(self, own: torch.Tensor, reduction: Reduction, timeout_s: float) -> torch.Tensor:
+        """The sum of all hosts, of this host's: partners swap sums of 1, 2, 4, … hosts. See [Note: halving].
+
+        So log2 H messages follow each other, instead of H - 1 messages that come at once.
+        """
+        team = self._team
+        layout, total = team.layout, own
+        here = layout.host_of[team.rank]
+        partners = layout.partners_of(here)
+        for number, partner in enumerate(partners):
+            theirs = torch.empty_like(total)
+            sends = [(rank, total) for rank in self._represented() if layout.host_of[rank] == partner]
+            team.exchange(sends, [(self._proxy_on(partner), theirs)], timeout_s)
+            combine = reduction.over_hosts if number + 1 == len(partners) else reduction.kernel.reduce
+            combine([total, theirs] if here < partner else [theirs, total], theirs)
+            total = theirs
+        return total
 
     def _exchange_sums(
         self, reduction: Reduction, sums: Mapping[int, torch.Tensor], timeout_s: float

@@ -36,13 +36,13 @@ from typing import Protocol
 
 from lockstep.errors import NotInitialized
 
-__all__ = ["Connections", "Inbox", "Message"]
+__all__ = ["LONGEST_MESSAGE_BYTES", "Connections", "Inbox", "Message"]
 
 _HEAD = struct.Struct("!IQ")  # bytes of the message, and its group
 _LEFT = 0xFFFFFFFF  # instead of the bytes: the rank has left that group
 _BUFFER_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
-_LONGEST_MESSAGE_BYTES = 64 << 10
+LONGEST_MESSAGE_BYTES = 128 << 10
 # A peer whose host has vanished: 10 s of silence, then 3 probes 5 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _SILENT_MS = 25_000
@@ -120,7 +120,7 @@ class _Connection:
         start, found = 0, messages.copy()
         while len(received) - start >= _HEAD.size:
             length, group = _HEAD.unpack_from(received, start)
-            if length != _LEFT and length > _LONGEST_MESSAGE_BYTES:
+            if length != _LEFT and length > LONGEST_MESSAGE_BYTES:
                 self.came = bytearray(), found
                 raise _NotOursError
             begin = start + _HEAD.size
@@ -212,7 +212,7 @@ class Connections:
 
     # ---- sending ---------------------------------------------------------------------------------------
 
-    def send(self, group: int, peer: int, message: bytes) -> None:
+    def send(self, group: int, peer: int, message: bytes | memoryview) -> None:
         """Send a message, or as much of it as the connection takes, and the rest later. See [Note: unsent bytes]."""
         with self._lock:
             self._send(self._connections[peer], _HEAD.pack(len(message), group) + message)

@@ -87,6 +87,19 @@ class Layout:
         own = self.host_of[rank]
         return [channel for channel in range(self.num_channels) if self.owner(own, channel) == rank]
 
+    @property
+    def has_partners(self) -> bool:
+        """Whether there are 4, 8, 16, … hosts, which can exchange in pairs. See [Note: halving] in `pipeline.py`."""
+        return len(self.hosts) > 2 and len(self.hosts).bit_count() == 1
+
+    def partners_of(self, host: int) -> list[int]:
+        """The hosts with which a host exchanges, one after the other: the next, the next but one, …
+
+        >>> Layout((), ((0,), (1,), (2,), (3,)), (0, 1, 2, 3), (0, 0, 0, 0), 1, True).partners_of(1)
+        [0, 3]
+        """
+        return [host ^ 1 << step for step in range((len(self.hosts) - 1).bit_length())]
+
     def describe(self) -> str:
         """One line for people: `node1 (ranks 0-1) eth0 10.0.0.1 | …`."""
         parts = []

@@ -73,7 +73,7 @@ class Links:
             connections.open(self._group, self, self._ranks)
             self._descriptors = stack.pop_all()
 
-    def send(self, peer: int, message: bytes) -> None:
+    def send(self, peer: int, message: bytes | memoryview) -> None:
         """Send a message, or as much of it as the connection takes now, and the rest later. Local."""
         if not self._is_closed:
             self._connections.send(self._group, self._peers[peer], message)

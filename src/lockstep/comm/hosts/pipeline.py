@@ -13,6 +13,12 @@ longer than the slowest of its stages; and because every channel has an owner of
 [Note: exchange] With two hosts, owners exchange whole sums and both add: each byte crosses once in each direction. With
 more, each owner of a channel adds up one part of it and hands the result to the others: 2 (H - 1) / H of the bytes.
 
+[Note: halving] With 4, 8, 16, … hosts, owners exchange chunks of medium size in pairs: hosts 0 and 1 halve what they
+have, swap halves and add; then hosts 0 and 2 do the same with these halves, and so on. The results go back the same
+way. That is as many bytes, in 2 log2 H messages for each owner instead of 2 (H - 1), but they follow each other.
+Partners add what the pairwise tree adds, so the bits are the same. Not so for sums in fewer bits, which would be
+encoded at each step.
+
 [Note: order] The fixed pairwise tree adds over the ranks of a host, then over hosts, in their order in the layout. All
 owners of a value add the same parts in the same order, so all ranks and all runs get the same bits.
 
@@ -43,6 +49,8 @@ __all__ = ["Reduction", "reduce_pipelined"]
 # Chunks between the start of an exchange and its end, and more for which receives are posted.
 _DEPTH = 2
 _AHEAD = 3
+# Up to this size of a chunk partners halve it. See [Note: halving].
+_HALVED_BYTES = 2 << 20
 _FLOAT_SUMS = ("SUM", "AVG", "PREMUL_SUM")
 
 
@@ -94,6 +102,27 @@ class Reduction:
         if target is not out:
             out.copy_(target)
 
+    def can_be_by_partners(self, team: HostsTeam) -> bool:
+        """Whether hosts may add up in pairs. See [Note: halving]."""
+        return self.wire.is_exact and team.layout.has_partners
+
+    def over_hosts_into(self, sums: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+        """Combine the sums of all hosts, of `dtype`, into one of them; uses up the memory of the others.
+
+        Fresh memory, and a copy out of it, would cost more than the additions.
+        """
+        self._tree(sums, own)
+        if self.divisor != 1:
+            own.div_(self.divisor)
+
+    def _tree(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+        """The tree of `Kernel.reduce`, in which each result takes the place of a part: of `own`, where that is one."""
+        if len(parts) == 1:
+            return parts[0]
+        middle = 1 << (len(parts) - 1).bit_length() - 1
+        left, right = self._tree(parts[:middle], own), self._tree(parts[middle:], own)
+        return self.kernel.combine(left, right, out=right if right is own else left)
+
     def num_bytes(self, numel: int) -> int:
         """Bytes of `numel` values on the wire."""
         return numel * self.dtype.itemsize if self.wire.is_exact else self.wire.num_bytes(numel)
@@ -120,7 +149,8 @@ class _Exchange:
         self._memory = memory
         self._own = layout.host_of[team.rank]
         self._owners = [layout.owner(host, channel) for host in range(len(layout.hosts))]
-        self._others = [host for host in range(len(self._owners)) if host != self._own]
+        # Beginning with the next, so that not all send to one first.
+        self._others = [(self._own + step) % len(self._owners) for step in range(1, len(self._owners))]
         self._is_direct = len(self._owners) == 2
         bounds = [0, numel] if self._is_direct else share_bounds(numel, len(self._owners))
         self._spans = list(itertools.pairwise(bounds))
@@ -215,6 +245,11 @@ class _Exchange:
             own if host == self._own else self._decode(self._coming[host][1], high - low)
             for host in range(len(self._owners))
         ]
+        if self._reduction.wire.is_exact:
+            self._reduction.over_hosts_into(sums, own)
+            for host in self._others:
+                self._send(host, own.view(torch.uint8), 1)
+            return
         result = self._new(high - low)
         self._reduction.over_hosts(sums, result)
         data = self._encode(result)
@@ -250,6 +285,74 @@ class _Exchange:
         self._buffers.clear()
 
 
+class _HalvingExchange(_Exchange):
+    """The same between partners. See [Note: halving]."""
+
+    def __init__(
+        self, team: HostsTeam, reduction: Reduction, channel: int, numel: int, memory: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(team, reduction, channel, numel, memory)
+        self._rounds: list[tuple[int, slice, slice]] = []  # the partner, what this owner keeps, what it gives
+        self._parts: list[tuple[GlooTransfer | None, torch.Tensor]] = []  # of each round
+        self._results: list[tuple[GlooTransfer | None, torch.Tensor]] = []
+        bounds = share_bounds(numel, len(self._owners))
+        first, last = 0, len(self._owners)
+        for partner in team.layout.partners_of(self._own):
+            middle = (first + last) // 2
+            lower, upper = slice(bounds[first], bounds[middle]), slice(bounds[middle], bounds[last])
+            if self._own < partner:
+                self._rounds.append((partner, lower, upper))
+                last = middle
+            else:
+                self._rounds.append((partner, upper, lower))
+                first = middle
+
+    def post(self) -> None:
+        """Post the receives. Local."""
+        self._sum = self._new(self._numel) if self._memory is None else self._memory
+        for partner, kept, _ in self._rounds:
+            self._parts.append(self._expect(partner, kept.stop - kept.start, 0))
+        for partner, _, given in self._rounds:
+            self._results.append(self._expect(partner, given.stop - given.start, 1, self._sum[given]))
+
+    def start(self, parts: Sequence[torch.Tensor]) -> None:
+        """Add up the parts of this host's ranks, and send the first half. Local."""
+        if self._memory is None:
+            self._reduction.within_host(parts, self._sum)
+        self._give(0)
+
+    def _give(self, number: int) -> None:
+        partner, _, given = self._rounds[number]
+        self._send(partner, self._encode(self._sum[given]), 0)
+
+    def _return(self, number: int) -> None:
+        partner, kept, _ = self._rounds[number]
+        self._send(partner, self._encode(self._sum[kept]), 1)
+
+    def reduce_part(self, timeout_s: float) -> None:
+        """Add up this owner's part of the channel, and send the first result."""
+        last = len(self._rounds) - 1
+        for number, (partner, kept, _) in enumerate(self._rounds):
+            self._await({partner: self._parts[number]}, timeout_s)
+            own, theirs = self._sum[kept], self._parts[number][1].view(self._reduction.dtype)
+            if own.numel():
+                sums = [own, theirs] if self._own < partner else [theirs, own]
+                combine = self._reduction.over_hosts if number == last else self._reduction.kernel.reduce
+                combine(sums, own)
+            if number < last:
+                self._give(number + 1)
+        self._return(last)
+
+    def finish(self, out: torch.Tensor, timeout_s: float) -> None:
+        """Write the result to `out`: shape (numel,), of the tensors' own dtype."""
+        for number in reversed(range(len(self._rounds))):
+            self._await({number: self._results[number]}, timeout_s)
+            if number:
+                self._return(number - 1)
+        if self._memory is None:
+            out.copy_(self._sum)
+
+
 def reduce_pipelined(
     team: HostsTeam,
     reduction: Reduction,
@@ -279,6 +382,8 @@ def reduce_pipelined(
     num_chunks, channels = len(chunk_numels), team.layout.channels_of(team.rank)
     bounds = [share_bounds(numel, team.layout.num_channels) for numel in chunk_numels]
     exchanges: list[dict[int, _Exchange]] = []
+    is_small = max(chunk_numels) * reduction.dtype.itemsize <= _HALVED_BYTES
+    make = _HalvingExchange if is_small and reduction.can_be_by_partners(team) else _Exchange
     reduce_after = _DEPTH if len(team.layout.hosts) > 2 else 0
     finish_after = reduce_after + _DEPTH
 
@@ -287,10 +392,10 @@ def reduce_pipelined(
             at = bounds[len(exchanges)]
             memory = target(len(exchanges), at) if in_place else {}
             exchanges.append(
-                {each: _Exchange(team, reduction, each, at[each + 1] - at[each], memory.get(each)) for each in channels}
+                {own: make(team, reduction, own, at[own + 1] - at[own], memory.get(own)) for own in channels}
             )
-            for exchange in exchanges[-1].values():
-                exchange.post()
+            for each in exchanges[-1].values():
+                each.post()
 
     for step in range(num_chunks + finish_after):
         post(step + 1 + _AHEAD)

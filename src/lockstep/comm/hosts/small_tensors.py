@@ -1,13 +1,18 @@
 """Collectives of small tensors between hosts: the tensor travels in the notice that a rank sends anyway.
 
 See [Note: attachments] in `messages/message_team.py`.
+
+[Note: numpy adds] Sums of numbers that numpy has, too, are made by numpy, in the same tree. A call of torch's costs
+more than the addition of a few numbers, all the more where many ranks share a core and its caches.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.comm.hosts.pipeline import Reduction
@@ -15,6 +20,8 @@ from lockstep.comm.hosts.team import HostsTeam
 from lockstep.shm.kernels import Kernel
 
 __all__ = ["SmallTensorAlgorithms"]
+
+_DTYPES_OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 
 
 class SmallTensorAlgorithms:
@@ -41,14 +48,35 @@ class SmallTensorAlgorithms:
         It adds by host, then over hosts, and rounds what would have travelled as a sum.
         """
         reduction = Reduction.by(kernel, tensor.dtype, self._team)
+        is_one_tree = reduction.wire.is_exact and self._team.layout.is_one_tree
+        if is_one_tree and kernel.combine is torch.add and kernel.factor is None and tensor.dtype in _DTYPES_OF_NUMPY:
+            self._add_by_numpy(tensor, timeout_s)
+            if reduction.divisor != 1:
+                tensor.div_(reduction.divisor)
+            return
         self._attach(tensor if kernel.factor is None else tensor.clone().mul_(kernel.factor), timeout_s)
-        rows = self._attached(tensor, self._by_host).to(reduction.dtype)
-        if not (reduction.wire.is_exact and self._team.layout.is_one_tree):
+        rows = self._attached(tensor, self._by_host)
+        if reduction.dtype != tensor.dtype:
+            rows = rows.to(reduction.dtype)
+        if not is_one_tree:
             rows = self._sums_of_hosts(rows, reduction)
         result = reduction.kernel.reduce_rows(rows)
         if reduction.divisor != 1:
             result.div_(reduction.divisor)
         tensor.copy_(result)
+
+    def _add_by_numpy(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        """Add up `tensor` of all ranks in one tree. See [Note: numpy adds]."""
+        own: np.ndarray[Any, Any] = tensor.numpy()
+        self._team.arrive(timeout_s, own.tobytes())
+        data = bytearray().join(map(self._team.attached, self._by_host))
+        rows = np.frombuffer(data, own.dtype).reshape(-1, own.size)
+        with np.errstate(all="ignore"):  # as torch does
+            while (count := len(rows)) > 1:
+                sums = rows[: count - 1 : 2] + rows[1::2]
+                # A part without a neighbour goes up as it is.
+                rows = np.concatenate((sums, rows[-1:])) if count & 1 else sums
+        own[:] = rows[0]
 
     def _sums_of_hosts(self, rows: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         """A row for each host, as other hosts would see it, of rows for each rank."""

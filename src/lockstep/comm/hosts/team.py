@@ -8,24 +8,31 @@ large data (`gloo_transport.py`).
 [Note: who waits for whom] A rank that waits in a step of its local team, or for data of another host, waits for ranks
 that may themselves wait for others. A rank that notices a failure breaks the group and tells all. So it is enough that
 a wait watches the ranks that it waits for, and receives their messages.
+
+[Note: who is late] At a deadline nobody has noticed a failure: a rank that is late makes those late that wait for it,
+and the deadlines of those who wait for these come at the same moment. So a rank that has waited long for one other
+tells all for which, and tells them when that is over. Who misses a rank that waits for another one blames that one.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from lockstep.comm.hosts.connections import LONGEST_MESSAGE_BYTES
 from lockstep.comm.hosts.gloo_transfers import GlooTransfer
 from lockstep.comm.hosts.gloo_transport import GlooTransport
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.watchdog import Watchdog
-from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam, Parts
+from lockstep.comm.messages.arrival import forwardings_of
+from lockstep.comm.messages.message_team import MessageTeam, Parts
 from lockstep.comm.wire import Wire
 from lockstep.errors import SetupError, SharedMemoryError
 from lockstep.shm.control_blocks import SharedControlBlocks
@@ -39,12 +46,13 @@ __all__ = ["HostsTeam"]
 _TENSOR_TAG, _P2P_TAG, _CHUNK_TAG = 1, 2, 3
 _LARGE_BYTES = SMALL_SLOT_BYTES + 1
 # A tensor of up to this size travels as a message.
-_EAGER_BYTES = 4 << 10
-_EAGER_KIND, _WAKE = (
-    (31).to_bytes(8, "little"),
-    (30).to_bytes(8, "little"),
-)  # unlike those of notices and of the mailbox
-assert _EAGER_BYTES + len(_EAGER_KIND) <= MESSAGE_BYTES
+_EAGER_BYTES = 64 << 10
+# Unlike those of notices and of the mailbox.
+_EAGER_KIND, _WAKE, _WAITS_KIND = ((31).to_bytes(8, "little"), (30).to_bytes(8, "little"), (29).to_bytes(8, "little"))
+_WAITS = struct.Struct("!8siq")  # for which rank, or _NOBODY; in which collective
+_NOBODY = -1
+_SAYS_AFTER_S, _SAYS_AFTER_SHARE = 1.0, 0.25  # and of the deadline; what comes first
+assert _EAGER_BYTES + len(_EAGER_KIND) <= LONGEST_MESSAGE_BYTES
 
 _POOL_BYTES = 64 << 20
 _CLOSE_PATIENCE_S = 2.0
@@ -121,11 +129,10 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         local: the team of shared memory of this host.
         wire: the wire format of float sums between hosts.
         chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
-        forwards_notices: whether many ranks forward each other's notices: always.
         has_symmetric_memory: whether `allocate` works: always, among the ranks of each host.
     """
 
-    forwards_notices = True
+    longest_message_bytes = LONGEST_MESSAGE_BYTES
     has_symmetric_memory = True
 
     def __init__(
@@ -144,6 +151,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         super().__init__(rank, identities, _FarWatch(near, links))
         self.layout = layout
         self.interface = layout.members[rank].interface
+        self.forwardings = forwardings_of(rank, layout.hosts)
         self.wire = wire
         self._here = here
         self.links = links
@@ -152,6 +160,8 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._timeout_s = timeout_s
         self._watchdog = Watchdog(self._poll_and_look, gloo.abort)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
+        self._said_to_await = _NOBODY  # a rank, in the collective that this one is in
+        self._awaited: dict[int, tuple[int, int]] = {}  # what others have said: for whom, and in which collective
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
@@ -164,9 +174,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     # ---- messages --------------------------------------------------------------------------------------
 
-    def send_message(self, peer: int, message: bytes) -> None:
-        """Send at most `MESSAGE_BYTES` to a peer. Local."""
-        assert len(message) <= MESSAGE_BYTES
+    def send_message(self, peer: int, message: bytes | memoryview) -> None:
+        """Send at most `longest_message_bytes` to a peer. Local."""
+        assert len(message) <= self.longest_message_bytes
         with self.lock:
             self.links.send(peer, message)
 
@@ -176,6 +186,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             for peer, message in self.links.poll():
                 if message[:8] == _EAGER_KIND:
                     self._eager_messages[peer].append(bytes(message[8:]))
+                elif message[:8] == _WAITS_KIND:
+                    _, awaited, number = _WAITS.unpack(message)
+                    self._awaited[peer] = awaited, number
                 elif message != _WAKE:
                     self._receive_message(peer, message)
                 if self.links.has_sleepers:
@@ -199,7 +212,58 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     def _is_closed(self) -> bool:
         return self.waiter.closed
 
+    def _look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        super()._look(ranks, waited_s, timeout_s)
+        if waited_s > min(_SAYS_AFTER_S, timeout_s * _SAYS_AFTER_SHARE):
+            awaited = self._not_ahead(ranks)
+            if len(awaited) == 1 and awaited[0] != self._said_to_await:
+                self._say_to_await(awaited[0])
+
+    def _not_ahead(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that are not in a later collective already; the others have done their part in this."""
+        return [rank for rank in ranks if self.blocks.number(rank) <= self._number]
+
+    def _say_to_await(self, rank: int) -> None:
+        """Tell all for which rank this one waits. See [Note: who is late]."""
+        with self.lock:
+            self._said_to_await = rank
+            if not self.has_left:
+                for peer in self.peers:
+                    self.send_message(peer, _WAITS.pack(_WAITS_KIND, rank, self._number))
+
+    def note_finished(self, number: int) -> None:
+        """Note that this rank has finished that collective; peers learn it from its final notice. Local."""
+        super().note_finished(number)
+        if self._said_to_await != _NOBODY:
+            self._say_to_await(_NOBODY)
+
+    def _blamed(self, failure: PeerFailure) -> PeerFailure:
+        """The same failure, of those for whom the late ones wait. See [Note: who is late]."""
+        if any(kind is not FailureKind.LATE for kind in failure.kinds.values()):
+            return failure
+        self.poll()
+        late = self._not_ahead(failure.kinds) or failure.kinds
+        blamed = {self._last_awaited(rank): FailureKind.LATE for rank in late}
+        return PeerFailure(blamed, failure.waited_s)
+
+    def _last_awaited(self, rank: int) -> int:
+        """For whom a rank waits, or the one for whom it waits, and so on; the rank itself if it waits for nobody."""
+        passed = {self.rank}
+        while rank not in passed:
+            passed.add(rank)
+            awaited, number = self._awaited.get(rank, (_NOBODY, 0))
+            if awaited in (_NOBODY, self.rank) or number < self.blocks.number(rank):
+                break
+            rank = awaited
+        return rank
+
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
+        try:
+            self._wait_and_look(awaited, timeout_s)
+        except PeerFailure as failure:
+            raise self._blamed(failure) from None
+
+    def _wait_and_look(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
         start = time.monotonic()
         look_at = next_look(start, start, timeout_s)
         while ranks := awaited():
@@ -231,7 +295,10 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             said = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
             if kinds or said:
                 raise PeerFailure(said or kinds, waited_s)
-            self._look(ranks, waited_s, timeout_s)
+            try:
+                self._look(ranks, waited_s, timeout_s)
+            except PeerFailure as failure:
+                raise self._blamed(failure) from None
 
     # ---- data ------------------------------------------------------------------------------------------
 
@@ -252,7 +319,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             elif memory.numel():
                 self.send_message(peer, _EAGER_KIND + memory.numpy().tobytes())
         self._receive_eager(eager, timeout_s)
-        self._watchdog.wait(transfers, timeout_s)
+        self.wait_for(transfers, timeout_s)
 
     def _receive_eager(self, eager: Sequence[tuple[int, torch.Tensor]], timeout_s: float) -> None:
         for peer, memory in eager:
@@ -328,7 +395,10 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         Raises:
             PeerFailure: a peer failed or left, or was not done in time.
         """
-        self._watchdog.wait(transfers, timeout_s)
+        try:
+            self._watchdog.wait(transfers, timeout_s)
+        except PeerFailure as failure:
+            raise self._blamed(failure) from None
 
     def send_chunk(self, peer: int, memory: torch.Tensor, phase: int) -> GlooTransfer:
         """Begin to send a part of a reduction: uint8, contiguous. Local."""

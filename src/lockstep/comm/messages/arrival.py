@@ -1,10 +1,10 @@
-"""Distributes the notices of a collective: up to eight ranks send to all others, more ranks forward notices.
+"""Distributes the notices of a collective: few ranks send to all others, more ranks along a tree.
 
-[Note: dissemination] With few ranks each sends its notice to all others. With more, each would spend its time on
-sending: 15 messages for one all_reduce of a number at 16 ranks. So they follow the dissemination algorithm: in round k
-a rank sends all notices that it holds to rank + 2^k. Their number doubles each round, so a rank sends ceil(log2 W)
-messages: 4 at 16 ranks. Measured with one or two ranks on each of 8 hosts, all on two cores: with 8 ranks a barrier
-takes as long, with 16 three quarters of the time. Rounds come after each other, so few ranks do better without.
+[Note: tree] With few ranks each sends its notice to all others. With more, each would spend its time on sending: 15
+messages for one all_reduce of a number at 16 ranks, 240 in all. So notices go up a tree and down again: a rank sends
+its parent what has come from below it, and the root, which then has all, sends all to its children. That takes
+2 (W - 1) messages, no more than a ring takes, while a ring's come one after the other. The ranks of a host are below
+its first rank, and the first ranks of the hosts below that of the first one: few messages cross between hosts.
 
 [Note: late ranks] A rank that has not come holds back the notices that it would forward. So a rank that has waited for
 a while sends its notice to all, too: before any deadline every rank knows who is missing, and where the others are. A
@@ -14,24 +14,25 @@ notice that comes twice, or late, changes nothing: only a record of a later coll
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lockstep.comm.messages.notices import forward_notices
+from lockstep.comm.messages.notices import forward_notices, join_notices
 
 __all__ = [
     "LARGEST_ATTACHMENT_BYTES",
     "Arrival",
     "Entries",
-    "ForwardingRound",
+    "Forwarding",
     "attachment_bytes",
+    "forwardings_of",
     "num_hops",
-    "rounds_of",
 ]
 
 # With so many ranks and fewer, each sends to all.
-_FEW_RANKS = 8
+_FEW_RANKS = 3
+# Children of a rank on its own host, and as many on other hosts.
+_FAN_OUT = 8
 # What a rank may attach to all its notices of one collective together, and to one of them.
 _ATTACHED_BYTES, LARGEST_ATTACHMENT_BYTES = 16 << 10, 4 << 10
 # Longer than a collective takes, also of many ranks on few cores; shorter than any deadline.
@@ -47,49 +48,79 @@ def attachment_bytes(world_size: int) -> int:
     return min(_ATTACHED_BYTES // max(world_size - 1, 1), LARGEST_ATTACHMENT_BYTES)
 
 
-def num_hops(world_size: int) -> int:
+def _parents(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
+    """For each rank but the root the rank above it."""
+    trees = [[ranks[0] for ranks in hosts], *hosts]
+    return {rank: ranks[index // _FAN_OUT] for ranks in trees for index, rank in enumerate(ranks[1:])}
+
+
+def num_hops(hosts: Sequence[Sequence[int]]) -> int:
     """Messages that follow each other until all ranks have all notices.
 
-    >>> num_hops(8), num_hops(9), num_hops(64)
-    (1, 4, 6)
+    Args:
+        hosts: the ranks of each host.
+
+    >>> num_hops([[0], [1]]), num_hops([[host] for host in range(8)]), num_hops([[0, 1], [2, 3], [4, 5]])
+    (1, 2, 4)
     """
-    return 1 if world_size <= _FEW_RANKS else (world_size - 1).bit_length()
+    parents = _parents(hosts)
+    if len(parents) < _FEW_RANKS:
+        return min(len(parents), 1)
+    depths = dict.fromkeys([hosts[0][0]], 0)
+
+    def depth(rank: int) -> int:
+        if rank not in depths:
+            depths[rank] = depth(parents[rank]) + 1
+        return depths[rank]
+
+    return 2 * max(map(depth, parents))
 
 
 @dataclass(frozen=True)
-class ForwardingRound:
-    """One round of the dissemination algorithm.
+class Forwarding:
+    """What a rank forwards, and when.
 
     Attributes:
-        peer: the rank that gets the notices.
-        given: the ranks whose notices it gets.
-        awaited: the ranks whose notices must have come before the next round.
+        awaited: the ranks whose notices must have come before.
+        peers: the ranks that get the notices.
+        given: the ranks whose notices they get.
     """
 
-    peer: int
-    given: tuple[int, ...]
     awaited: tuple[int, ...]
+    peers: tuple[int, ...]
+    given: tuple[int, ...]
 
 
-def rounds_of(rank: int, world_size: int) -> tuple[ForwardingRound, ...]:
-    """The rounds of a rank; none where each rank sends to all.
+def forwardings_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[Forwarding, ...]:
+    """What a rank forwards, one after the other; nothing where each rank sends to all. See [Note: tree].
 
-    >>> for one in rounds_of(0, 9):
-    ...     print(one.peer, one.given, one.awaited)
-    1 (0,) (8,)
-    2 (0, 8) (7, 6)
-    4 (0, 8, 7, 6) (5, 4, 3, 2)
-    8 (0,) (1,)
+    Args:
+        rank: the rank.
+        hosts: the ranks of each host.
+
+    >>> for one in forwardings_of(2, [[0, 1], [2, 3]]):
+    ...     print(one.awaited, one.peers, one.given)
+    (3,) (0,) (2, 3)
+    (0, 1, 3) (3,) (0, 1, 2, 3)
     """
-    rounds = []
-    step = 1
-    while world_size > _FEW_RANKS and step < world_size:
-        behind = range(min(step, world_size - step))
-        given = tuple((rank - distance) % world_size for distance in behind)
-        awaited = tuple((rank - step - distance) % world_size for distance in behind)
-        rounds.append(ForwardingRound((rank + step) % world_size, given, awaited))
-        step *= 2
-    return tuple(rounds)
+    parents = _parents(hosts)
+    if len(parents) < _FEW_RANKS:
+        return ()
+    everybody = sorted([hosts[0][0], *parents])
+    children_of: dict[int, list[int]] = {}
+    for peer, parent in parents.items():
+        children_of.setdefault(parent, []).append(peer)
+    children = children_of.get(rank, [])
+    below = list(children)
+    for peer in below:  # which grows meanwhile
+        below += children_of.get(peer, ())
+    forwardings = []
+    if rank in parents:
+        forwardings.append(Forwarding(tuple(sorted(below)), (parents[rank],), tuple(sorted([rank, *below]))))
+    if children:
+        others = tuple(peer for peer in everybody if peer != rank)
+        forwardings.append(Forwarding(others, tuple(children), tuple(everybody)))
+    return tuple(forwardings)
 
 
 class Entries:
@@ -106,6 +137,7 @@ class Entries:
         self._numbers = [[0] * world_size for _ in range(2)]
         self._notices: list[list[bytes | memoryview]] = [[b""] * world_size for _ in range(2)]
         self._attachments: list[list[bytes | memoryview]] = [[b""] * world_size for _ in range(2)]
+        self._joined: list[tuple[int, bytes | memoryview]] = [(0, b"")] * 2
 
     def add(self, rank: int, number: int, notice: bytes | memoryview, attachment: bytes | memoryview) -> None:
         """Keep the notice of a rank that has come to collective `number`, attachment included."""
@@ -113,14 +145,28 @@ class Entries:
         self._notices[parity][rank], self._attachments[parity][rank] = notice, attachment
         self._numbers[parity][rank] = number
 
+    def add_joined(self, number: int, message: bytes | memoryview, attachments: Sequence[bytes | memoryview]) -> None:
+        """Keep what all ranks attached to their notices for collective `number`, which have come in one message."""
+        parity = number & 1
+        self._joined[parity] = number, message
+        numbers, kept = self._numbers[parity], self._attachments[parity]
+        for rank, attachment in enumerate(attachments):
+            if numbers[rank] < number:
+                numbers[rank], kept[rank] = number, attachment
+
     def missing(self, ranks: Iterable[int], number: int) -> list[int]:
         """Those of these ranks that have not come to collective `number` yet."""
         numbers = self._numbers[number & 1]
         return [rank for rank in ranks if numbers[rank] != number]
 
     def notice(self, rank: int, number: int) -> bytes | memoryview:
-        """The notice of a rank that has come to collective `number`."""
+        """The notice of a rank that has come to collective `number`; not one that has come in `joined` alone."""
         return self._notices[number & 1][rank]
+
+    def joined(self, number: int) -> bytes | memoryview | None:
+        """The message in which the notices of all ranks for collective `number` have come, if they have."""
+        found, message = self._joined[number & 1]
+        return message if found == number else None
 
     def attachment(self, rank: int, number: int) -> bytes | memoryview:
         """What that rank attached to it."""
@@ -128,14 +174,14 @@ class Entries:
 
 
 class Arrival:
-    """This rank's part in one collective's dissemination: sends its own notice, and forwards those of others. Local.
+    """This rank's part in one collective's distribution: sends its own notice, and forwards those of others. Local.
 
     Args:
         rank: this rank, whose own notice is among `entries`.
         number: the number of the collective.
         entries: the notices that have come.
         others: all other ranks.
-        rounds: the rounds of this rank; none where each rank sends to all.
+        forwardings: what this rank forwards; nothing where each rank sends to all.
         send: sends a message to a rank.
         longest_bytes: the longest message that `send` takes.
     """
@@ -146,17 +192,17 @@ class Arrival:
         number: int,
         entries: Entries,
         others: Sequence[int],
-        rounds: Sequence[ForwardingRound],
-        send: Callable[[int, bytes], None],
+        forwardings: Sequence[Forwarding],
+        send: Callable[[int, bytes | memoryview], None],
         longest_bytes: int,
     ) -> None:
         self._rank, self._number, self._entries, self._others = rank, number, entries, others
-        self._rounds = deque(rounds)
+        self._forwardings, self._num_forwarded = forwardings, 0
         self._send, self._longest_bytes = send, longest_bytes
         self._patient_until_s = time.monotonic() + _PATIENCE_S
-        self._has_sent_to_all = not rounds
-        if rounds:
-            self._forward(rounds[0])
+        self._has_sent_to_all = not forwardings
+        if forwardings:
+            self._forward()
         else:
             self._send_to_all()
 
@@ -166,20 +212,34 @@ class Arrival:
         Returns:
             The ranks that have not come.
         """
-        rounds = self._rounds
-        while rounds and not self._entries.missing(rounds[0].awaited, self._number):
-            rounds.popleft()
-            if rounds:
-                self._forward(rounds[0])
-        if rounds and not self._has_sent_to_all and time.monotonic() > self._patient_until_s:
+        if self._num_forwarded < len(self._forwardings):
+            self._forward()
+        missing = self._entries.missing(self._others, self._number)
+        if missing and not self._has_sent_to_all and time.monotonic() > self._patient_until_s:
             self._has_sent_to_all = True
             self._send_to_all()
-        return self._entries.missing(self._others, self._number)
+        return missing
 
-    def _forward(self, one: ForwardingRound) -> None:
-        notices = [(rank, self._entries.notice(rank, self._number)) for rank in one.given]
-        for message in forward_notices(notices, self._longest_bytes):
-            self._send(one.peer, message)
+    def _forward(self) -> None:
+        for one in self._forwardings[self._num_forwarded :]:
+            if self._entries.missing(one.awaited, self._number):
+                return
+            self._num_forwarded += 1
+            for message in self._messages_of(one.given):
+                for peer in one.peers:
+                    self._send(peer, message)
+
+    def _messages_of(self, ranks: Sequence[int]) -> Iterable[bytes | memoryview]:
+        entries, number = self._entries, self._number
+        if len(ranks) == 1:
+            return [entries.notice(ranks[0], number)]
+        if len(ranks) > len(self._others):
+            joined = entries.joined(number)
+            if joined is None:
+                joined = join_notices(number, [entries.notice(rank, number) for rank in ranks], self._longest_bytes)
+            if joined is not None:
+                return [joined]
+        return forward_notices([(rank, entries.notice(rank, number)) for rank in ranks], self._longest_bytes)
 
     def _send_to_all(self) -> None:
         notice = bytes(self._entries.notice(self._rank, self._number))

@@ -33,7 +33,7 @@ from typing import Generic, TypeVar
 import torch
 
 from lockstep.comm.contract import Waiter
-from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, attachment_bytes, rounds_of
+from lockstep.comm.messages.arrival import LARGEST_ATTACHMENT_BYTES, Arrival, Entries, Forwarding, attachment_bytes
 from lockstep.comm.messages.notices import (
     NOT_OURS,
     NOTICE_BYTES,
@@ -84,7 +84,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         attachment_bytes: how much a rank may attach to a notice. See [Note: attachments].
         on_arrival: called in each collective when all have come: the flight recorder compares there what for.
         shares_memory: whether all ranks map the same memory: never.
-        forwards_notices: whether many ranks forward each other's notices, instead of each sending its own to all.
+        forwardings: what this rank forwards of the notices of others; nothing where each rank sends its own to all.
+        longest_message_bytes: the longest message that `send_message` takes.
         has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
         interface: the network interface by which this rank reaches other hosts, where a subclass knows.
         overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
@@ -94,7 +95,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     """
 
     shares_memory = False
-    forwards_notices = False
+    longest_message_bytes = MESSAGE_BYTES
+    forwardings: Sequence[Forwarding] = ()
     has_symmetric_memory = False
     interface: str | None = None
     overseers = None
@@ -119,7 +121,6 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self.attachment_bytes = attachment_bytes(self.world_size)
         self._relied_on: Sequence[int] = ()  # the ranks that may have to forward what this one waits for
         self._missed_since_s = 0.0  # when one of them was found dead, in this collective; 0 for none
-        self._rounds = rounds_of(rank, self.world_size) if self.forwards_notices else ()
         self._entries = Entries(self.world_size)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.has_left = False
@@ -133,8 +134,8 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         """Waits for the peers."""
 
     @abc.abstractmethod
-    def send_message(self, peer: int, message: bytes) -> None:
-        """Send at most `MESSAGE_BYTES` to a peer. Local."""
+    def send_message(self, peer: int, message: bytes | memoryview) -> None:
+        """Send at most `longest_message_bytes` to a peer. Local."""
 
     @abc.abstractmethod
     def poll(self) -> None:
@@ -192,17 +193,23 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             self.mail.append((peer, bytes(message)))
             return
         try:
-            if kind is NoticeKind.FORWARDED:
-                for rank, notice in forwarded_notices(message):
-                    self._receive_entry(rank, notice)
-            elif kind is NoticeKind.ENTER:
-                self._receive_entry(peer, message)
-            else:
-                self.blocks.receive(peer, message)
-                # The last message of every rank is a final notice.
-                self._is_listening = not self.blocks.all_final(self._others)
+            self._receive_notice(peer, kind, message)
         except NOT_OURS:
             self.blocks.distrust(peer)
+
+    def _receive_notice(self, peer: int, kind: NoticeKind, message: memoryview) -> None:
+        if kind is NoticeKind.FORWARDED:
+            for rank, notice in forwarded_notices(message):
+                self._receive_entry(rank, notice)
+        elif kind is NoticeKind.ENTER:
+            self._receive_entry(peer, message)
+        elif kind is NoticeKind.JOINED:
+            number, attachments = self.blocks.receive_joined(message)
+            self._entries.add_joined(number, message, attachments)
+        else:
+            self.blocks.receive(peer, message)
+            # The last message of every rank is a final notice.
+            self._is_listening = not self.blocks.all_final(self._others)
 
     def _receive_entry(self, peer: int, notice: memoryview) -> None:
         received = self.blocks.receive(peer, notice)
@@ -228,14 +235,20 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._number = number = self.blocks.number(self.rank)
         self._entries.add(self.rank, number, self.blocks.enter_notice() + attachment, attachment)
         arrival = Arrival(
-            self.rank, number, self._entries, self._others, self._rounds, self.send_message, MESSAGE_BYTES
+            self.rank,
+            number,
+            self._entries,
+            self._others,
+            self.forwardings,
+            self.send_message,
+            self.longest_message_bytes,
         )
 
         def awaited() -> list[int]:
             self.poll()
             return arrival.go_on()
 
-        self._relied_on = self._others if self._rounds else ()
+        self._relied_on = self._others if self.forwardings else ()
         self._missed_since_s = 0.0
         try:
             self._wait(awaited, timeout_s)

@@ -15,6 +15,13 @@ ENTER notices that a rank forwards, its own and those of others (`arrival.py`), 
     kind                                     64 bit
     rank, length, notice                     32 bit, 32 bit and bytes, of each
 
+Those of all ranks, if none of them brings a text, are JOINED::
+
+    kind, number                             64 bit each
+    fingerprint, number, call, site          64 bit each, of each rank
+    length of what is attached               32 bit, of each rank
+    what is attached                         bytes, of each rank
+
 A rank sends one ENTER notice for each collective, and at its end one LEFT or FAILED, the last that it
 ever sends. The latter two hold in `number` the last collective that the rank has finished, and FAILED has
 its reason in place of the call's text.
@@ -40,6 +47,7 @@ __all__ = [
     "NoticeKind",
     "forward_notices",
     "forwarded_notices",
+    "join_notices",
     "notice_kind",
 ]
 
@@ -52,6 +60,8 @@ _WORDS_PER_RANK = 16
 _RECORD_WORDS = 8
 _RECORD_BYTES = 4 * 8  # fingerprint, number, call, site: as in a notice
 _NO_TEXT = -1
+_NO_TEXTS = struct.pack("=2i", _NO_TEXT, _NO_TEXT)
+_JOINED, _LENGTH_BYTES = struct.Struct("=2q"), 4
 
 
 # What reading a message raises that no rank sends.
@@ -65,6 +75,7 @@ class NoticeKind(IntEnum):
     LEFT = 2  # it left the group in good order
     FAILED = 3  # it raised something, or gave up waiting
     FORWARDED = 4  # ENTER notices of several ranks
+    JOINED = 5  # those of all ranks
 
 
 _KINDS = {int(kind): kind for kind in NoticeKind}
@@ -242,6 +253,35 @@ class MessageControlBlocks:
             self.finished.setdefault(rank, 0)
             self._states[rank] = PeerState.FAILED
 
+    def receive_joined(self, message: memoryview) -> tuple[int, list[memoryview]]:
+        """Write the notices of all ranks into their blocks, apart from those that have come before.
+
+        Returns:
+            The number of the collective, and what each rank has attached.
+
+        Raises:
+            ValueError: no rank sends such a message.
+        """
+        size = len(self._identities)
+        lengths_at = _JOINED.size + size * _RECORD_BYTES
+        end = lengths_at + size * _LENGTH_BYTES
+        if len(message) < end:
+            raise ValueError(f"notices of {size} ranks in {len(message)} bytes")
+        _, number = _JOINED.unpack_from(message)
+        lengths = message[lengths_at:end].cast("I")
+        if end + sum(lengths) != len(message):
+            raise ValueError(f"notices of {size} ranks in {len(message)} bytes")
+        words, records = self.words, message[_JOINED.size : lengths_at].cast("q")
+        second_record = (number & 1) * _RECORD_WORDS
+        attachments = []
+        for rank, (first, length) in enumerate(zip(self.record_words, lengths, strict=True)):
+            word = first + second_record
+            if words[word + 1] < number:
+                words[word : word + 4] = records[4 * rank : 4 * rank + 4]
+            attachments.append(message[end : end + length])
+            end += length
+        return number, attachments
+
 
 def notice_kind(message: memoryview) -> NoticeKind | None:
     """Which notice a message is, or None if it is none: its first 64 bits are then another number."""
@@ -262,6 +302,27 @@ def forward_notices(notices: Iterable[tuple[int, bytes | memoryview]], limit: in
             message = _KIND.pack(NoticeKind.FORWARDED)
         message += _ENTRY.pack(rank, len(notice)) + notice
     yield message
+
+
+def join_notices(number: int, notices: Sequence[bytes | memoryview], limit: int) -> bytes | None:
+    """One message with the ENTER notices of all ranks for a collective.
+
+    Args:
+        number: the number of the collective.
+        notices: one for each rank, in order.
+        limit: bytes of the message.
+
+    Returns:
+        None if a notice brings a text, or they are too long together.
+    """
+    begin, end = _HEADER.size - len(_NO_TEXTS), _HEADER.size
+    if any(notice[begin:end] != _NO_TEXTS for notice in notices):
+        return None
+    records = [notice[_KIND.size : begin] for notice in notices]
+    lengths = array("I", [len(notice) - end for notice in notices])
+    attached = [notice[end:] for notice in notices]
+    message = b"".join((_JOINED.pack(NoticeKind.JOINED, number), *records, lengths.tobytes(), *attached))
+    return message if len(message) <= limit else None
 
 
 def forwarded_notices(message: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -57,7 +57,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
 
     # ---- the one channel -----------------------------------------------------------------------------
 
-    def send_message(self, peer: int, message: bytes) -> None:
+    def send_message(self, peer: int, message: bytes | memoryview) -> None:
         """Send at most `MESSAGE_BYTES` to a peer. Local."""
         assert len(message) <= MESSAGE_BYTES
         with self.lock:
