@@ -47,7 +47,7 @@ from lockstep.parallel.checks import (
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.forward_pass import ForwardPass
-from lockstep.parallel.graph import runs_backward_to
+from lockstep.parallel.graph import runs_backward_by, runs_backward_to
 from lockstep.parallel.loss_watch import LossWatch
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
@@ -61,6 +61,7 @@ from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
+from lockstep.torch_private.profiling import profiler_range
 from lockstep.tree import map_tensors
 
 __all__ = ["DistributedDataParallel"]
@@ -197,6 +198,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
         self._num_hooks = 0
         self._backward = BackwardPass()
+        self._reached = weakref.WeakMethod(self._backward_reaches)
         self._missing = MissingGradients(
             self._backward, self._parameters_to_reduce, self._names, group, self.device, static_graph
         )
@@ -298,10 +300,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             InputError: how many samples it holds cannot be told from its inputs.
         """
         forward, inputs, kwargs = self._enter(inputs, kwargs)
-        with (
-            torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"),
-            batch.active(forward.feed.share),
-        ):
+        with profiler_range("lockstep.DistributedDataParallel.forward"), batch.active(forward.feed.share):
             try:
                 output = self.module(*inputs, **kwargs)
             except ValueError as error:
@@ -323,8 +322,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.device_ids is not None:
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
-        reached = weakref.WeakMethod(self._backward_reaches)
-        forward = ForwardPass(feed, syncing, self.process_group, reached, self._own, self.changes.are_transformed())
+        is_functional = self.changes.are_transformed()
+        forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional)
         return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)
@@ -408,7 +407,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """A gradient has come to an output; whether it goes on to parameters of the model. See `ForwardPass`."""
         backward, task = self._backward, current_graph_task_id()
         if task != backward.seen_task:
-            is_seen = runs_backward_to(self._parameters_to_reduce)
+            is_seen = self._is_ready and runs_backward_by(self._reducer.watched_nodes)
+            is_seen = is_seen or runs_backward_to(self._parameters_to_reduce)
             backward.see(task, reaches=is_seen or forward.begins_with_checkpoint)
             if not is_seen and forward.syncing:
                 self._look_out(forward)
@@ -419,7 +419,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         is_compared = self._compares_rows or forward.feed.share is not None
         if forward.feed.claim and is_compared and forward.claimed_task != task:
             forward.claimed_task = task
-            if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
+            if backward.has_claims and all(parameter.grad is None for parameter in self._parameters_to_reduce):
                 backward.take_claims()  # what came before was thrown away
             share = forward.feed.share
             name, fingerprint = "", 0
@@ -462,7 +462,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._reducer.disarm()
             self._backward.take_claims()
             return
-        with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
+        with profiler_range("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
             unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
             if join_config_of(self).enable:
@@ -506,6 +506,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def stray_signs(self) -> StraySigns:
         """What speaks for gradients that nobody has averaged; see `strays.py`."""
         return NO_SIGNS if join_config_of(self).enable else self._backward.signs
+
+    @property
+    def has_signs(self) -> bool:
+        """Whether to look at `stray_signs` and `awaits_gradients` at all."""
+        return self._backward.has_signs
 
     @property
     def awaits_gradients(self) -> bool:

@@ -103,11 +103,11 @@ class DivergenceCheck:
         if not self._is_known or parameter.device.type != "cpu" or parameter.numel() == 0:
             return _UNKNOWN
         position = self._num_averagings * _POSITION_STEP % parameter.numel()
-        indices = []
-        for size in reversed(parameter.shape):
+        offset = parameter.storage_offset()
+        for size, stride in zip(reversed(parameter.shape), reversed(parameter.stride()), strict=True):
             position, index = divmod(position, size)
-            indices.append(index)
-        value = parameter.detach()[tuple(reversed(indices))].item()
+            offset += index * stride
+        value = parameter.detach().as_strided((), (), offset).item()
         bits: int = struct.unpack("<q", struct.pack("<d", value.real))[0]
         return bits or _ZERO
 

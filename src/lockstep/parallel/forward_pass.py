@@ -138,6 +138,7 @@ class ForwardPass:
         """The output with hooks on all its tensors that require a gradient, and the graph nodes of those by number."""
         roots: dict[int, Node] = {}
         separate = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
+        tells_share = self.feed.share is not None or self.feed.question is not None
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
@@ -153,8 +154,9 @@ class ForwardPass:
             anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
             assert tensor.grad_fn is not None
             roots[number] = tensor.grad_fn
-            for marked in {id(each): each for each in (tensor, anchor)}.values():
-                batch.mark(marked, self, self.feed.share is not None or self.feed.question is not None)
+            batch.mark(tensor, self, tells_share)
+            if anchor is not tensor:
+                batch.mark(anchor, self, tells_share)
             return tensor
 
         output = map_tensors(watch, output)

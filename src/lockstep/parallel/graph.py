@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lockstep.torch_private.autograd import will_engine_execute_node
 
-__all__ = ["begins_with_checkpoint", "reachable_leaves", "runs_backward_to"]
+__all__ = ["begins_with_checkpoint", "reachable_leaves", "runs_backward_by", "runs_backward_to"]
 
 # Nodes that are looked at before a model counts as one that begins with layers of its own.
 _MAX_LOOKED_AT = 64
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 def reachable_leaves(roots: Iterable[Node]) -> set[int]:
@@ -42,16 +44,29 @@ def begins_with_checkpoint(root: Node, own: frozenset[int]) -> bool:
         root: of an output.
         own: `id` of the parameters.
     """
-    waiting, seen = deque([root]), 0
-    while waiting and seen < _MAX_LOOKED_AT:
-        node = waiting.popleft()
-        seen += 1
-        if id(getattr(node, "variable", None)) in own:
-            return False
-        if "Checkpoint" in node.name():
+    waiting = [root]
+    for node in islice(waiting, _MAX_LOOKED_AT):  # the list grows meanwhile
+        name = node.name()
+        if name == _LEAF:
+            if id(cast(Any, node).variable) in own:
+                return False
+        elif "Checkpoint" in name:
             return True
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
+        else:
+            waiting += [following for following, _ in node.next_functions if following is not None]
     return False
+
+
+def runs_backward_by(nodes: Iterable[Node]) -> bool:
+    """Whether the backward pass under way runs any of `nodes`; called inside it. No for certain only with all nodes.
+
+    Args:
+        nodes: those that accumulate into some parameters. To find them is what `runs_backward_to` takes its time for.
+    """
+    try:
+        return any(map(will_engine_execute_node, nodes))
+    except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
+        return False
 
 
 def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:

@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
@@ -308,6 +308,11 @@ class Reducer:
         self._transport.restart()
         self._backward.abandon()
 
+    @property
+    def watched_nodes(self) -> Iterator[Node]:
+        """Of autograd's graph, those that accumulate into the sentinels."""
+        return (handle.node for handle in self._handles if handle is not None)
+
     def missing(self) -> list[int]:
         """Parameters that have no gradient now."""
         return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
@@ -364,8 +369,8 @@ class Reducer:
             self._finish_hooks(buffers, claims)
         else:
             samples = self._transport.finish(buffers, claims, self._divergence.sample())
-        for index in range(len(self._parameters)):
-            if self._parameters[index].grad is None and index not in keep_none:
+        for index in self.missing():
+            if index not in keep_none:
                 view = self._views[index]
                 self._parameters[index].grad = view.clone() if index in self._own_memory else view
         self._copy_back()
@@ -446,6 +451,9 @@ class _HookBehindAll:
     [Note: hooks of others] A post-accumulate hook would run before those that the user registers later, which may
     change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks behind all
     of those. It is kept alive here, because autograd makes a new one when nobody holds it.
+
+    Attributes:
+        node: that one.
     """
 
     def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -453,7 +461,7 @@ class _HookBehindAll:
             is_frozen = not parameter.requires_grad
             if is_frozen:  # for now: the node stays the same when it is thawed
                 parameter.requires_grad = True
-            self._node = get_gradient_edge(parameter).node
+            self.node = get_gradient_edge(parameter).node
             if is_frozen:
                 parameter.requires_grad = False
         reference = weakref.ref(parameter)
@@ -463,7 +471,7 @@ class _HookBehindAll:
             if alive is not None:
                 hook(alive)
 
-        self._handle: RemovableHandle = self._node.register_hook(call)
+        self._handle: RemovableHandle = self.node.register_hook(call)
 
     def remove(self) -> None:
         """Never call it again."""

@@ -66,6 +66,13 @@ _AUTOGRAD = (
         _DDP,
     ),
     NameRecord(
+        "torch.autograd.profiler._is_profiler_enabled",
+        Use.READ,
+        "whether a profiler runs, which shall see the ranges of the engine",
+        "each range costs some microseconds of every step",
+        _DDP,
+    ),
+    NameRecord(
         "torch.Tensor._base",
         Use.READ,
         "hooks of a view are lost when it is written to; those of its base are not",
