@@ -47,7 +47,7 @@ from lockstep.parallel.checks import (
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.forward_pass import ForwardPass
-from lockstep.parallel.graph import runs_backward_by, runs_backward_to
+from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
 from lockstep.parallel.loss_watch import LossWatch
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
@@ -58,7 +58,7 @@ from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
+from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
 from lockstep.torch_private.profiling import profiler_range
@@ -409,9 +409,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if task != backward.seen_task:
             is_seen = self._is_ready and runs_backward_by(self._reducer.watched_nodes)
             is_seen = is_seen or runs_backward_to(self._parameters_to_reduce)
-            backward.see(task, reaches=is_seen or forward.begins_with_checkpoint)
+            backward.see(task, reaches=is_seen)
             if not is_seen and forward.syncing:
                 self._look_out(forward)
+        if not backward.reaches and begins_with_checkpoint(current_node(), self._own):
+            backward.see(task, reaches=True)
         if not backward.reaches:
             return False
         backward.reach(output)

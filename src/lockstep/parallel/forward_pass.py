@@ -34,7 +34,6 @@ from torch.autograd.graph import Node
 from lockstep import batch
 from lockstep.errors import ModelError
 from lockstep.parallel.feeding import Feed
-from lockstep.parallel.graph import begins_with_checkpoint
 from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
 from lockstep.tree import map_tensors, tensors_in
 
@@ -61,7 +60,6 @@ class ForwardPass:
 
     Attributes:
         feed: what goes through; with a weight from `settle` on.
-        begins_with_checkpoint: parameters may lie inside of re-entrant checkpoints; see `graph.py`.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class ForwardPass:
         self.feed = feed
         self.syncing = syncing
         self.group = group
-        self.begins_with_checkpoint = False
         self._own = own
         self._is_functional = is_functional
         self._reached = reached
@@ -159,9 +156,7 @@ class ForwardPass:
                 batch.mark(anchor, self, tells_share)
             return tensor
 
-        output = map_tensors(watch, output)
-        self.begins_with_checkpoint = any(begins_with_checkpoint(root, self._own) for root in roots.values())
-        return output, roots
+        return map_tensors(watch, output), roots
 
     def _on_gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
         reached = self._reached()

@@ -35,16 +35,16 @@ def reachable_leaves(roots: Iterable[Node]) -> set[int]:
     return leaves
 
 
-def begins_with_checkpoint(root: Node, own: frozenset[int]) -> bool:
+def begins_with_checkpoint(root: Node | None, own: frozenset[int]) -> bool:
     """Whether a backward pass from `root` comes to a re-entrant checkpoint before any of the leaves in `own`.
 
     What is inside such a checkpoint is no part of its graph: the checkpoint runs a backward pass within this one.
 
     Args:
-        root: of an output.
+        root: of an output; None for nothing.
         own: `id` of the parameters.
     """
-    waiting = [root]
+    waiting = [] if root is None else [root]
     for node in islice(waiting, _MAX_LOOKED_AT):  # the list grows meanwhile
         name = node.name()
         if name == _LEAF:

@@ -24,6 +24,13 @@ _AUTOGRAD = (
         _DDP,
     ),
     NameRecord(
+        "torch._C._current_autograd_node",
+        Use.READ,
+        "where the graph behind an output begins, to look for a re-entrant checkpoint",
+        _NO_DDP,
+        _DDP,
+    ),
+    NameRecord(
         "torch._C._will_engine_execute_node",
         Use.READ,
         "whether the backward pass under way reaches the model's parameters",
