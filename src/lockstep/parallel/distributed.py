@@ -191,7 +191,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None
         self._own = frozenset(map(id, self._parameters_to_reduce))
-        self.changes = ParameterChanges(module, self._own, ignored)
+        self.changes = ParameterChanges(module, self._own, ignored, is_shared=self._world_size > 1)
         self._buffer_entries = find_buffers(module, ignored)
         self._feeding = Feeding(group, collective_device(group, self.device))
         # One process divides by what it likes.

@@ -101,9 +101,10 @@ class DivergenceCheck:
             self._is_known = self._is_known and self._version_accumulated == self._version()
             self._version_accumulated = None
         parameter = self._parameters[self._num_averagings % len(self._parameters)]
-        if not self._is_known or parameter.device.type != "cpu" or parameter.numel() == 0:
+        numel = parameter.numel()
+        if not self._is_known or parameter.device.type != "cpu" or numel == 0:
             return _UNKNOWN
-        offset = _offset_of(parameter, self._num_averagings * _POSITION_STEP % parameter.numel())
+        offset = _offset_of(parameter, self._num_averagings * _POSITION_STEP % numel)
         value = torch.as_strided(parameter, (), (), offset).item()
         bits: int = _INTEGER.unpack(_FLOAT.pack(value.real))[0]
         return bits or _ZERO
