@@ -412,22 +412,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             backward.see(task, reaches=is_seen)
             if not is_seen and forward.syncing:
                 self._look_out(forward)
-        if not backward.reaches and begins_with_checkpoint(current_node(), self._own):
-            backward.see(task, reaches=True)
+        if not backward.reaches:
+            backward.see(task, reaches=begins_with_checkpoint(current_node(), self._own))
         if not backward.reaches:
             return False
         backward.reach(output)
         forward.settle()
-        is_compared = self._compares_rows or forward.feed.share is not None
-        if forward.feed.claim and is_compared and forward.claimed_task != task:
-            forward.claimed_task = task
-            if backward.has_claims and all(parameter.grad is None for parameter in self._parameters_to_reduce):
-                backward.take_claims()  # what came before was thrown away
-            share = forward.feed.share
-            name, fingerprint = "", 0
-            if share is not None and share.world_size == self._world_size:
-                name, fingerprint = share.name, share.fingerprint
-            backward.claim(forward.feed.claim, forward.feed.is_certain, name, fingerprint)
+        if self._compares_rows or forward.feed.share is not None:
+            forward.claim(backward, task, self._world_size, self._parameters_to_reduce)
         if forward.syncing:
             self._backward_begins()
         return True

@@ -188,7 +188,7 @@ class DivergenceCheck:
 
 def _offset_of(tensor: torch.Tensor, position: int) -> int:
     """Where the element lies in its storage that is at a position of the flattened tensor."""
-    offset = tensor.storage_offset()
+    offset = int(tensor.storage_offset())
     if tensor.is_contiguous():
         return offset + position
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):

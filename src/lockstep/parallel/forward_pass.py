@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.errors import ModelError
+from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.feeding import Feed
 from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
 from lockstep.tree import map_tensors, tensors_in
@@ -77,7 +78,7 @@ class ForwardPass:
         self._own = own
         self._is_functional = is_functional
         self._reached = reached
-        self.claimed_task = -1  # the last backward pass for which the engine noted the feed's claim
+        self._claimed_task = -1  # the last backward pass for which the feed's claim was noted
         self._weighted_task = -1  # the last backward pass in which the weight was put on
 
     @property
@@ -97,6 +98,28 @@ class ForwardPass:
             InputError: how many samples the forward pass holds cannot be told.
         """
         self.feed = self.feed.settled()
+
+    def claim(
+        self, backward: BackwardPass, task: int, world_size: int, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        """Note, once for each of autograd's tasks, what the gradients that come are of. Local.
+
+        Args:
+            backward: notes it.
+            task: that runs.
+            world_size: of the engine.
+            parameters: that it averages.
+        """
+        if not self.feed.claim or self._claimed_task == task:
+            return
+        self._claimed_task = task
+        if backward.has_claims and all(parameter.grad is None for parameter in parameters):
+            backward.take_claims()  # what came before was thrown away
+        share = self.feed.share
+        name, fingerprint = "", 0
+        if share is not None and share.world_size == world_size:
+            name, fingerprint = share.name, share.fingerprint
+        backward.claim(self.feed.claim, self.feed.is_certain, name, fingerprint)
 
     def check_penalty(self) -> None:
         """A gradient is computed with a graph of its own, and does not go on to parameters. Collective, as `settle`.
