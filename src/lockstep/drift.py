@@ -40,11 +40,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -139,7 +140,9 @@ class _Record:
         return _ADVICE_BESIDE if self.is_beside else _ADVICE
 
 
-_engines: WeakSet[Any] = WeakSet()
+# A new list with each engine, in which the dead ones stay until the next: every step reads it, sooner than a WeakSet.
+_engines: list[weakref.ref[Any]] = []
+_engines_lock = threading.Lock()  # ranks may be threads
 _num_uses = 0
 _records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
 _suspects: deque[_Record] = deque(maxlen=_MAX_SUSPECTS)
@@ -150,15 +153,17 @@ _find_line = make_locator()
 
 def note_engine(engine: AveragingModule) -> None:
     """This engine averages the gradients of its module's parameters. Local."""
+    global _engines
     note_use(engine)
-    _engines.add(engine)
+    with _engines_lock:
+        _engines = [*(each for each in _engines if each() not in (None, engine)), weakref.ref(engine)]
 
 
 def note_use(engine: AveragingModule) -> None:
     """This engine begins a forward pass. Local."""
     global _num_uses
     _num_uses += 1
-    engine.last_used = _num_uses
+    object.__setattr__(engine, "last_used", _num_uses)  # past that of modules, which looks for parameters
 
 
 def latest_use() -> int:
@@ -168,12 +173,12 @@ def latest_use() -> int:
 
 def is_engine(module: torch.nn.Module) -> bool:
     """Whether it is an engine. Local."""
-    return module in _engines
+    return any(each() is module for each in _engines)
 
 
 def engines() -> list[Any]:
     """All engines of this process. Local."""
-    return list(_engines)
+    return [engine for each in _engines if (engine := each()) is not None]
 
 
 def engines_of(optimizer: Optimizer) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,18 @@ def test_divisions_are_those_of_the_loaders_in_use() -> None:
     assert batch.divisions(1, 2) == (six,)
     batch.reset()
     assert batch.divisions(1, 2) == ()
+
+
+def test_a_share_that_is_remembered_lets_go_of_its_loader() -> None:
+    token = LoaderToken()
+    share = batch.BatchShare(3, 5, 2, "samples 0 to 4 of epoch 0", True, 3, token, 17)
+    remembered = share.remembered()
+    assert remembered == share
+    assert remembered.source is None
+    assert share.source is token
+    others = [field.name for field in dataclasses.fields(share) if field.name != "source"]
+    assert [getattr(remembered, name) for name in others] == [getattr(share, name) for name in others]
+    assert remembered.remembered() is remembered
 
 
 def test_a_metric_walks_no_graph_before_an_engine_knew_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:

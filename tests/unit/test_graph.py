@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node, tree_flatten
+from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.graph import reachable_leaves, runs_backward_to
+from lockstep.parallel.graph import begins_with_checkpoint, reachable_leaves, runs_backward_by, runs_backward_to
 from lockstep.tree import map_tensors
 
 
@@ -184,6 +186,8 @@ def test_where_the_backward_pass_under_way_goes() -> None:
     used, unused, frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     frozen.requires_grad_(False)
     inputs = torch.ones(1, 2, requires_grad=True)
+    nodes = [get_gradient_edge(each).node for each in used.parameters()]
+    by_nodes: dict[str, bool] = {}
     answers: dict[str, list[bool]] = {}
 
     def run(name: str, function: Any) -> None:
@@ -191,6 +195,7 @@ def test_where_the_backward_pass_under_way_goes() -> None:
 
         def ask(_: Tensor) -> None:
             answers[name] = [runs_backward_to(each.parameters()) for each in (used, unused, frozen)]
+            by_nodes[name] = runs_backward_by(nodes)
 
         output.register_hook(ask)
         function(output.sum())
@@ -208,3 +213,25 @@ def test_where_the_backward_pass_under_way_goes() -> None:
         "gradient of the inputs": [False, False, False],
         "gradient of a parameter": [False, False, False],
     }
+    assert by_nodes == {name: first for name, (first, *_) in answers.items()}
+
+
+def test_whether_a_checkpoint_hides_parameters() -> None:
+    inside, behind, before = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    own = frozenset(id(each) for layer in (inside, behind, before) for each in layer.parameters())
+    inputs = torch.ones(1, 2, requires_grad=True)
+
+    def begins(output: Tensor) -> bool:
+        assert output.grad_fn is not None
+        return begins_with_checkpoint(output.grad_fn, own)
+
+    hidden = checkpoint(inside, before(inputs), use_reentrant=True)
+    assert begins(hidden)
+    assert begins(hidden * 2.0)
+    assert not begins(behind(hidden)), "its own parameters come first"
+    assert not begins(before(inputs))
+    assert not begins(inputs * 2.0), "no parameter and no checkpoint"
+    far = hidden
+    for _ in range(100):
+        far = far * 2.0
+    assert not begins(far), "it gives up"

@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import tag_batch
+from lockstep.torch_private.dynamo import left_out
 
 __all__ = [
     "Iteration",
@@ -143,14 +144,28 @@ def held() -> BatchShare | None:
     return _local.held
 
 
-@contextmanager
-def active(share: BatchShare | None) -> Iterator[None]:
-    """A forward pass of an engine on that share is under way in this thread. Local."""
-    before, _local.active = _local.active, share
-    try:
-        yield
-    finally:
-        _local.active = before
+class _Active:
+    """The context of `active`. No generator: every step makes one."""
+
+    __slots__ = ("_before", "_share")
+
+    def __init__(self, share: BatchShare | None) -> None:
+        self._share = share
+        self._before: BatchShare | None = None
+
+    @left_out(with_what_it_calls=True)
+    def __enter__(self) -> None:
+        self._before, _local.active = _local.active, self._share
+
+    @left_out(with_what_it_calls=True)
+    def __exit__(self, *_: object) -> None:
+        _local.active = self._before
+
+
+@left_out(with_what_it_calls=True)
+def active(share: BatchShare | None) -> AbstractContextManager[None]:
+    """A context in which a forward pass of an engine on that share is under way in this thread. Local."""
+    return _Active(share)
 
 
 def active_share(in_backward: bool) -> BatchShare | None:

@@ -114,6 +114,16 @@ class BackwardPass:
         lacks_backward = self.phase is Phase.READY and not self.has_accumulated
         return StraySigns(self.has_strayed, self.has_accumulated, lacks_backward)
 
+    @property
+    def has_signs(self) -> bool:
+        """Whether any of `signs` holds, or gradients are awaited: what every step of an optimizer asks."""
+        return self.has_strayed or self.has_accumulated or self.phase is Phase.READY or bool(self.awaited)
+
+    @property
+    def has_claims(self) -> bool:
+        """Whether anything was claimed since the last averaging."""
+        return bool(self._claims)
+
     def ready(self) -> None:
         """A forward pass begins whose backward pass averages."""
         self._go("ready", Phase.READY, self.phase in (Phase.IDLE, Phase.READY))

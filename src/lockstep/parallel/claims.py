@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -91,11 +92,12 @@ def fingerprint_of(batches: Collection[tuple[str, int]]) -> int:
     >>> describe_fingerprint(fingerprint_of([("samples 4 to 7 of epoch 2", 0)]))
     'samples 4 … of epoch 2'
     """
-    names = [_NAME.fullmatch(name) for name, _ in sorted(batches)]
+    in_order = sorted(batches)
+    names = [_NAME.fullmatch(name) for name, _ in in_order]
     if not names or names[0] is None or None in names:
         return 0
     first, epoch = int(names[0][1]) & _FIRST_MASK, int(names[0][2]) & _EPOCH_MASK
-    short = fingerprint(str(sorted(batches))) & _HASH_MASK
+    short = crc32(str(in_order).encode()) & _HASH_MASK
     return (short << _EPOCH_BITS | epoch) << _FIRST_BITS | first | 1 << 62
 
 

@@ -46,7 +46,7 @@ from lockstep.parallel.checks import (
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
 from lockstep.parallel.forward_pass import ForwardPass
-from lockstep.parallel.graph import runs_backward_to
+from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
 from lockstep.parallel.loss_watch import LossWatch
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
@@ -57,9 +57,10 @@ from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import current_graph_task_id, queue_callback
+from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
+from lockstep.torch_private.profiling import profiler_range
 from lockstep.tree import map_tensors
 
 __all__ = ["DistributedDataParallel"]
@@ -190,13 +191,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None
         self._own = frozenset(map(id, self._parameters_to_reduce))
-        self.changes = ParameterChanges(module, self._own, ignored)
+        self.changes = ParameterChanges(module, self._own, ignored, is_shared=self._world_size > 1)
         self._buffer_entries = find_buffers(module, ignored)
         self._feeding = Feeding(group, collective_device(group, self.device))
         # One process divides by what it likes.
         self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
         self._num_hooks = 0
         self._backward = BackwardPass()
+        self._reached = weakref.WeakMethod(self._backward_reaches)
         self._missing = MissingGradients(
             self._backward, self._parameters_to_reduce, self._names, group, self.device, static_graph
         )
@@ -299,10 +301,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             InputError: how many samples it holds cannot be told from its inputs.
         """
         forward, inputs, kwargs = self._enter(inputs, kwargs)
-        with (
-            torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.forward"),
-            batch.active(forward.feed.share),
-        ):
+        with profiler_range("lockstep.DistributedDataParallel.forward"), batch.active(forward.feed.share):
             try:
                 output = self.module(*inputs, **kwargs)
             except ValueError as error:
@@ -324,8 +323,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.device_ids is not None:
             device = self.device_ids[0]
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
-        reached = weakref.WeakMethod(self._backward_reaches)
-        forward = ForwardPass(feed, syncing, self.process_group, reached, self._own, self.changes.are_transformed())
+        is_functional = self.changes.are_transformed()
+        forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional)
         return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)
@@ -406,10 +405,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """A gradient has come to an output; whether it goes on to parameters of the model. See `ForwardPass`."""
         backward, task = self._backward, current_graph_task_id()
         if task != backward.seen_task:
-            is_seen = runs_backward_to(self._parameters_to_reduce)
-            backward.see(task, reaches=is_seen or forward.begins_with_checkpoint)
+            is_seen = self._is_ready and runs_backward_by(self._reducer.watched_nodes)
+            is_seen = is_seen or runs_backward_to(self._parameters_to_reduce)
+            backward.see(task, reaches=is_seen)
             if not is_seen and forward.syncing:
                 self._look_out(forward)
+        if not backward.reaches:
+            backward.see(task, reaches=begins_with_checkpoint(current_node(), self._own))
         if not backward.reaches:
             return False
         backward.reach(output)
@@ -419,16 +421,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         forward.settle()
         if self._sparse and forward.is_filler:
             backward.has_filler = True
-        is_compared = self._compares_rows or forward.feed.share is not None
-        if forward.feed.claim and is_compared and forward.claimed_task != task:
-            forward.claimed_task = task
-            if not any(parameter.grad is not None for parameter in self._parameters_to_reduce):
-                backward.forget_claims()  # what came before was thrown away
-            share = forward.feed.share
-            name, fingerprint = "", 0
-            if share is not None and share.world_size == self._world_size:
-                name, fingerprint = share.name, share.fingerprint
-            backward.claim(forward.feed.claim, forward.feed.is_certain, name, fingerprint)
+        if self._compares_rows or forward.feed.share is not None:
+            forward.claim(backward, task, self._world_size, self._parameters_to_reduce)
         if forward.syncing:
             self._backward_begins()
         return True
@@ -465,7 +459,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._reducer.disarm()
             self._backward.take_claims()
             return
-        with torch.autograd.profiler.record_function("lockstep.DistributedDataParallel.reduce"):
+        with profiler_range("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
             unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
             if join_config_of(self).enable:
@@ -509,6 +503,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def stray_signs(self) -> StraySigns:
         """What speaks for gradients that nobody has averaged; see `strays.py`."""
         return NO_SIGNS if join_config_of(self).enable else self._backward.signs
+
+    @property
+    def has_signs(self) -> bool:
+        """Whether to look at `stray_signs` and `awaits_gradients` at all."""
+        return self._backward.has_signs
 
     @property
     def awaits_gradients(self) -> bool:

@@ -41,6 +41,7 @@ _POSITION_STEP = 2654435761  # from one value to the next of a parameter: it goe
 # Times the distance from 1.0 to the next number, relative to the greatest value; and at most.
 _ROUNDING, _MOST_ROUNDING = 1000, 0.01
 _UNKNOWN, _ZERO = 0, 1  # samples
+_INTEGER, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
 
 _ADVICE_AT_FIRST = (
     ". All had those of rank 0 when DistributedDataParallel was made: initialise or load the model before, or do so on "
@@ -100,15 +101,12 @@ class DivergenceCheck:
             self._is_known = self._is_known and self._version_accumulated == self._version()
             self._version_accumulated = None
         parameter = self._parameters[self._num_averagings % len(self._parameters)]
-        if not self._is_known or parameter.device.type != "cpu" or parameter.numel() == 0:
+        numel = parameter.numel()
+        if not self._is_known or parameter.device.type != "cpu" or numel == 0:
             return _UNKNOWN
-        position = self._num_averagings * _POSITION_STEP % parameter.numel()
-        indices = []
-        for size in reversed(parameter.shape):
-            position, index = divmod(position, size)
-            indices.append(index)
-        value = parameter.detach()[tuple(reversed(indices))].item()
-        bits: int = struct.unpack("<q", struct.pack("<d", value.real))[0]
+        offset = _offset_of(parameter, self._num_averagings * _POSITION_STEP % numel)
+        value = torch.as_strided(parameter, (), (), offset).item()
+        bits: int = _INTEGER.unpack(_FLOAT.pack(value.real))[0]
         return bits or _ZERO
 
     def compare(self, samples: Sequence[int] | None, is_first_only: bool = False) -> None:
@@ -186,6 +184,17 @@ class DivergenceCheck:
         rows = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(rows, own, group=self._group)
         return torch.stack(rows).cpu()
+
+
+def _offset_of(tensor: torch.Tensor, position: int) -> int:
+    """Where the element lies in its storage that is at a position of the flattened tensor."""
+    offset = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return offset + position
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        position, index = divmod(position, size)
+        offset += index * stride
+    return offset
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:

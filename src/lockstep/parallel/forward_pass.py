@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.errors import ModelError
+from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.feeding import Feed
-from lockstep.parallel.graph import begins_with_checkpoint
 from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
 from lockstep.tree import map_tensors, tensors_in
 
@@ -61,7 +61,6 @@ class ForwardPass:
 
     Attributes:
         feed: what goes through; with a weight from `settle` on.
-        begins_with_checkpoint: parameters may lie inside of re-entrant checkpoints; see `graph.py`.
         is_open: counted as one that no gradient has come to; see [Note: open forward passes] in `claims.py`.
     """
 
@@ -77,11 +76,11 @@ class ForwardPass:
         self.feed = feed
         self.syncing = syncing
         self.group = group
-        self.begins_with_checkpoint = self.is_open = False
+        self.is_open = False
         self._own = own
         self._is_functional = is_functional
         self._reached = reached
-        self.claimed_task = -1  # the last backward pass for which the engine noted the feed's claim
+        self._claimed_task = -1  # the last backward pass for which the feed's claim was noted
         self._weighted_task = -1  # the last backward pass in which the weight was put on
 
     @property
@@ -101,6 +100,28 @@ class ForwardPass:
             InputError: how many samples the forward pass holds cannot be told.
         """
         self.feed = self.feed.settled()
+
+    def claim(
+        self, backward: BackwardPass, task: int, world_size: int, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        """Note, once for each of autograd's tasks, what the gradients that come are of. Local.
+
+        Args:
+            backward: notes it.
+            task: that runs.
+            world_size: of the engine.
+            parameters: that it averages.
+        """
+        if not self.feed.claim or self._claimed_task == task:
+            return
+        self._claimed_task = task
+        if backward.has_claims and all(parameter.grad is None for parameter in parameters):
+            backward.forget_claims()  # what came before was thrown away
+        share = self.feed.share
+        name, fingerprint = "", 0
+        if share is not None and share.world_size == world_size:
+            name, fingerprint = share.name, share.fingerprint
+        backward.claim(self.feed.claim, self.feed.is_certain, name, fingerprint)
 
     def check_penalty(self) -> None:
         """A gradient is computed with a graph of its own, and does not go on to parameters. Collective, as `settle`.
@@ -139,6 +160,7 @@ class ForwardPass:
         """The output with hooks on all its tensors that require a gradient, and the graph nodes of those by number."""
         roots: dict[int, Node] = {}
         separate = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
+        tells_share = self.feed.share is not None or self.feed.question is not None
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
@@ -154,13 +176,12 @@ class ForwardPass:
             anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
             assert tensor.grad_fn is not None
             roots[number] = tensor.grad_fn
-            for marked in {id(each): each for each in (tensor, anchor)}.values():
-                batch.mark(marked, self, self.feed.share is not None or self.feed.question is not None)
+            batch.mark(tensor, self, tells_share)
+            if anchor is not tensor:
+                batch.mark(anchor, self, tells_share)
             return tensor
 
-        output = map_tensors(watch, output)
-        self.begins_with_checkpoint = any(begins_with_checkpoint(root, self._own) for root in roots.values())
-        return output, roots
+        return map_tensors(watch, output), roots
 
     def _on_gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
         reached = self._reached()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lockstep.torch_private.autograd import will_engine_execute_node, without_transforms
 
-__all__ = ["accumulating_node", "begins_with_checkpoint", "reachable_leaves", "runs_backward_to"]
+__all__ = ["accumulating_node", "begins_with_checkpoint", "reachable_leaves", "runs_backward_by", "runs_backward_to"]
 
 # Nodes that are looked at before a model counts as one that begins with layers of its own.
 _MAX_LOOKED_AT = 64
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 def reachable_leaves(roots: Iterable[Node]) -> set[int]:
@@ -33,24 +35,25 @@ def reachable_leaves(roots: Iterable[Node]) -> set[int]:
     return leaves
 
 
-def begins_with_checkpoint(root: Node, own: frozenset[int]) -> bool:
+def begins_with_checkpoint(root: Node | None, own: frozenset[int]) -> bool:
     """Whether a backward pass from `root` comes to a re-entrant checkpoint before any of the leaves in `own`.
 
     What is inside such a checkpoint is no part of its graph: the checkpoint runs a backward pass within this one.
 
     Args:
-        root: node of the graph at which the backward pass begins, such as that of an output.
+        root: node of the graph at which the backward pass begins, such as that of an output; None for nothing.
         own: `id` of the parameters.
     """
-    waiting, seen = deque([root]), 0
-    while waiting and seen < _MAX_LOOKED_AT:
-        node = waiting.popleft()
-        seen += 1
-        if id(getattr(node, "variable", None)) in own:
-            return False
-        if "Checkpoint" in node.name():
+    waiting = [] if root is None else [root]
+    for node in islice(waiting, _MAX_LOOKED_AT):  # the list grows meanwhile
+        name = node.name()
+        if name == _LEAF:
+            if id(cast(Any, node).variable) in own:
+                return False
+        elif "Checkpoint" in name:
             return True
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
+        else:
+            waiting += [following for following, _ in node.next_functions if following is not None]
     return False
 
 
@@ -64,6 +67,18 @@ def accumulating_node(parameter: torch.Tensor) -> Node:
         if is_frozen:
             parameter.requires_grad = False
     return node
+
+
+def runs_backward_by(nodes: Iterable[Node]) -> bool:
+    """Whether the backward pass under way runs any of `nodes`; called inside it. No for certain only with all nodes.
+
+    Args:
+        nodes: those that accumulate into some parameters. To find them is what `runs_backward_to` takes its time for.
+    """
+    try:
+        return any(map(will_engine_execute_node, nodes))
+    except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
+        return False
 
 
 def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:

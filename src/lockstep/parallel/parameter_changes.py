@@ -34,12 +34,11 @@ def install() -> None:
 
 
 def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    found = [engine.changes.look() for engine in engines() if engine.process_group.size() > 1]  # all count their looks
+    found = [engine.changes.look() for engine in engines()]  # all count their looks
     if any(found):
         gc.collect()  # what waits for that, on some ranks, averages nothing; see `drift.py`
         for engine in engines():
-            if engine.process_group.size() > 1:
-                engine.changes.refuse(optimizer)
+            engine.changes.refuse(optimizer)
 
 
 class ParameterChanges:
@@ -49,12 +48,14 @@ class ParameterChanges:
         module: the model.
         own: `id` of the parameters that are averaged.
         ignored: names that the user has told the engine to leave alone.
+        is_shared: several ranks train the model; one alone averages nothing anyway.
     """
 
-    def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str]) -> None:
+    def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str], is_shared: bool) -> None:
         self._module = weakref.ref(module)
         self.own = own
         self._ignored = frozenset(ignored)
+        self._is_shared = is_shared
         self._frozen = [
             weakref.ref(parameter)
             for name, parameter in module.named_parameters()
@@ -76,6 +77,8 @@ class ParameterChanges:
 
     def look(self) -> bool:
         """An optimizer is about to step: whether this step is one to look in, and there are such parameters. Local."""
+        if not self._is_shared:
+            return False
         self._num_looks += 1
         is_due = self._is_suspicious or self._num_looks <= _ALWAYS or self._num_looks % _EVERY == 0
         self._is_suspicious = False
@@ -87,7 +90,7 @@ class ParameterChanges:
         Raises:
             ModelError: there are such parameters; names them.
         """
-        new = self._find()
+        new = self._find() if self._is_shared else []
         if new:
             listed = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
             raise ModelError(

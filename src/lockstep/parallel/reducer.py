@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
@@ -316,6 +317,11 @@ class Reducer:
         self._transport.restart()
         self._backward.abandon()
 
+    @property
+    def watched_nodes(self) -> Iterator[Node]:
+        """Of autograd's graph, those that accumulate into the sentinels."""
+        return (handle.node for handle in self._handles if handle is not None)
+
     def missing(self) -> list[int]:
         """Parameters that have no gradient now."""
         return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
@@ -476,10 +482,13 @@ class _HookBehindAll:
     [Note: hooks of others] A post-accumulate hook would run before those that the user registers later, which may
     change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks behind all
     of those. It is kept alive here, because autograd makes a new one when nobody holds it.
+
+    Attributes:
+        node: that one.
     """
 
     def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        self._node = accumulating_node(parameter)
+        self.node = accumulating_node(parameter)
         reference = weakref.ref(parameter)
 
         def call(*_: object) -> None:
@@ -487,7 +496,7 @@ class _HookBehindAll:
             if alive is not None:
                 hook(alive)
 
-        self._handle: RemovableHandle = self._node.register_hook(call)
+        self._handle: RemovableHandle = self.node.register_hook(call)
 
     def remove(self) -> None:
         """Never call it again."""

@@ -49,7 +49,7 @@ def install() -> None:
 
 def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise if this optimizer steps strayed gradients that differ between ranks. Collective where some strayed."""
-    if not any(engine.awaits_gradients or any(engine.stray_signs) for engine in engines()):
+    if not any(engine.has_signs for engine in engines()):
         return
     if not _is_suspicious(optimizer):
         return

@@ -10,6 +10,7 @@ General layout, from the bottom up:
 * `autograd`, `tensors`, `modules`, `groups`, `stores`, `loader`, `trees`: what the rest of the package imports, by
   subject.
 * `cuda_casts`: the CPU casts what CUDA casts; `dynamo`: keeps functions out of what Dynamo compiles.
+* `profiling`: ranges in the traces of torch's profilers.
 * `gloo_waits`: ends a wait of Gloo's, by a call that torch keeps from Python.
 
 A release of torch that lacks one of these names costs what the record says, with one warning, and no more. Everything

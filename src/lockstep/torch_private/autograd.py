@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from lockstep.torch_private.lookup import attribute, need
 
 __all__ = [
     "base_of",
     "current_graph_task_id",
+    "current_node",
     "innermost_transform",
     "queue_callback",
     "version_of",
@@ -22,6 +24,9 @@ __all__ = [
 
 current_graph_task_id: Callable[[], int] = need("torch._C._current_graph_task_id")
 """Number of the backward pass that runs on this thread; -1 outside of one."""
+
+current_node: Callable[[], Node | None] = need("torch._C._current_autograd_node")
+"""The node that the backward pass on this thread is at, also in a hook of a tensor; None outside of one."""
 
 will_engine_execute_node: Callable[[Any], bool] = need("torch._C._will_engine_execute_node")
 """Whether the backward pass under way runs a node; RuntimeError for a leaf that `autograd.grad` was asked for."""

@@ -49,24 +49,28 @@ def plugin_backends() -> list[str]:
     return [name.lower() for name in plugins]
 
 
+def _world() -> Any:
+    """What torch knows of all groups of this process; None where it does not tell. Asked in every step."""
+    world = getattr(distributed_c10d, "_world", None)
+    return find("torch.distributed.distributed_c10d._world") if world is None else world
+
+
 def group_count() -> int | None:
     """From which number the next group gets its name; None where torch does not tell."""
-    world = find("torch.distributed.distributed_c10d._world")
-    return getattr(world, "group_count", None)
+    return getattr(_world(), "group_count", None)
 
 
 def set_group_count(count: int | None) -> None:
     """Take back the names that a failed `init_process_group` has given, so that all ranks count alike."""
     if count is not None:
-        world = find("torch.distributed.distributed_c10d._world")
+        world = _world()
         assert world is not None  # it had a count before
         world.group_count = count
 
 
 def open_groups() -> list[Any]:
     """The groups of this process; empty where torch does not tell."""
-    world = find("torch.distributed.distributed_c10d._world")
-    return list(getattr(world, "pg_map", ()))
+    return list(getattr(_world(), "pg_map", ()))
 
 
 def is_registered(group: Any) -> bool:
@@ -76,7 +80,7 @@ def is_registered(group: Any) -> bool:
 
 def note_ranks(group: Any, global_ranks: Sequence[int]) -> None:
     """Have torch know which ranks are in a group that it has made for us."""
-    known = getattr(find("torch.distributed.distributed_c10d._world"), "pg_group_ranks", None)
+    known = getattr(_world(), "pg_group_ranks", None)
     if known is not None:
         known[group] = {rank: index for index, rank in enumerate(global_ranks)}
 

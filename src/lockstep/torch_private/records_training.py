@@ -24,6 +24,13 @@ _AUTOGRAD = (
         _DDP,
     ),
     NameRecord(
+        "torch._C._current_autograd_node",
+        Use.READ,
+        "where the graph behind an output begins, to look for a re-entrant checkpoint",
+        _NO_DDP,
+        _DDP,
+    ),
+    NameRecord(
         "torch._C._will_engine_execute_node",
         Use.READ,
         "whether the backward pass under way reaches the model's parameters",
@@ -63,6 +70,13 @@ _AUTOGRAD = (
         Use.ATTRIBUTE,
         "divisor, reduction, targets and weights of a loss: is it a mean over samples?",
         "nobody is warned of a loss that is none",
+        _DDP,
+    ),
+    NameRecord(
+        "torch.autograd.profiler._is_profiler_enabled",
+        Use.READ,
+        "whether a profiler runs, which shall see the ranges of the engine",
+        "each range costs some microseconds of every step",
         _DDP,
     ),
     NameRecord(

@@ -1,0 +1,47 @@
+"""The engines that a process knows, and when they were used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import drift
+
+
+class Engine(torch.nn.Module):
+    """What an engine is for those who look for engines."""
+
+    last_used: int
+    module: torch.nn.Module
+    process_group: Any = None
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "_engines", [])
+
+
+def test_engines_are_those_that_live() -> None:
+    engines = [Engine() for _ in range(3)]
+    for engine in engines:
+        drift.note_engine(engine)
+    assert drift.engines() == engines
+    assert all(map(drift.is_engine, engines))
+    assert not drift.is_engine(torch.nn.Linear(1, 1))
+    del engine, engines[1]
+    assert drift.engines() == engines
+    drift.note_engine(engines[-1])
+    assert drift.engines() == engines, "each once"
+    assert len(drift._engines) == 2, "those that are gone are forgotten"
+
+
+def test_the_engine_used_later_has_the_greater_number() -> None:
+    first, second = Engine(), Engine()
+    for engine in (first, second):
+        drift.note_engine(engine)
+    assert first.last_used < second.last_used == drift.latest_use()
+    drift.note_use(first)
+    assert first.last_used > second.last_used
+    assert not first.state_dict()
