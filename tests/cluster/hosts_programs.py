@@ -353,9 +353,10 @@ def leaves_after_its_part(slow: int) -> str:
 
 
 def dies_handing_on(culprit: int) -> _Outcome:
-    """Sums; for every other one ranks tell all at once, while one hands on late what was said for the one before."""
+    """One rank tells all that it has come, and dies before it hands on what others have told it; they do not tell all."""
     opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
     dist.barrier()
+    arrival._PATIENCE_S = TIMEOUT_S
     team = opened.process_group.engine.team  # type: ignore[attr-defined]
 
     def tell_all_and_die() -> None:
