@@ -27,6 +27,9 @@ A step computes forward, then backward. The engine reduces a bucket of gradients
 while the backward pass goes on, on one host when it is over; buckets follow each other. Gradients are taken to come
 evenly over the backward pass. Then the optimizer steps.
 
+Where all hosts share one machine's cores, `link`, `host` and what ranks tell each other are measured with all ranks at
+once (`Network.told_s`).
+
 What it leaves out: the processor time that communication takes from computing, messages that wait for each other at a
 host with many peers, switches that are shared, and hosts that are not equally fast.
 """
