@@ -39,7 +39,7 @@ from lockstep.comm.hosts.links import Links
 from lockstep.comm.messages import message_mailbox
 from lockstep.comm.messages.arrival import Entries
 from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
-from lockstep.comm.messages.notices import MessageControlBlocks, forward_notices
+from lockstep.comm.messages.notices import MessageControlBlocks, forward_notices, join_notices
 from lockstep.comm.mpi.group import _Member
 from lockstep.compat.legacy.choice import Choice
 from lockstep.errors import (
@@ -249,21 +249,24 @@ def link_message(key: str, value: bytes) -> bytes:
 
 
 def notices() -> list[bytes]:
-    """Messages of rank 1 of three: that it comes to a collective, that rank 2 does, and its last."""
+    """Messages of rank 1 of three: that it comes to a collective, that rank 2 does, that all do, and its last."""
     writer = MessageControlBlocks(1, [own_identity()] * 3, lambda failure: None)
     record = 5, 1, writer.add_call("all_reduce(float32[10], SUM)"), writer.add_site("a.py:3 in main")
     start = writer.fingerprint_words[1][1]
     writer.words[start : start + 4] = memoryview(array("q", record))
     entered = writer.enter_notice() + b"attached"
+    joined = join_notices(1, [writer.enter_notice() + b"attached"] * 3, MESSAGE_BYTES)  # without texts, by now known
+    assert joined is not None
     writer.fail(Failure("RankLost", (2,), "rank 2 is lost"))
-    return [entered, *forward_notices([(2, entered)], MESSAGE_BYTES), writer.final_notice(1)]
+    return [entered, *forward_notices([(2, entered)], MESSAGE_BYTES), joined, writer.final_notice(1)]
 
 
 def read_notice(data: bytes) -> object:
     """What rank 1 sends, and then what the flight record reads of it."""
     blocks = MessageControlBlocks(0, [own_identity()] * 3, lambda failure: None)
     team: Any = SimpleNamespace(blocks=blocks, mail=deque(), _others=(1, 2), _entries=Entries(3))
-    team._receive_entry = functools.partial(MessageTeam._receive_entry, team)
+    for name in ("_receive_notice", "_receive_entry"):
+        setattr(team, name, functools.partial(getattr(MessageTeam, name), team))
     MessageTeam._receive_message(team, 1, memoryview(data))
     for rank in (1, 2):
         blocks.latest_record(rank)
