@@ -353,7 +353,7 @@ def leaves_after_its_part(slow: int) -> str:
 
 
 def dies_handing_on(culprit: int) -> _Outcome:
-    """One rank tells all that it has come, and dies before it hands on what others have told it; they do not tell all."""
+    """One rank tells all that it has come, and dies before it hands on what others told it. They do not tell all."""
     opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
     dist.barrier()
     arrival._PATIENCE_S = TIMEOUT_S
