@@ -134,7 +134,11 @@ def _watch() -> bool:
 
 def _is_only_the_modules(name: str) -> bool:
     """Whether the module has its own function of that name, and nobody else has it."""
-    return _functions[name] is _natives[name] and sys.getrefcount(_natives[name]) == _HOLDERS
+    return _functions[name] is _natives[name] and _num_holders(name) == _HOLDERS
+
+
+def _num_holders(name: str) -> int:
+    return sys.getrefcount(_natives[name])
 
 
 def _unwatch() -> None:

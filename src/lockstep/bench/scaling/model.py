@@ -220,26 +220,35 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     inner = network.host.at(num_bytes)
     if num_hosts == 1:
         return inner
-    ranks = num_hosts * network.ranks_per_host
     of_each = network.ranks_per_host
-    hosts = [range(host * of_each, (host + 1) * of_each) for host in range(num_hosts)]
-    hops = num_hops(hosts)
+    ranks = num_hosts * of_each
+    hops = num_hops([range(host * of_each, (host + 1) * of_each) for host in range(num_hosts)])
     one = network.link.at(0)
     told = hops * one if network.told_s is None else network.told_s
     if num_bytes <= attachment_bytes(ranks):
         told_at_once = of_each**2 if hops == 1 else ranks  # ranks whose tensors go to a host in one message
         return told - one + network.link.at(told_at_once * (num_hosts - 1) * num_bytes)
-    num_partners = num_hosts.bit_length() - 1 if num_hosts > 2 and num_hosts.bit_count() == 1 else 0
+    num_partners = _num_partners(num_hosts)
     if num_partners and num_bytes <= _DOUBLED_BYTES // of_each:
         return told + num_partners * network.link.at(of_each * num_bytes) + inner
     if not num_partners and num_bytes <= _REDUNDANT_BYTES:
         return told + network.link.at(of_each * (num_hosts - 1) * num_bytes) + inner
-    if num_partners and num_bytes <= _HALVED_BYTES:
-        wire = 2 * sum(network.link.at(num_bytes / 2**step) for step in range(1, num_partners + 1))
-    else:
-        hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)
-        wire = hops * network.link.at(share * num_bytes)
+    wire = _wire_s(num_bytes, num_hosts, network.link)
     return told + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
+
+
+def _num_partners(num_hosts: int) -> int:
+    """With how many others a host swaps sums, one after the other; 0 where it does not."""
+    return num_hosts.bit_length() - 1 if num_hosts > 2 and num_hosts.bit_count() == 1 else 0
+
+
+def _wire_s(num_bytes: int, num_hosts: int, link: Line | Curve) -> float:
+    """Seconds on the links of the channels' all_reduce, between at least 2 hosts."""
+    num_partners = _num_partners(num_hosts)
+    if num_partners and num_bytes <= _HALVED_BYTES:
+        return 2 * sum(link.at(num_bytes / 2**step) for step in range(1, num_partners + 1))
+    hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)
+    return hops * link.at(share * num_bytes)
 
 
 def step_on_one_host_s(computing: tuple[float, float, float], buckets: Sequence[int], host: Line) -> float:
