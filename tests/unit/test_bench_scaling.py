@@ -195,6 +195,22 @@ def test_a_prediction_is_held_against_the_check_and_never_sees_it(factor: float,
     assert checks[0].error == pytest.approx(1 / factor - 1, abs=1e-3)
 
 
+def test_what_the_engine_takes_is_fitted_to_one_host() -> None:
+    result = _result()
+    for one in result.series:
+        if one.contestant == "step" and one.parameters.get("world_size") == 2:
+            one.samples_s[:] = [sample + 1e-3 for sample in one.samples_s]
+    before, fits = predictions.fit(_result()), predictions.fit(result)
+    assert before is not None
+    assert fits is not None
+    assert before.engine_s < 1e-5
+    assert fits.engine_s == pytest.approx(1e-3, rel=0.01)
+    step_before, step = (predictions.residuals(result, each)[-1].predicted_s for each in (before, fits))
+    assert step - step_before == pytest.approx(2e-3, rel=0.01), "four ranks on two cores"
+    one_host, one_before = (predictions.projection(result, each)["weak"][0].step_s for each in (fits, before))
+    assert one_host - one_before == pytest.approx(1e-3, rel=0.01)
+
+
 def test_rates_by_hand() -> None:
     found = {(rate.mode, rate.world_size): rate for rate in predictions.rates(_result())}
     alone = 3.5e-3 + 30e-6 * 64

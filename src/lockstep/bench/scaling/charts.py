@@ -55,6 +55,7 @@ def _fits_table(result: Result, fits: Fits) -> Table:
         (f"host: all_reduce, {per_host} ranks of one host", fits.host, "GB/s"),
         *([("link: message between two hosts", fits.network.link, "GB/s")] if fits.network else []),
         *(_crowded_lines(fits.crowded) if fits.crowded else []),
+        (f"engine, {per_host} ranks of one host: beyond computing and all_reduces", Line(fits.engine_s, 0.0), "GB/s"),
         (f"forward, {per_host} ranks at once", fits.computing.forward, "samples/s"),
         (f"backward, {per_host} ranks at once", fits.computing.backward, "samples/s"),
         (f"optimizer, {per_host} ranks at once", fits.computing.optimizer, "samples/s"),
@@ -91,7 +92,8 @@ def _residual_tables(result: Result, fits: Fits) -> list[Block]:
         rows = [[*_residual_row(one), "yes" if one.is_met else "**no**"] for one in checks]
         caption = (
             f"The check: {result.settings['hosts']} namespaces of this machine at {result.settings['rate']}. Its hosts "
-            f"share {result.environment.cores} cores: messages, sums and computing are those of all ranks at once."
+            f"share {result.environment.cores} cores: messages, sums and computing are those of all ranks at once, and "
+            f"the engine takes {fits.crowding:g} times as long."
         )
         tables.append(Table(caption, [*header, f"within {TARGET:.0%}"], rows))
     return tables

@@ -13,11 +13,11 @@ So between the sizes that were measured it is straight, and beyond the largest i
 An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have come
 for (one latency of the link with up to 3 ranks, else one for each step up a tree and down again), each host adds up,
 hosts exchange. Up to 4 KiB, less from six ranks on, tensors come with what ranks tell each other, every rank's to every
-host: r H (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's
-sum to its like on each other host: r (H - 1) m bytes; with 4, 8, 16, … hosts up to 64 KiB / r, and only to log2 H of
-them, one after the other. Larger tensors cross in channels, so that with 2 hosts each byte crosses once each way, with
-more 2 (H - 1) / H of them in two hops, or in 2 log2 H hops up to 2 MiB where partners halve what they have; they go in
-k chunks, and while one is on the link, another is in the host::
+host: r H (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's sum to
+its like on each other host: r (H - 1) m bytes; with 2, 4, 8, … hosts up to 64 KiB / r, and only to log2 H of them, one
+after the other. Larger tensors cross in channels, so that with 2 hosts each byte crosses once each way, with more 2 (H
+- 1) / H of them in two hops, or in 2 log2 H hops up to 2 MiB, from 8 hosts on 4, where partners halve what they have;
+they go in k chunks, and while one is on the link, another is in the host::
 
     wire  = hops * link(share * m)      hops 1, share 1 for H = 2; hops 2, share (H - 1) / H above
     inner = alpha_host + beta_host * m
@@ -57,7 +57,8 @@ __all__ = [
     "step_s",
 ]
 
-_REDUNDANT_BYTES, _DOUBLED_BYTES, _HALVED_BYTES = 16 << 10, 64 << 10, 2 << 20
+_REDUNDANT_BYTES, _DOUBLED_BYTES = 16 << 10, 64 << 10
+_HALVED_BYTES, _HALVED_BYTES_OF_MANY, _MANY_HOSTS = 2 << 20, 4 << 20, 8
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,8 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     num_partners = _num_partners(num_hosts)
     if num_partners and num_bytes <= _DOUBLED_BYTES // of_each:
         return told + num_partners * network.link.at(of_each * num_bytes) + inner
-    if not num_partners and num_bytes <= _REDUNDANT_BYTES:
+    redundant_bytes = _DOUBLED_BYTES // of_each if num_hosts == 2 else _REDUNDANT_BYTES
+    if not num_partners and num_bytes <= redundant_bytes:
         return told + network.link.at(of_each * (num_hosts - 1) * num_bytes) + inner
     wire = _wire_s(num_bytes, num_hosts, network.link)
     return told + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
@@ -245,7 +247,8 @@ def _num_partners(num_hosts: int) -> int:
 def _wire_s(num_bytes: int, num_hosts: int, link: Line | Curve) -> float:
     """Seconds on the links of the channels' all_reduce, between at least 2 hosts."""
     num_partners = _num_partners(num_hosts)
-    if num_partners and num_bytes <= _HALVED_BYTES:
+    halved_bytes = _HALVED_BYTES if num_hosts < _MANY_HOSTS else _HALVED_BYTES_OF_MANY
+    if num_partners and num_bytes <= halved_bytes:
         return 2 * sum(link.at(num_bytes / 2**step) for step in range(1, num_partners + 1))
     hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)
     return hops * link.at(share * num_bytes)

@@ -58,6 +58,8 @@ class Fits:
         crowded: the same with the ranks of all hosts of the check on this machine, all at once; None where that was
             not measured.
         host: an all_reduce on one host.
+        engine_s: what a step of the engine takes beyond computing and all_reduces; seconds of a rank that has a core.
+        crowding: how many times as many ranks a core has in the check as on a host of its own.
     """
 
     computing: Computing
@@ -65,6 +67,8 @@ class Fits:
     network: Network | None
     crowded: Network | None
     host: Line
+    engine_s: float
+    crowding: float
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,21 @@ def fit(result: Result) -> Fits | None:
     }
     forward, both, whole = (stats.median(samples) for samples in parts.values())
     together_s = (forward, max(0.0, both - forward), max(0.0, whole - both))
-    return Fits(computing, together_s, network, _crowded(result, per_host), host)
+    engine_s = _engine_s(result, per_host, computing, host)
+    cores = result.environment.cores
+    crowding = max(1.0, hosts * per_host / cores) / max(1.0, per_host / cores)
+    return Fits(computing, together_s, network, _crowded(result, per_host), host, engine_s, crowding)
+
+
+def _engine_s(result: Result, per_host: int, computing: Computing, host: Line) -> float:
+    """Fitted to steps of one host: the median, over batches, of what they take beyond what is predicted without it."""
+    steps = _by(result, "step", "batch", "step", world_size=per_host)
+    buckets = _buckets(result)
+    beyond = [
+        stats.median(samples) - step_on_one_host_s(computing.at(batch), buckets, host)
+        for batch, samples in steps.items()
+    ]
+    return max(0.0, stats.median(beyond)) if beyond else 0.0
 
 
 def _crowded(result: Result, per_host: int) -> Network | None:
@@ -192,7 +210,7 @@ def residuals(result: Result, fits: Fits) -> list[Residual]:
         found.append(_residual(what, fits.host.at(size), samples, is_check=False))
     steps = _by(result, "step", "batch", "step", world_size=per_host).get(batch)
     if steps:
-        predicted = step_on_one_host_s(fits.computing.at(batch), _buckets(result), fits.host)
+        predicted = step_on_one_host_s(fits.computing.at(batch), _buckets(result), fits.host) + fits.engine_s
         found.append(_residual(f"a step on one host with {per_host} ranks", predicted, steps, is_check=False))
     # The check's hosts share this machine's cores: its messages and sums take longer than on hosts of their own.
     if fits.crowded is None:
@@ -203,6 +221,7 @@ def residuals(result: Result, fits: Fits) -> list[Residual]:
     for own, samples in _by(result, "step", "batch", "check").items():
         what = f"step with {own} samples a rank, {hosts} hosts with {per_host} ranks"
         predicted = step_s(fits.computing_together, _buckets(result), hosts, fits.crowded)
+        predicted += fits.engine_s * fits.crowding
         found.append(_residual(what, predicted, samples, is_check=True))
     return found
 
@@ -224,7 +243,7 @@ def projection(result: Result, fits: Fits) -> Mapping[str, list[Rate]]:
             own = batch if mode == "weak" else batch / num_hosts
             if own < 1:
                 break
-            seconds = step_s(fits.computing.at(own), buckets, num_hosts, fits.network)
+            seconds = step_s(fits.computing.at(own), buckets, num_hosts, fits.network) + fits.engine_s
             rate = own * per_host * num_hosts / seconds
             one = rows[0].samples_per_s if rows else rate
             rows.append(Rate(mode, num_hosts, round(own), seconds, rate, rate / (num_hosts * one)))

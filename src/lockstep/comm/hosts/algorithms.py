@@ -25,7 +25,7 @@ __all__ = ["HostsAlgorithms"]
 
 # Up to this size every rank adds up everything: one message to each host instead of a pipeline.
 _REDUNDANT_BYTES = 16 << 10
-# The same where partners swap sums, for all ranks of a host together, as each swaps the whole.
+# The same between two hosts, and where partners swap sums, for all ranks of a host together, as each sends the whole.
 _DOUBLED_BYTES = 64 << 10
 _BROADCAST_PIECE_BYTES = 8 << 20
 
@@ -58,14 +58,19 @@ class HostsAlgorithms(Algorithms):
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
         reduction = Reduction.by(kernel, tensor.dtype, team)
-        is_by_partners = reduction.can_be_by_partners(team)
-        redundant_bytes = _DOUBLED_BYTES // team.layout.num_channels if is_by_partners else _REDUNDANT_BYTES
-        if tensor.numel() * tensor.element_size() <= redundant_bytes:
+        if tensor.numel() * tensor.element_size() <= self._redundant_bytes(reduction):
             self._all_reduce_redundant(tensor, reduction, timeout_s)
         elif len(team.layout.local_ranks(team.rank)) == 1:
             self._all_reduce_alone(tensor, reduction, timeout_s)
         else:
             self._all_reduce_shared(tensor, reduction, timeout_s)
+
+    def _redundant_bytes(self, reduction: Reduction) -> int:
+        layout = self._team.layout
+        is_pair = len(layout.hosts) == 2 and reduction.wire.is_exact
+        if is_pair or reduction.can_be_by_partners(self._team):
+            return _DOUBLED_BYTES // layout.num_channels
+        return _REDUNDANT_BYTES
 
     def _all_reduce_redundant(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
         """Every rank adds up its host's parts and then all hosts' sums."""
