@@ -42,7 +42,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.bench import stats
-from lockstep.comm.hosts.layout import num_chunks
+from lockstep.comm.hosts.layout import halved_bytes, num_chunks, num_partners, redundant_bytes
 from lockstep.comm.messages.arrival import attachment_bytes, num_hops
 
 __all__ = [
@@ -56,9 +56,6 @@ __all__ = [
     "step_on_one_host_s",
     "step_s",
 ]
-
-_REDUNDANT_BYTES, _DOUBLED_BYTES = 16 << 10, 64 << 10
-_HALVED_BYTES, _HALVED_BYTES_OF_MANY, _MANY_HOSTS = 2 << 20, 4 << 20, 8
 
 
 @dataclass(frozen=True)
@@ -229,27 +226,18 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
     if num_bytes <= attachment_bytes(ranks):
         told_at_once = of_each**2 if hops == 1 else ranks  # ranks whose tensors go to a host in one message
         return told - one + network.link.at(told_at_once * (num_hosts - 1) * num_bytes)
-    num_partners = _num_partners(num_hosts)
-    if num_partners and num_bytes <= _DOUBLED_BYTES // of_each:
-        return told + num_partners * network.link.at(of_each * num_bytes) + inner
-    redundant_bytes = _DOUBLED_BYTES // of_each if num_hosts == 2 else _REDUNDANT_BYTES
-    if not num_partners and num_bytes <= redundant_bytes:
-        return told + network.link.at(of_each * (num_hosts - 1) * num_bytes) + inner
+    if num_bytes <= redundant_bytes(num_hosts, of_each):
+        partners = num_partners(num_hosts)
+        sums = partners * network.link.at(of_each * num_bytes)
+        return told + inner + (sums if partners else network.link.at(of_each * (num_hosts - 1) * num_bytes))
     wire = _wire_s(num_bytes, num_hosts, network.link)
     return told + max(wire, inner) + min(wire, inner) / num_chunks(num_bytes, num_hosts)
 
 
-def _num_partners(num_hosts: int) -> int:
-    """With how many others a host swaps sums, one after the other; 0 where it does not."""
-    return num_hosts.bit_length() - 1 if num_hosts > 2 and num_hosts.bit_count() == 1 else 0
-
-
 def _wire_s(num_bytes: int, num_hosts: int, link: Line | Curve) -> float:
     """Seconds on the links of the channels' all_reduce, between at least 2 hosts."""
-    num_partners = _num_partners(num_hosts)
-    halved_bytes = _HALVED_BYTES if num_hosts < _MANY_HOSTS else _HALVED_BYTES_OF_MANY
-    if num_partners and num_bytes <= halved_bytes:
-        return 2 * sum(link.at(num_bytes / 2**step) for step in range(1, num_partners + 1))
+    if num_bytes <= halved_bytes(num_hosts):
+        return 2 * sum(link.at(num_bytes / 2**step) for step in range(1, num_partners(num_hosts) + 1))
     hops, share = (1, 1.0) if num_hosts == 2 else (2, (num_hosts - 1) / num_hosts)
     return hops * link.at(share * num_bytes)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lockstep.comm.contract import Algorithms
-from lockstep.comm.hosts.layout import LARGEST_CHUNK_BYTES, num_chunks
+from lockstep.comm.hosts.layout import LARGEST_CHUNK_BYTES, num_chunks, redundant_bytes
 from lockstep.comm.hosts.pipeline import Reduction, reduce_pipelined
 from lockstep.comm.hosts.small_tensors import SmallTensorAlgorithms
 from lockstep.comm.hosts.team import HostsTeam
@@ -23,10 +23,6 @@ from lockstep.shm.team import Region
 
 __all__ = ["HostsAlgorithms"]
 
-# Up to this size every rank adds up everything: one message to each host instead of a pipeline.
-_REDUNDANT_BYTES = 16 << 10
-# The same between two hosts, and where partners swap sums, for all ranks of a host together, as each sends the whole.
-_DOUBLED_BYTES = 64 << 10
 _BROADCAST_PIECE_BYTES = 8 << 20
 
 
@@ -58,19 +54,13 @@ class HostsAlgorithms(Algorithms):
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
         reduction = Reduction.by(kernel, tensor.dtype, team)
-        if tensor.numel() * tensor.element_size() <= self._redundant_bytes(reduction):
+        largest = redundant_bytes(len(team.layout.hosts), team.layout.num_channels, reduction.wire.is_exact)
+        if tensor.numel() * tensor.element_size() <= largest:
             self._all_reduce_redundant(tensor, reduction, timeout_s)
         elif len(team.layout.local_ranks(team.rank)) == 1:
             self._all_reduce_alone(tensor, reduction, timeout_s)
         else:
             self._all_reduce_shared(tensor, reduction, timeout_s)
-
-    def _redundant_bytes(self, reduction: Reduction) -> int:
-        layout = self._team.layout
-        is_pair = len(layout.hosts) == 2 and reduction.wire.is_exact
-        if is_pair or reduction.can_be_by_partners(self._team):
-            return _DOUBLED_BYTES // layout.num_channels
-        return _REDUNDANT_BYTES
 
     def _all_reduce_redundant(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
         """Every rank adds up its host's parts and then all hosts' sums."""

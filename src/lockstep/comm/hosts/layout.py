@@ -14,11 +14,26 @@ from dataclasses import dataclass
 from lockstep.shm.liveness import PeerIdentity
 from lockstep.topology import name_ranks
 
-__all__ = ["LARGEST_CHUNK_BYTES", "Layout", "Member", "num_chunks"]
+__all__ = [
+    "LARGEST_CHUNK_BYTES",
+    "Layout",
+    "Member",
+    "halved_bytes",
+    "num_chunks",
+    "num_partners",
+    "redundant_bytes",
+]
 
 LARGEST_CHUNK_BYTES = 16 << 20
 _SMALLEST_CHUNK_BYTES = 2 << 20
 _CHUNKS_OF_TWO_HOSTS = 4
+# Up to this size every rank adds up everything: one message to each host instead of a pipeline.
+_REDUNDANT_BYTES = 16 << 10
+# The same between two hosts, and where partners swap sums, for all ranks of a host together, as each sends the whole.
+_DOUBLED_BYTES = 64 << 10
+# Up to this size of a chunk partners halve it, the second where hosts are many. See [Note: halving] in `pipeline.py`.
+_HALVED_BYTES, _HALVED_BYTES_OF_MANY = 2 << 20, 4 << 20
+_MANY_HOSTS = 8
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class Layout:
     @property
     def has_partners(self) -> bool:
         """Whether there are 4, 8, 16, … hosts, which can exchange in pairs. See [Note: halving] in `pipeline.py`."""
-        return len(self.hosts) > 2 and len(self.hosts).bit_count() == 1
+        return num_partners(len(self.hosts)) > 0
 
     def partners_of(self, host: int) -> list[int]:
         """The hosts with which a host exchanges, one after the other: the next, the next but one, …
@@ -107,6 +122,41 @@ class Layout:
             member = self.members[ranks[0]]
             parts.append(f"{member.identity.host} ({name_ranks(ranks)}) {member.interface} {member.address}")
         return " | ".join(parts)
+
+
+def num_partners(num_hosts: int) -> int:
+    """With how many others a host swaps sums, one after the other; 0 where it does not.
+
+    >>> [num_partners(hosts) for hosts in (1, 2, 3, 4, 6, 8)]
+    [0, 0, 0, 2, 0, 3]
+    """
+    return num_hosts.bit_length() - 1 if num_hosts > 2 and num_hosts.bit_count() == 1 else 0
+
+
+def redundant_bytes(num_hosts: int, num_channels: int, is_exact: bool = True) -> int:
+    """The largest tensor, in bytes, that every rank adds up whole, instead of a share of it.
+
+    Args:
+        num_hosts: at least 2.
+        num_channels: ranks of the fullest host.
+        is_exact: sums cross as they are, and not in fewer bits.
+
+    >>> [redundant_bytes(hosts, 2) >> 10 for hosts in (2, 3, 4)], redundant_bytes(2, 1, is_exact=False) >> 10
+    ([32, 16, 32], 16)
+    """
+    is_doubled = is_exact and (num_hosts == 2 or num_partners(num_hosts) > 0)
+    return _DOUBLED_BYTES // num_channels if is_doubled else _REDUNDANT_BYTES
+
+
+def halved_bytes(num_hosts: int) -> int:
+    """The largest chunk, in bytes, that partners halve; 0 where hosts have none.
+
+    >>> [halved_bytes(hosts) >> 20 for hosts in (2, 4, 6, 8)]
+    [0, 2, 0, 4]
+    """
+    if not num_partners(num_hosts):
+        return 0
+    return _HALVED_BYTES if num_hosts < _MANY_HOSTS else _HALVED_BYTES_OF_MANY
 
 
 def num_chunks(num_bytes: int, num_hosts: int, largest_bytes: int = LARGEST_CHUNK_BYTES) -> int:

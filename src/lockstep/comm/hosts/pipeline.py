@@ -39,6 +39,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.comm.hosts.gloo_transfers import GlooTransfer
+from lockstep.comm.hosts.layout import halved_bytes
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.wire import WIRES, Wire
 from lockstep.shm.algorithms import share_bounds
@@ -49,9 +50,6 @@ __all__ = ["Reduction", "reduce_pipelined"]
 # Chunks between the start of an exchange and its end, and more for which receives are posted.
 _DEPTH = 2
 _AHEAD = 3
-# Up to this size of a chunk partners halve it, the second where hosts are many. See [Note: halving].
-_HALVED_BYTES, _HALVED_BYTES_OF_MANY = 2 << 20, 4 << 20
-_MANY_HOSTS = 8
 _FLOAT_SUMS = ("SUM", "AVG", "PREMUL_SUM")
 
 
@@ -383,8 +381,7 @@ def reduce_pipelined(
     num_chunks, channels = len(chunk_numels), team.layout.channels_of(team.rank)
     bounds = [share_bounds(numel, team.layout.num_channels) for numel in chunk_numels]
     exchanges: list[dict[int, _Exchange]] = []
-    halved_bytes = _HALVED_BYTES if len(team.layout.hosts) < _MANY_HOSTS else _HALVED_BYTES_OF_MANY
-    is_small = max(chunk_numels) * reduction.dtype.itemsize <= halved_bytes
+    is_small = max(chunk_numels) * reduction.dtype.itemsize <= halved_bytes(len(team.layout.hosts))
     make = _HalvingExchange if is_small and reduction.can_be_by_partners(team) else _Exchange
     reduce_after = _DEPTH if len(team.layout.hosts) > 2 else 0
     finish_after = reduce_after + _DEPTH
