@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import lockstep
 from lockstep import env
+from lockstep.comm.hosts.layout import is_summed_by_first_ranks
 from lockstep.comm.messages import arrival
 from lockstep.comm.messages.notices import NoticeKind, notice_kind
 from lockstep.comm.wire import find_wire
@@ -214,7 +215,8 @@ def _sums(wire: str | None) -> dict[str, Any]:
                 bits.add((divisor, value.numpy().tobytes()[:4096], float(value.double().sum()), excess <= 0.0))
             small = parts[opened.rank][:100].clone()  # comes with the notices, in another order of steps
             dist.all_reduce(small)
-            if wire in (None, "fp32"):
+            is_in_tree = not is_summed_by_first_ranks(4 * numel, len(layout.hosts))
+            if wire in (None, "fp32") and is_in_tree:
                 assert torch.equal(small, value[:100]), f"{numel}: not the bits of a large one"
             found[str(numel)] = sorted(bits)
         whole = torch.arange(1000)

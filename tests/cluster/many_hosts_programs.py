@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -13,13 +14,13 @@ import torch.distributed as dist
 
 import lockstep
 from hosts_programs import TIMEOUT_S, raised_by, world
-from lockstep.comm.hosts import algorithms, pipeline
+from lockstep.comm.hosts import algorithms, first_ranks, pipeline
 from lockstep.shm.kernels import find_kernel
 
 _Outcome = tuple[str, str, float, tuple[int, ...]]
 
-# What travels with the notices, as messages between partners, and as halves by Gloo.
-SMALL, MEDIUM, LARGE = 100, 3000, 400_001
+# What travels with the notices, as messages between partners, as halves by Gloo, and in a sum of Gloo's own.
+SMALL, MEDIUM, LARGE, SUMMED = 100, 3000, 250_001, 700_001
 
 
 def _random(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -74,6 +75,7 @@ def paths() -> list[str]:
     """Which way reductions of each size go."""
     found: list[str] = []
     doubled, halved = algorithms.HostsAlgorithms._reduce_by_doubling, pipeline._HalvingExchange.start
+    summed = first_ranks.FirstRanks.start_sum
 
     def note_doubling(self: Any, *arguments: Any) -> Any:
         found.append("doubling")
@@ -83,12 +85,64 @@ def paths() -> list[str]:
         found.append("halving")
         return halved(self, *arguments)
 
+    def note_sum(self: Any, *arguments: Any) -> Any:
+        found.append("sum")
+        return summed(self, *arguments)
+
     algorithms.HostsAlgorithms._reduce_by_doubling = note_doubling  # type: ignore[method-assign]
     pipeline._HalvingExchange.start = note_halving  # type: ignore[method-assign]
+    first_ranks.FirstRanks.start_sum = note_sum  # type: ignore[method-assign]
     with world():
-        for numel in (SMALL, MEDIUM, LARGE):
+        for numel in (SMALL, MEDIUM, LARGE, SUMMED):
             dist.all_reduce(torch.ones(numel))
+        dist.all_reduce(torch.ones(SUMMED, dtype=torch.bfloat16))  # is added in float32, so not by Gloo
+        dist.all_reduce(torch.ones(SUMMED), dist.ReduceOp.MAX)
     return found
+
+
+def large_sums() -> dict[str, Any]:
+    """Large sums by every kind of call: which are wrong, and the bits of each, once and again."""
+    wrong, bits = [], []
+    ops: dict[str, Any] = {"SUM": dist.ReduceOp.SUM, "AVG": dist.ReduceOp.AVG}
+    ops["PREMUL_SUM"] = dist._make_nccl_premul_sum(0.3)  # type: ignore[attr-defined]
+    with world() as opened:
+        size = opened.world_size
+        symmetric = opened.process_group.symmetric_empty((SUMMED,), torch.float64)
+        for dtype in (torch.float32, torch.float64, torch.int32, torch.int64):
+            for name, op in ops.items():
+                if name != "SUM" and not dtype.is_floating_point:
+                    continue
+                parts = torch.stack([_random(rank, SUMMED, dtype) for rank in range(size)]).double()
+                expected = parts.sum(0) * {"SUM": 1.0, "AVG": 1 / size, "PREMUL_SUM": 0.3}[name]
+                for memory in (torch.empty(SUMMED, dtype=dtype), symmetric, torch.empty(SUMMED, dtype=dtype)):
+                    if memory.dtype is not dtype:
+                        continue
+                    memory.copy_(_random(opened.rank, SUMMED, dtype))
+                    dist.all_reduce(memory, op)
+                    bound = 1e-12 if dtype is torch.float64 else 1e-5
+                    if not torch.allclose(memory.double(), expected, rtol=bound, atol=bound):
+                        wrong.append(f"{name} of {dtype}")
+                    bits.append(hashlib.blake2b(memory.numpy().tobytes()).hexdigest())
+        value = torch.full((SUMMED,), opened.rank + 1.0)
+        dist.reduce(value, 1)
+        if value[-1] != (size * (size + 1) / 2 if opened.rank == 1 else opened.rank + 1.0):
+            wrong.append("reduce")
+    return {"wrong": wrong, "bits": bits}
+
+
+def sums_of_two_groups() -> list[float]:
+    """Large sums of two groups at once, which the ranks begin in different orders."""
+    found = []
+    with world() as opened:
+        groups = [dist.new_group(backend="lockstep"), dist.new_group(backend="lockstep")]
+        for number in range(6):
+            values = [torch.full((SUMMED,), float(factor)) for factor in (1, 10)]
+            order = (0, 1) if (opened.rank + number) % 2 else (1, 0)
+            works = {at: dist.all_reduce(values[at], group=groups[at], async_op=True) for at in order}
+            for at in order:
+                works[at].wait()
+            found += [float(value[-1]) for value in values]
+    return sorted(set(found))
 
 
 def acts_in_the_middle(numel: int, culprit: int, after: int, how: str) -> _Outcome:
@@ -125,13 +179,14 @@ def _act_before_sending(opened: lockstep.World, after: int, how: str) -> None:
 
     team.send_message = act_first(team.send_message)
     team.send_chunk = act_first(team.send_chunk)
+    team.first_ranks.start_sum = act_first(team.first_ranks.start_sum)
 
 
 def same_bits_whoever_is_late() -> list[bytes]:
     """Sums of the same numbers, while another rank comes late each time."""
     found = []
     with world() as opened:
-        for numel in (SMALL, MEDIUM, LARGE):
+        for numel in (SMALL, MEDIUM, LARGE, SUMMED):
             for late in range(opened.world_size):
                 value = _random(opened.rank, numel, torch.float32)
                 if opened.rank == late:

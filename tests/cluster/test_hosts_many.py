@@ -11,7 +11,7 @@ import hosts_programs
 import many_hosts_programs as programs
 from lockstep.testing import limit_s
 from lockstep.testing.conformance import run_conformance
-from many_hosts_programs import LARGE, MEDIUM, SMALL
+from many_hosts_programs import LARGE, MEDIUM, SMALL, SUMMED
 from netns_harness import Cluster, RankDied, cluster, needs_namespaces
 
 pytestmark = needs_namespaces
@@ -43,8 +43,22 @@ def test_bits_are_those_of_the_tree_on_every_path(hosts: Cluster, sizes: tuple[i
 
 
 def test_each_size_has_its_path(hosts: Cluster) -> None:
-    assert hosts.run(programs.paths, (1, 1, 1, 1)) == [["doubling", "halving"]] * 4
-    assert hosts.run(programs.paths, (1, 1, 1)) == [[]] * 3, "three hosts have no partners"
+    assert hosts.run(programs.paths, (1, 1, 1, 1)) == [["doubling", "halving", "sum"]] * 4
+    assert hosts.run(programs.paths, (2, 1, 1)) == [["sum"], [], ["sum"], ["sum"]], "three hosts have no partners"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 1, 2), (2, 2, 2, 2)], ids=str)
+def test_large_sums(hosts: Cluster, sizes: tuple[int, ...]) -> None:
+    first, *others = hosts.run(programs.large_sums, sizes)
+    assert first["wrong"] == []
+    bits = first["bits"]
+    assert bits[0] == bits[1], "the same bits again"
+    assert all(one == first for one in others), "and on every rank"
+
+
+def test_large_sums_of_two_groups_may_begin_in_any_order(hosts: Cluster) -> None:
+    for found in hosts.run(programs.sums_of_two_groups, (1, 2, 1)):
+        assert found == [4.0, 40.0]
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 2, 1)], ids=str)
@@ -85,6 +99,8 @@ def test_sums_in_fewer_bits_are_within_the_bound(hosts: Cluster) -> None:
         (LARGE, 2, 2),
         (LARGE, 3, 3),
         (LARGE, 0, 6),
+        (SUMMED, 0, 1),
+        (SUMMED, 2, 1),
     ],
 )
 def test_who_dies_in_the_middle_is_named(hosts: Cluster, numel: int, culprit: int, after: int) -> None:
@@ -99,7 +115,17 @@ def test_who_dies_in_the_middle_is_named(hosts: Cluster, numel: int, culprit: in
 
 @pytest.mark.parametrize(
     ("numel", "culprit", "after"),
-    [(SMALL, 0, 1), (SMALL, 3, 0), (MEDIUM, 3, 1), (MEDIUM, 1, 2), (LARGE, 1, 1), (LARGE, 2, 2), (LARGE, 3, 3)],
+    [
+        (SMALL, 0, 1),
+        (SMALL, 3, 0),
+        (MEDIUM, 3, 1),
+        (MEDIUM, 1, 2),
+        (LARGE, 1, 1),
+        (LARGE, 2, 2),
+        (LARGE, 3, 3),
+        (SUMMED, 2, 1),
+        (SUMMED, 0, 4),
+    ],
 )
 def test_who_stops_in_the_middle_is_named_and_nobody_else(hosts: Cluster, numel: int, culprit: int, after: int) -> None:
     """Those who wait for a rank that waits for the one that stopped have the same deadline."""

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from lockstep import drift, network_interfaces
 from lockstep.comm.hosts import handshake, link_store
 from lockstep.comm.hosts.discovery import _Listener, _RankInfo, _read_first, _read_reached
-from lockstep.comm.hosts.group import _read_ready, _read_terms
+from lockstep.comm.hosts.gloo_setup import _read_ready
+from lockstep.comm.hosts.group import _read_terms
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, OutgoingHandshake, Stranger
 from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.links import Links

@@ -67,9 +67,10 @@ def test_a_curve_goes_through_medians_and_on_beyond_them() -> None:
     assert found.per_unit_s == pytest.approx(10e-3 / MIB)
     with pytest.raises(ValueError, match="at least two"):
         fit_curve({4: [1.0]})
-    # In an all_reduce of 3 hosts each of two hops takes what two thirds of the bytes take.
+    # In an all_reduce of 3 hosts each of two hops takes what two thirds of the bytes take; in a ring four hops a third.
     network = Network(found, Line(0.0, 0.0))
-    assert all_reduce_s(3 * MIB, 3, network) == pytest.approx(1e-4 + 2 * found.at(2 * MIB))
+    assert all_reduce_s(1.5 * MIB, 3, network) == pytest.approx(1e-4 + 2 * found.at(MIB))
+    assert all_reduce_s(6 * MIB, 3, network) == pytest.approx(1e-4 + 4 * found.at(2 * MIB))
 
 
 # ---- formulas ------------------------------------------------------------------------------------
@@ -83,8 +84,10 @@ def test_all_reduce_at_known_points() -> None:
     # Two ranks on each host: to the first of the host, to the first of all, and back.
     told = 400e-6
     assert all_reduce_s(large, 2, network) == pytest.approx(told + wire + inner / 4)
-    three_hosts = told + 200e-6 + 4 / 3 * large * 8e-9 + inner
+    three_hosts = told + 400e-6 + 4 / 3 * large * 8e-9 + inner
     assert all_reduce_s(large, 3, network) == pytest.approx(three_hosts)
+    in_two_pieces = told + 400e-6 + 8 / 3 * large * 8e-9 + HOST.at(2 * large) / 2
+    assert all_reduce_s(2 * large, 3, network) == pytest.approx(in_two_pieces)
     # Small: told, then two ranks' messages to each other host, the host itself.
     assert all_reduce_s(small, 3, network) == pytest.approx(told + 100e-6 + 2 * 2 * small * 8e-9 + HOST.at(small))
     # With partners: to one host, then to another; medium: half to one, a quarter to another, and back.

@@ -10,11 +10,13 @@ General layout:
 * `link_store`: the values that ranks exchange over their new connections.
 * `gloo_port_filter`: keeps strangers from the port at which Gloo listens.
 * `gloo_connections`: those of Gloo, which all groups share; `gloo_transport`: as a group uses them.
+* `gloo_setup`: makes them; `first_ranks`: further ones between the first ranks of all hosts, for sums of Gloo's own.
 * `gloo_transfers`: what Gloo has under way, and who waits for it.
 * `watchdog`: a thread that looks after the peers while a rank waits for Gloo.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.
 * `pipeline`: large reductions in chunks, each of which is in another stage.
 * `small_tensors`: the collectives of small tensors, which come with the notices.
+* `large_sums`: sums of large tensors over more than two hosts, by their first ranks.
 * `algorithms`: the collectives.
 * `mailbox`: point to point.
 * `group`: how a group comes to be, and its engine.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lockstep.comm.contract import Algorithms
+from lockstep.comm.hosts.large_sums import LargeSums
 from lockstep.comm.hosts.layout import LARGEST_CHUNK_BYTES, num_chunks, redundant_bytes
 from lockstep.comm.hosts.pipeline import Reduction, reduce_pipelined
 from lockstep.comm.hosts.small_tensors import SmallTensorAlgorithms
@@ -37,6 +38,7 @@ class HostsAlgorithms(Algorithms):
         self._team = team
         self._local = SharedMemoryAlgorithms(team.local)
         self._small = SmallTensorAlgorithms(team)
+        self._large_sums = LargeSums(team, self._local)
 
     def barrier(self, timeout_s: float) -> None:
         """Every rank waits for every other."""
@@ -57,6 +59,8 @@ class HostsAlgorithms(Algorithms):
         largest = redundant_bytes(len(team.layout.hosts), team.layout.num_channels, reduction.wire.is_exact)
         if tensor.numel() * tensor.element_size() <= largest:
             self._all_reduce_redundant(tensor, reduction, timeout_s)
+        elif self._large_sums.fits(tensor, reduction):
+            self._large_sums.all_reduce(tensor, reduction, timeout_s)
         elif len(team.layout.local_ranks(team.rank)) == 1:
             self._all_reduce_alone(tensor, reduction, timeout_s)
         else:
@@ -243,7 +247,10 @@ class HostsAlgorithms(Algorithms):
             local.step(timeout_s)
         reduction = Reduction.by(kernel, tensor.dtype, team)
         parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
-        self.reduce_symmetric(parts, reduction, timeout_s)
+        if self._large_sums.fits(tensor, reduction):
+            self._large_sums.all_reduce_symmetric(parts, reduction, timeout_s)
+        else:
+            self.reduce_symmetric(parts, reduction, timeout_s)
         local.begin_transfer()
         local.step(timeout_s)
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.comm.hosts.gloo_port_filter import GlooPortFilter
 from lockstep.comm.torch_version import joins_gloo_with_gil
@@ -28,7 +29,7 @@ from lockstep.torch_private.stores import Store
 
 __all__ = ["GlooConnections"]
 
-_AT_ONCE = timedelta(milliseconds=1)
+_AT_ONCE, _FOREVER = timedelta(milliseconds=1), timedelta(days=30)
 _BREAK_OFF_TAG = (1 << 31) - 1  # the largest, which no group has
 _LOOK_EVERY_S = 0.01
 _REASON_FOLLOWS_WITHIN_S = 0.5
@@ -50,7 +51,7 @@ class _ClosedGroup:
     def send(self, *_: object) -> None:
         raise RuntimeError("the group is closed")
 
-    recv = send
+    recv = allreduce = send
 
 
 def _nothing_lost() -> None:
@@ -174,7 +175,7 @@ class GlooConnections:
         Returns:
             What `GlooTransfer` waits for.
         """
-        return self._begin(self._group.send, peer, memory, tag)
+        return self._begin(self._group.send, memory, peer, tag)
 
     def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Any:
         """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local.
@@ -182,12 +183,22 @@ class GlooConnections:
         Returns:
             What `GlooTransfer` waits for.
         """
-        return self._begin(self._group.recv, peer, memory, tag)
+        return self._begin(self._group.recv, memory, peer, tag)
 
-    def _begin(self, verb: Callable[..., Any], peer: int, memory: torch.Tensor, tag: int) -> Any:
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Begin to add up a flat contiguous tensor of all ranks in place. Collective, in the same order on all ranks.
+
+        Returns:
+            What `GlooTransfer` waits for.
+        """
+        options = dist.AllreduceOptions()
+        options.timeout = _FOREVER  # See [Note: waits] in `gloo_transport.py`.
+        return self._begin(self._group.allreduce, tensor, options)
+
+    def _begin(self, verb: Callable[..., Any], memory: torch.Tensor, *arguments: object) -> Any:
         # The death of a peer shows here or in a wait; the wait explains it.
         try:
-            return verb([memory], peer, tag)
+            return verb([memory], *arguments)
         except RuntimeError as error:
             return _Refused(error)
 

@@ -1,4 +1,4 @@
-"""Sends and receives of Gloo that are under way, and the threads that wait for them."""
+"""What Gloo has under way, sends, receives and sums, and the threads that wait for it."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _ENDS_WAITS_EVERY_S = 0.02
 
 
 class GlooTransfer:
-    """A send or receive of Gloo under way.
+    """A send, a receive or a sum of Gloo under way.
 
     Args:
         work: what torch's group returned.
-        peer: the rank at the other end.
-        memory: the bytes that move: uint8, contiguous.
+        peers: the rank at the other end; all others, of a sum.
+        memory: what moves: contiguous.
         under_way: the transfers that have not finished, to which this one belongs until it has. Who gives up transfers
             keeps them, since Gloo cannot: it would stop to read from the peer.
 
     Attributes:
-        peer: the rank at the other end.
+        peers: the ranks at the other ends.
         is_done: whether it has been seen to finish, well or not.
         has_failed: whether it has finished without its bytes, because the connection is gone.
     """
 
-    __slots__ = ("_memory", "_under_way", "_work", "has_failed", "is_done", "peer")
+    __slots__ = ("_memory", "_under_way", "_work", "has_failed", "is_done", "peers")
 
-    def __init__(self, work: Any, peer: int, memory: torch.Tensor, under_way: set[GlooTransfer]) -> None:
+    def __init__(self, work: Any, peers: tuple[int, ...], memory: torch.Tensor, under_way: set[GlooTransfer]) -> None:
         self._work = work
         self._memory = memory  # Gloo reads or writes it until the end
         self._under_way = under_way
         under_way.add(self)
-        self.peer = peer
+        self.peers = peers
         self.is_done = self.has_failed = False
 
     def wait(self) -> None:

@@ -61,21 +61,22 @@ class GlooTransport:
             tag: of the group, below 8.
         """
         work = self.connections.send(self._ranks[peer], memory, self._first_tag + tag)
-        return GlooTransfer(work, peer, memory, self._under_way)
+        return GlooTransfer(work, (peer,), memory, self._under_way)
 
     def receive(self, peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
         """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local."""
         work = self.connections.receive(self._ranks[peer], memory, self._first_tag + tag)
-        return GlooTransfer(work, peer, memory, self._under_way)
+        return GlooTransfer(work, (peer,), memory, self._under_way)
 
     def watch(self, transfer: GlooTransfer, on_done: Callable[[], None]) -> GlooTransfer:
         """Have a thread wait for a transfer and then call `on_done`; meanwhile the caller asks `is_done`. Local.
 
         A peer that is stopped must not keep others from being heard, so each has a thread of its own.
         """
-        if transfer.peer not in self._watchers:
-            self._watchers[transfer.peer] = TransferWatcher()
-        self._watchers[transfer.peer].watch(transfer, on_done)
+        (peer,) = transfer.peers
+        if peer not in self._watchers:
+            self._watchers[peer] = TransferWatcher()
+        self._watchers[peer].watch(transfer, on_done)
         return transfer
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,9 @@ from lockstep.comm.group_setup import NewGroup
 from lockstep.comm.hosts.algorithms import HostsAlgorithms
 from lockstep.comm.hosts.discovery import find_members
 from lockstep.comm.hosts.gloo_connections import GlooConnections
+from lockstep.comm.hosts.gloo_setup import connect_by_gloo, read_json
 from lockstep.comm.hosts.gloo_transport import GlooTransport, is_number
-from lockstep.comm.hosts.layout import Layout, Member
+from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.mailbox import HostsMailbox
@@ -33,7 +33,6 @@ from lockstep.comm.shared_memory import make_engine
 from lockstep.comm.wire import current_wire
 from lockstep.errors import LockstepError, RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
-from lockstep.network_interfaces import interfaces, source_towards
 from lockstep.secret import remarks_on, secret_of_ranks
 from lockstep.shm import descriptors
 from lockstep.shm.bootstrap import Bootstrap, SeveralHosts
@@ -191,29 +190,10 @@ def _read_terms(data: bytes, name: str) -> dict[str, Any]:
     Raises:
         RendezvousError: no rank says that.
     """
-    found = _read_json(data)
+    found = read_json(data)
     if not isinstance(found, dict) or "terms" not in found or type(found.get("number")) not in (int, type(None)):
         raise RendezvousError(f"{name} says of a new group what no rank says: {data[:60]!r}")
     return found
-
-
-def _read_ready(data: bytes, peer: int) -> tuple[bool, list[str]]:
-    """Whether a rank sees all others at the addresses that they have published, and from which it may connect.
-
-    Raises:
-        RendezvousError: no rank says that.
-    """
-    match _read_json(data):
-        case [bool(is_as_published), list(addresses)] if all(isinstance(one, str) for one in addresses):
-            return is_as_published, addresses
-    raise RendezvousError(f"rank {peer} of the group says of its addresses what no rank says: {data[:60]!r}")
-
-
-def _read_json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _terms() -> dict[str, Any]:
@@ -257,12 +237,7 @@ def _make(
 
 def _connect_gloo(new: NewGroup, layout: Layout, links: Links, shared: LinkStore) -> GlooTransport:
     """Gloo over connections of this group's own. Collective."""
-    num_ranks, address = len(new.ranks), layout.members[new.rank].address
-    admitted = _addresses_of_all(shared, links, layout.members, new.rank)
-    connections = GlooConnections(
-        shared, new.rank, num_ranks, address, admitted, shared.remaining_s(), check_peers=shared.check_peers
-    )
-    return GlooTransport(connections, range(num_ranks), 0)
+    return GlooTransport(connect_by_gloo(new.rank, layout.members, links, shared), range(len(new.ranks)), 0)
 
 
 def _open_links(exchange: StoreExchange, rank: int, ranks: Sequence[int], address: str) -> Links:
@@ -289,26 +264,6 @@ def _open_links(exchange: StoreExchange, rank: int, ranks: Sequence[int], addres
             raise error
     del endpoints[rank]
     return listener.connect(rank, endpoints, exchange.remaining_s(), exchange.check_peers)
-
-
-def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member], rank: int) -> frozenset[str] | None:
-    """The addresses from which the ranks may connect by Gloo; None where addresses are translated on the way.
-
-    Collective. Gloo leaves it to the kernel from which of its addresses a host connects.
-    """
-    towards = {source_towards(one.address) for one in members}
-    own = sorted({one.address for one in interfaces()} | {source for source in towards if source is not None})
-    sources = links.sources()
-    is_as_published = all(_is_same(source, members[peer].address) for peer, source in sources.items())
-    found = shared.share("ready", json.dumps([is_as_published, own]).encode())
-    published = [_read_ready(value, peer) for peer, value in found.items()]
-    if not is_as_published or not all(is_so for is_so, _ in published):
-        return None
-    return frozenset(own).union(*(addresses for _, addresses in published))
-
-
-def _is_same(address: str, other: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]) == ipaddress.ip_address(other.partition("%")[0])
 
 
 def _announce(layout: Layout) -> None:

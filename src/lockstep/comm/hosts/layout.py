@@ -19,8 +19,10 @@ __all__ = [
     "Layout",
     "Member",
     "halved_bytes",
+    "is_summed_by_first_ranks",
     "num_chunks",
     "num_partners",
+    "num_pieces_of_sum",
     "redundant_bytes",
 ]
 
@@ -31,9 +33,11 @@ _CHUNKS_OF_TWO_HOSTS = 4
 _REDUNDANT_BYTES = 16 << 10
 # The same between two hosts, and where partners swap sums, for all ranks of a host together, as each sends the whole.
 _DOUBLED_BYTES = 64 << 10
-# Up to this size of a chunk partners halve it, the second where hosts are many. See [Note: halving] in `pipeline.py`.
-_HALVED_BYTES, _HALVED_BYTES_OF_MANY = 2 << 20, 4 << 20
-_MANY_HOSTS = 8
+# Up to this size of a chunk partners halve it. See [Note: halving] in `pipeline.py`.
+_HALVED_BYTES = 2 << 20
+# Beyond this size Gloo adds up what more than two hosts have. See [Note: whose ring] in `first_ranks.py`.
+_OURS_BYTES = 2 << 20
+_PIECE_OF_SUM_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -152,11 +156,27 @@ def halved_bytes(num_hosts: int) -> int:
     """The largest chunk, in bytes, that partners halve; 0 where hosts have none.
 
     >>> [halved_bytes(hosts) >> 20 for hosts in (2, 4, 6, 8)]
-    [0, 2, 0, 4]
+    [0, 2, 0, 2]
     """
-    if not num_partners(num_hosts):
-        return 0
-    return _HALVED_BYTES if num_hosts < _MANY_HOSTS else _HALVED_BYTES_OF_MANY
+    return _HALVED_BYTES if num_partners(num_hosts) else 0
+
+
+def is_summed_by_first_ranks(num_bytes: int, num_hosts: int) -> bool:
+    """Whether the first ranks of the hosts add up a tensor of that size, where Gloo can add up what it holds.
+
+    >>> [is_summed_by_first_ranks(4 << 20, hosts) for hosts in (2, 3, 8)], is_summed_by_first_ranks(1 << 20, 8)
+    ([False, True, True], False)
+    """
+    return num_hosts > 2 and num_bytes > _OURS_BYTES
+
+
+def num_pieces_of_sum(num_bytes: int) -> int:
+    """In how many pieces such a tensor is added up where hosts have several ranks. See `large_sums.py`.
+
+    >>> num_pieces_of_sum(4 << 20), num_pieces_of_sum(25 << 20)
+    (1, 4)
+    """
+    return -(-num_bytes // _PIECE_OF_SUM_BYTES)
 
 
 def num_chunks(num_bytes: int, num_hosts: int, largest_bytes: int = LARGEST_CHUNK_BYTES) -> int:

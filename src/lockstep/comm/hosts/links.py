@@ -26,6 +26,7 @@ class Links:
         sockets: the connected socket of each other rank.
 
     Attributes:
+        group: the number of the group among those over the same connections; the same on all ranks.
         lost: ranks that are gone from the group, and all of whose messages `poll` has yielded.
         messages: what has come, for `poll`; the connections put it there.
     """
@@ -58,7 +59,7 @@ class Links:
     def _join(self, connections: Connections, group: int, ranks: Mapping[int, int]) -> None:
         self.lost: set[int] = set()
         self._connections = connections
-        self._group = group
+        self.group = group
         self._ranks = dict(ranks)  # in this group, of those at the other ends of the connections
         self._peers = {rank: peer for peer, rank in ranks.items()}  # and back
         self.messages: deque[Message] = deque()
@@ -70,13 +71,13 @@ class Links:
             stack.callback(os.close, self._interrupts)
             self._poll = stack.enter_context(select.epoll())
             self._poll.register(self._interrupts, select.EPOLLIN)
-            connections.open(self._group, self, self._ranks)
+            connections.open(self.group, self, self._ranks)
             self._descriptors = stack.pop_all()
 
     def send(self, peer: int, message: bytes | memoryview) -> None:
         """Send a message, or as much of it as the connection takes now, and the rest later. Local."""
         if not self._is_closed:
-            self._connections.send(self._group, self._peers[peer], message)
+            self._connections.send(self.group, self._peers[peer], message)
 
     def poll(self) -> Iterator[tuple[int, memoryview]]:
         """The messages that have come, as (rank, bytes)."""
@@ -91,9 +92,7 @@ class Links:
 
     def put_back(self, messages: Iterable[tuple[int, memoryview]]) -> None:
         """Have the next `poll` yield these messages first, and the next `wait` not sleep. Local."""
-        self.messages.extendleft(
-            (self._peers[rank], message, self._group) for rank, message in reversed(list(messages))
-        )
+        self.messages.extendleft((self._peers[rank], message, self.group) for rank, message in reversed(list(messages)))
         if self.messages:
             self.interrupt()
 
@@ -164,7 +163,7 @@ class Links:
                 return
             self._is_closed = True
             os.eventfd_write(self._interrupts, 1)  # The last thread that sleeps closes what it sleeps on.
-        self._connections.close(self._group, patience_s)
+        self._connections.close(self.group, patience_s)
         with self._closing:
             self._release()
 

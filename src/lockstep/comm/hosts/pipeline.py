@@ -89,6 +89,10 @@ class Reduction:
         else:
             self.kernel.reduce(wide, out)
 
+    def within_host_into(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+        """Combine parts, of `dtype`, into one of them; uses up the memory of the others."""
+        self._tree(parts, own)
+
     def over_hosts(self, sums: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the sums of all hosts into the result.
 

@@ -12,6 +12,8 @@ a wait watches the ranks that it waits for, and receives their messages.
 [Note: who is late] At a deadline nobody has noticed a failure: a rank that is late makes those late that wait for it,
 and the deadlines of those who wait for these come at the same moment. So a rank that has waited long for one other
 tells all for which, and tells them when that is over. Who misses a rank that waits for another one blames that one.
+In a sum of the first ranks nobody knows which of them is late; there a rank says that it waits for some of them, and
+those are blamed that do not say so.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from lockstep.comm.hosts.connections import LONGEST_MESSAGE_BYTES
+from lockstep.comm.hosts.first_ranks import FirstRanks
 from lockstep.comm.hosts.gloo_transfers import GlooTransfer
 from lockstep.comm.hosts.gloo_transport import GlooTransport
 from lockstep.comm.hosts.layout import Layout
@@ -49,8 +52,8 @@ _LARGE_BYTES = SMALL_SLOT_BYTES + 1
 _EAGER_BYTES = 64 << 10
 # Unlike those of notices and of the mailbox.
 _EAGER_KIND, _WAKE, _WAITS_KIND = ((31).to_bytes(8, "little"), (30).to_bytes(8, "little"), (29).to_bytes(8, "little"))
-_WAITS = struct.Struct("!8siq")  # for which rank, or _NOBODY; in which collective
-_NOBODY = -1
+_WAITS = struct.Struct("!8siq")  # for which rank, or _NOBODY, or _FIRST_RANKS for some of these; in which collective
+_NOBODY, _FIRST_RANKS = -1, -2
 _SAYS_AFTER_S, _SAYS_AFTER_SHARE = 1.0, 0.25  # and of the deadline; what comes first
 assert _EAGER_BYTES + len(_EAGER_KIND) <= LONGEST_MESSAGE_BYTES
 
@@ -125,6 +128,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         layout: which ranks share a host.
         interface: the network interface by which this rank reaches other hosts.
         links: the links to the other ranks.
+        first_ranks: the first rank of each host, for large sums.
         gloo: Gloo's connections to the other ranks.
         local: the team of shared memory of this host.
         wire: the wire format of float sums between hosts.
@@ -158,7 +162,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.gloo = gloo.connections
         self._gloo = gloo
         self._timeout_s = timeout_s
-        self._watchdog = Watchdog(self._poll_and_look, gloo.abort)
+        self.first_ranks = FirstRanks(rank, layout, links)
+        self._is_in_sum = False  # of the first ranks
+        self._watchdog = Watchdog(self._poll_and_look, self._abort_transfers)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
         self._said_to_await = _NOBODY  # a rank, in the collective that this one is in
         self._awaited: dict[int, tuple[int, int]] = {}  # what others have said: for whom, and in which collective
@@ -215,7 +221,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     def _look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         super()._look(ranks, waited_s, timeout_s)
         if waited_s > min(_SAYS_AFTER_S, timeout_s * _SAYS_AFTER_SHARE):
-            awaited = self._not_ahead(ranks)
+            awaited = [_FIRST_RANKS] if self._is_in_sum else self._not_ahead(ranks)
             if len(awaited) == 1 and awaited[0] != self._said_to_await:
                 self._say_to_await(awaited[0])
 
@@ -224,7 +230,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return [rank for rank in ranks if self.blocks.number(rank) <= self._number]
 
     def _say_to_await(self, rank: int) -> None:
-        """Tell all for which rank this one waits. See [Note: who is late]."""
+        """Tell all for which rank this one waits, or that it does for some of the first. See [Note: who is late]."""
         with self.lock:
             self._said_to_await = rank
             if not self.has_left:
@@ -242,20 +248,23 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         if any(kind is not FailureKind.LATE for kind in failure.kinds.values()):
             return failure
         self.poll()
-        late = self._not_ahead(failure.kinds) or failure.kinds
-        blamed = {self._last_awaited(rank): FailureKind.LATE for rank in late}
-        return PeerFailure(blamed, failure.waited_s)
+        late = self._not_ahead(failure.kinds) or list(failure.kinds)
+        return PeerFailure(dict.fromkeys(self._last_awaited(late) or late, FailureKind.LATE), failure.waited_s)
 
-    def _last_awaited(self, rank: int) -> int:
-        """For whom a rank waits, or the one for whom it waits, and so on; the rank itself if it waits for nobody."""
-        passed = {self.rank}
-        while rank not in passed:
+    def _last_awaited(self, ranks: Iterable[int]) -> list[int]:
+        """For whom these ranks wait, or those for whom they wait, and so on; those of them that wait for nobody."""
+        found, passed, left = [], {self.rank}, deque(ranks)
+        while left:
+            rank = left.popleft()
+            if rank in passed:
+                continue
             passed.add(rank)
             awaited, number = self._awaited.get(rank, (_NOBODY, 0))
             if awaited in (_NOBODY, self.rank) or number < self.blocks.number(rank):
-                break
-            rank = awaited
-        return rank
+                found.append(rank)
+            else:
+                left.extend(self.first_ranks.all if awaited == _FIRST_RANKS else (awaited,))
+        return found
 
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
         try:
@@ -400,6 +409,38 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         except PeerFailure as failure:
             raise self._blamed(failure) from None
 
+    def start_sum(self, tensor: torch.Tensor, timeout_s: float) -> GlooTransfer:
+        """Begin to add up a flat contiguous tensor in place over the first rank of each host, which all call this.
+
+        After `arrive`.
+
+        Raises:
+            PeerFailure: at the first sum, a rank failed or left before all were connected.
+            RendezvousError: at the first sum, a host cannot be reached.
+        """
+        first_ranks, since = self.first_ranks, time.monotonic()
+        if not first_ranks.are_connected:
+            first_ranks.connect(
+                timeout_s, lambda: self._poll_and_look(first_ranks.others, time.monotonic() - since, timeout_s)
+            )
+        return first_ranks.start_sum(tensor)
+
+    def wait_for_sum(self, under_way: GlooTransfer, timeout_s: float) -> None:
+        """Return when a sum of the first ranks has finished.
+
+        Raises:
+            PeerFailure: a peer failed or left, or was not done in time.
+        """
+        self._is_in_sum = True
+        try:
+            self.wait_for([under_way], timeout_s)
+        finally:
+            self._is_in_sum = False
+
+    def _abort_transfers(self) -> None:
+        self._gloo.abort()
+        self.first_ranks.abort()
+
     def send_chunk(self, peer: int, memory: torch.Tensor, phase: int) -> GlooTransfer:
         """Begin to send a part of a reduction: uint8, contiguous. Local."""
         return self._gloo.send(peer, memory, _CHUNK_TAG + phase)
@@ -452,10 +493,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     def close(self) -> None:
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
         self.waiter.close()
-        in_good_order = not self.has_failed and self._gloo.is_idle
+        in_good_order = not self.has_failed and self._gloo.is_idle and self.first_ranks.is_idle
         self._send_final_notice()
         self._watchdog.close()
         self._gloo.close(in_good_order)
+        self.first_ranks.close(in_good_order)
         self.local.close()
         self.watch.close()
         with self.lock:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.comm.hosts.gloo_transfers import GlooTransfer, unfinished
 from lockstep.shm.sync import FailureKind, PeerFailure
+from lockstep.topology import name_ranks
 
 __all__ = ["Watchdog"]
 
@@ -49,32 +50,32 @@ class Watchdog:
             return
         since = time.monotonic()
         self._pending = pending
-        self._watched = (tuple({transfer.peer for transfer in pending}), since, timeout_s)
+        self._watched = (_peers_of(pending), since, timeout_s)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
             self._thread.start()
         if not self._is_needed.is_set():
             self._is_needed.set()
-        peer = pending[0].peer
+        peers = pending[0].peers
         try:
             for transfer in pending:
-                peer = transfer.peer
+                peers = transfer.peers
                 transfer.wait()
         except RuntimeError as error:
             self._watched = None
-            self._explain(peer, since, timeout_s, error)
+            self._explain(peers, since, timeout_s, error)
         finally:
             self._watched = None
 
-    def _explain(self, peer: int, since: float, timeout_s: float, error: RuntimeError) -> None:
+    def _explain(self, peers: Sequence[int], since: float, timeout_s: float, error: RuntimeError) -> None:
         """Raise why a connection is gone: what the watchdog has seen, or what can be seen now."""
         until = time.monotonic() + _REASON_FOLLOWS_WITHIN_S
         while True:
             if self._failure is not None:
                 raise self._failure from None
-            self._look([peer], time.monotonic() - since, timeout_s)
+            self._look(peers, time.monotonic() - since, timeout_s)
             if time.monotonic() > until:
-                raise RuntimeError(f"the connection to rank {peer} of the group broke: {error}") from None
+                raise RuntimeError(f"the connection to {name_ranks(peers)} of the group broke: {error}") from None
             time.sleep(0.001)
 
     def _run(self) -> None:
@@ -108,7 +109,7 @@ class Watchdog:
         if any(kind is not FailureKind.LATE for kind in failure.kinds.values()):
             return failure
         waiting = [transfer for transfer in self._pending if not transfer.is_done]
-        late = {transfer.peer for transfer in [*waiting[:1], *unfinished(waiting[1:], _ASKS_FOR_S)]}
+        late = _peers_of([*waiting[:1], *unfinished(waiting[1:], _ASKS_FOR_S)])
         kinds = {peer: kind for peer, kind in failure.kinds.items() if peer in late}
         return PeerFailure(kinds, failure.waited_s) if kinds else failure
 
@@ -126,3 +127,7 @@ class Watchdog:
         self._is_needed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_PATIENCE_S)
+
+
+def _peers_of(transfers: Sequence[GlooTransfer]) -> tuple[int, ...]:
+    return tuple({peer for transfer in transfers for peer in transfer.peers})

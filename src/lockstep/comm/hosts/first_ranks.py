@@ -1,0 +1,110 @@
+"""Large sums between more than two hosts: the first rank of each host takes part in an all_reduce of Gloo's own.
+
+[Note: whose ring] Between hosts, the messages of a reduction cost more than its additions, and with many hosts their
+number decides. Gloo's ring runs without Python, and its ranks send to one neighbour each. So for large sums nothing
+of ours is as fast, and one ring over hosts is faster than one over all ranks. It adds in the order of the ring, which
+depends on the place in the tensor: all ranks and all runs get the same bits, but not those of the tree in which
+smaller tensors are added. Gloo knows neither wire formats nor sums of 16-bit numbers in 32 bits; `pipeline.py` does.
+
+[Note: of its own] A ring needs connections that no other group uses: two groups may begin their collectives in
+different orders on different ranks, and Gloo would take the one for the other. So they are made at the first such sum,
+by ranks that have all come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep.comm.hosts.gloo_connections import GlooConnections
+from lockstep.comm.hosts.gloo_setup import connect_by_gloo
+from lockstep.comm.hosts.gloo_transfers import GlooTransfer
+from lockstep.comm.hosts.layout import Layout
+from lockstep.comm.hosts.link_store import LinkStore
+from lockstep.comm.hosts.links import Links
+
+__all__ = ["FirstRanks"]
+
+
+class FirstRanks:
+    """The first ranks of the hosts of one group, as one of them or another rank of a host sees them.
+
+    Args:
+        rank: this rank in the group.
+        layout: which ranks share a host.
+        links: the links to all other ranks of the group.
+
+    Attributes:
+        all: the first rank of each host.
+        others: those of the other hosts.
+        is_one: whether this rank is the first of its host.
+    """
+
+    def __init__(self, rank: int, layout: Layout, links: Links) -> None:
+        self.all = tuple(ranks[0] for ranks in layout.hosts)
+        self._members = [layout.members[one] for one in self.all]
+        self._links = links
+        self._rank = rank
+        self._under_way: set[GlooTransfer] = set()
+        self._connections: GlooConnections | None = None
+        self.is_one = rank in self.all
+        self.others = tuple(one for one in self.all if layout.host_of[one] != layout.host_of[rank])
+
+    @property
+    def are_connected(self) -> bool:
+        """Whether `connect` was called."""
+        return self._connections is not None
+
+    def connect(self, timeout_s: float, check_peers: Callable[[], None]) -> None:
+        """Connect them by Gloo. Collective over the first ranks; by no other rank.
+
+        Args:
+            timeout_s: seconds until one that does not connect is an error.
+            check_peers: called while waiting; raises if a rank cannot come.
+
+        Raises:
+            RendezvousError: a host cannot be reached.
+            RankLost: a rank is gone.
+            OSError: this process has no descriptor left.
+        """
+        links = self._links.share(f"first ranks of {self._links.group}", self.all)
+        try:
+            own = self.all.index(self._rank)
+            shared = LinkStore(links, own, self.all, timeout_s, check_peers)
+            self._connections = connect_by_gloo(own, self._members, links, shared)
+            self._connections.open()
+            shared.share("made", b"")  # Nobody leaves before all have read what Gloo told them.
+            shared.close()
+        finally:
+            links.close()
+
+    def start_sum(self, tensor: torch.Tensor) -> GlooTransfer:
+        """Begin to add up a flat contiguous tensor in place. Collective over the first ranks, after `connect`."""
+        assert self._connections is not None
+        return GlooTransfer(self._connections.all_reduce(tensor), self.others, tensor, self._under_way)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was begun has finished."""
+        return not self._under_way
+
+    def abort(self) -> None:
+        """Close the connections, which ends the sum under way. Local, in any thread."""
+        if self._connections is not None:
+            self._connections.break_off()
+
+    def close(self, in_good_order: bool) -> None:
+        """Release the connections. Local.
+
+        Args:
+            in_good_order: whether what is under way will finish by itself.
+        """
+        if self._connections is None:
+            return
+        if not in_good_order:
+            self.abort()
+        if self._under_way:
+            self._connections.keep(self._under_way)
+        self._connections.close()
+        self._connections = None
