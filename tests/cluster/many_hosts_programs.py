@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -128,6 +129,19 @@ def large_sums() -> dict[str, Any]:
         if value[-1] != (size * (size + 1) / 2 if opened.rank == 1 else opened.rank + 1.0):
             wrong.append("reduce")
     return {"wrong": wrong, "bits": bits}
+
+
+def sum_without_descriptors(starved: int) -> _Outcome:
+    """The first large sum of a group, while a rank has few descriptors left."""
+    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    dist.barrier()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if opened.rank == starved:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, before[1]))
+    found = raised_by(lambda: dist.all_reduce(torch.ones(SUMMED)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    opened.shutdown()
+    return found
 
 
 def sums_of_two_groups() -> list[float]:

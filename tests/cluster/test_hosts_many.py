@@ -56,6 +56,13 @@ def test_large_sums(hosts: Cluster, sizes: tuple[int, ...]) -> None:
     assert all(one == first for one in others), "and on every rank"
 
 
+def test_first_large_sum_without_descriptors_says_so_on_all_ranks(hosts: Cluster) -> None:
+    for rank, (kind, said, seconds, _) in enumerate(hosts.run(programs.sum_without_descriptors, (2, 1, 1), 2)):
+        assert kind == ("SetupError" if rank == 2 else "RankLost"), said
+        assert "rank 2 of the group cannot join a new group, which takes up to" in said
+        assert seconds < limit_s(AT_ONCE_S) + 0.5
+
+
 def test_large_sums_of_two_groups_may_begin_in_any_order(hosts: Cluster) -> None:
     for found in hosts.run(programs.sums_of_two_groups, (1, 2, 1)):
         assert found == [4.0, 40.0]

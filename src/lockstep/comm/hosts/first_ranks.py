@@ -23,8 +23,11 @@ from lockstep.comm.hosts.gloo_transfers import GlooTransfer
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.link_store import LinkStore
 from lockstep.comm.hosts.links import Links
+from lockstep.shm import descriptors
 
 __all__ = ["FirstRanks"]
+
+_DESCRIPTORS = 8  # that a group takes beyond one for each connection
 
 
 class FirstRanks:
@@ -66,8 +69,10 @@ class FirstRanks:
         Raises:
             RendezvousError: a host cannot be reached.
             RankLost: a rank is gone.
-            OSError: this process has no descriptor left.
+            SetupError: this process has no descriptors left.
         """
+        # Gloo ends a process without descriptors.
+        descriptors.require(_DESCRIPTORS + len(self.all), f"rank {self._rank} of the group")
         links = self._links.share(f"first ranks of {self._links.group}", self.all)
         try:
             own = self.all.index(self._rank)

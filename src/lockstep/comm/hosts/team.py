@@ -18,12 +18,13 @@ those are blamed that do not say so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -419,10 +420,13 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             RendezvousError: at the first sum, a host cannot be reached.
         """
         first_ranks, since = self.first_ranks, time.monotonic()
+
+        def look() -> None:
+            self._poll_and_look(first_ranks.others, time.monotonic() - since, timeout_s)
+
         if not first_ranks.are_connected:
-            first_ranks.connect(
-                timeout_s, lambda: self._poll_and_look(first_ranks.others, time.monotonic() - since, timeout_s)
-            )
+            with self._in_sum():
+                first_ranks.connect(timeout_s, look)
         return first_ranks.start_sum(tensor)
 
     def wait_for_sum(self, under_way: GlooTransfer, timeout_s: float) -> None:
@@ -431,9 +435,17 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         Raises:
             PeerFailure: a peer failed or left, or was not done in time.
         """
+        with self._in_sum():
+            self.wait_for([under_way], timeout_s)
+
+    @contextlib.contextmanager
+    def _in_sum(self) -> Iterator[None]:
+        """This rank waits for some of the first ranks. See [Note: who is late]."""
         self._is_in_sum = True
         try:
-            self.wait_for([under_way], timeout_s)
+            yield
+        except PeerFailure as failure:
+            raise self._blamed(failure) from None
         finally:
             self._is_in_sum = False
 
