@@ -168,6 +168,14 @@ def test_slots_are_given_back_once(slots: list[LargeSlots]) -> None:
     assert set(large_slots._kept) == {slots[0]}
 
 
+def test_of_many_ranks_one_group_keeps_memory(slots: list[LargeSlots], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_slots, "_MANY", 2)
+    for each in slots:
+        each.begin()
+        finish(each, 2, 1, 2)
+    assert set(large_slots._kept) == {slots[3]}
+
+
 def test_memory_that_is_gone_is_an_error(slots: list[LargeSlots], monkeypatch: pytest.MonkeyPatch) -> None:
     for each in slots:
         each.begin()

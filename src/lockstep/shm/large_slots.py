@@ -21,10 +21,10 @@ from lockstep.shm.segment import give_back, populate
 
 __all__ = ["LargeSlots"]
 
-# Groups whose slots keep their memory. Those of two ranks take 8 MiB, so many may; of larger ones the last two. To take
-# 4 MiB again costs a rank a millisecond.
-_PAIR = 2
-_KEPT_PAIRS, _KEPT_LARGER = 64, 2
+# Groups whose slots keep their memory. Those of two ranks take 8 MiB, so many may; of larger ones the last two, unless
+# there are many ranks, of which one group takes 64 MiB and more. To take 4 MiB again costs a rank a millisecond.
+_PAIR, _MANY = 2, 16
+_KEPT_PAIRS, _KEPT_LARGER, _KEPT_OF_MANY = 64, 2, 1
 
 
 class LargeSlots:
@@ -95,6 +95,7 @@ def _release_idle() -> None:
     """Give back the memory of the slots that were not used for longest, until no more groups have some than may."""
     pairs = [slots for slots, num_ranks in _kept.items() if num_ranks <= _PAIR]
     larger = [slots for slots, num_ranks in _kept.items() if num_ranks > _PAIR]
-    for slots in (*pairs[: max(0, len(pairs) - _KEPT_PAIRS)], *larger[: max(0, len(larger) - _KEPT_LARGER)]):
+    num_larger = _KEPT_OF_MANY if any(_kept[slots] > _MANY for slots in larger) else _KEPT_LARGER
+    for slots in (*pairs[: max(0, len(pairs) - _KEPT_PAIRS)], *larger[: max(0, len(larger) - num_larger)]):
         if slots.release_if_idle():
             del _kept[slots]
