@@ -14,6 +14,7 @@ General layout:
 * `gloo_transfers`: what Gloo has under way, and who waits for it.
 * `watchdog`: a thread that looks after the peers while a rank waits for Gloo.
 * `team`: the ranks of one group, connected; with the team of shared memory of this host.
+* `late_ranks`: which rank is late where several wait for each other.
 * `pipeline`: large reductions in chunks, each of which is in another stage.
 * `small_tensors`: the collectives of small tensors, which come with the notices.
 * `large_sums`: sums of large tensors over more than two hosts, by their first ranks.

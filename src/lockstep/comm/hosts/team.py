@@ -8,12 +8,6 @@ large data (`gloo_transport.py`).
 [Note: who waits for whom] A rank that waits in a step of its local team, or for data of another host, waits for ranks
 that may themselves wait for others. A rank that notices a failure breaks the group and tells all. So it is enough that
 a wait watches the ranks that it waits for, and receives their messages.
-
-[Note: who is late] At a deadline nobody has noticed a failure: a rank that is late makes those late that wait for it,
-and the deadlines of those who wait for these come at the same moment. So a rank that has waited long for one other
-tells all for which, and tells them when that is over. Who misses a rank that waits for another one blames that one.
-In a sum of the first ranks nobody knows which of them is late; there a rank says that it waits for some of them, and
-those are blamed that do not say so.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +25,7 @@ from lockstep.comm.hosts.connections import LONGEST_MESSAGE_BYTES
 from lockstep.comm.hosts.first_ranks import FirstRanks
 from lockstep.comm.hosts.gloo_transfers import GlooTransfer
 from lockstep.comm.hosts.gloo_transport import GlooTransport
+from lockstep.comm.hosts.late_ranks import FIRST_RANKS, LateRanks
 from lockstep.comm.hosts.layout import Layout
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.watchdog import Watchdog
@@ -52,9 +46,7 @@ _LARGE_BYTES = SMALL_SLOT_BYTES + 1
 # A tensor of up to this size travels as a message.
 _EAGER_BYTES = 64 << 10
 # Unlike those of notices and of the mailbox.
-_EAGER_KIND, _WAKE, _WAITS_KIND = ((31).to_bytes(8, "little"), (30).to_bytes(8, "little"), (29).to_bytes(8, "little"))
-_WAITS = struct.Struct("!8siq")  # for which rank, or _NOBODY, or _FIRST_RANKS for some of these; in which collective
-_NOBODY, _FIRST_RANKS = -1, -2
+_EAGER_KIND, _WAKE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")
 _SAYS_AFTER_S, _SAYS_AFTER_SHARE = 1.0, 0.25  # and of the deadline; what comes first
 assert _EAGER_BYTES + len(_EAGER_KIND) <= LONGEST_MESSAGE_BYTES
 
@@ -167,8 +159,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._is_in_sum = False  # of the first ranks
         self._watchdog = Watchdog(self._poll_and_look, self._abort_transfers)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
-        self._said_to_await = _NOBODY  # a rank, in the collective that this one is in
-        self._awaited: dict[int, tuple[int, int]] = {}  # what others have said: for whom, and in which collective
+        self._late_ranks = LateRanks(rank, self.first_ranks.all, self.blocks.number, self._tell_all)
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
@@ -193,10 +184,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             for peer, message in self.links.poll():
                 if message[:8] == _EAGER_KIND:
                     self._eager_messages[peer].append(bytes(message[8:]))
-                elif message[:8] == _WAITS_KIND:
-                    _, awaited, number = _WAITS.unpack(message)
-                    self._awaited[peer] = awaited, number
-                elif message != _WAKE:
+                elif message != _WAKE and not self._late_ranks.receive(peer, message):
                     self._receive_message(peer, message)
                 if self.links.has_sleepers:
                     self.links.interrupt()  # Another thread may wait for what was received here.
@@ -222,50 +210,31 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     def _look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         super()._look(ranks, waited_s, timeout_s)
         if waited_s > min(_SAYS_AFTER_S, timeout_s * _SAYS_AFTER_SHARE):
-            awaited = [_FIRST_RANKS] if self._is_in_sum else self._not_ahead(ranks)
-            if len(awaited) == 1 and awaited[0] != self._said_to_await:
-                self._say_to_await(awaited[0])
+            awaited = [FIRST_RANKS] if self._is_in_sum else self._not_ahead(ranks)
+            if len(awaited) == 1:
+                self._late_ranks.say_to_await(awaited[0], self._number)
 
     def _not_ahead(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that are not in a later collective already; the others have done their part in this."""
         return [rank for rank in ranks if self.blocks.number(rank) <= self._number]
 
-    def _say_to_await(self, rank: int) -> None:
-        """Tell all for which rank this one waits, or that it does for some of the first. See [Note: who is late]."""
-        with self.lock:
-            self._said_to_await = rank
-            if not self.has_left:
-                for peer in self.peers:
-                    self.send_message(peer, _WAITS.pack(_WAITS_KIND, rank, self._number))
-
     def note_finished(self, number: int) -> None:
         """Note that this rank has finished that collective; peers learn it from its final notice. Local."""
         super().note_finished(number)
-        if self._said_to_await != _NOBODY:
-            self._say_to_await(_NOBODY)
+        self._late_ranks.say_to_go_on(number)
+
+    def _tell_all(self, message: bytes) -> None:
+        with self.lock:
+            for peer in () if self.has_left else self.peers:
+                self.send_message(peer, message)
 
     def _blamed(self, failure: PeerFailure) -> PeerFailure:
-        """The same failure, of those for whom the late ones wait. See [Note: who is late]."""
+        """The same failure, of those for whom the late ones wait. See [Note: who is late] in `late_ranks.py`."""
         if any(kind is not FailureKind.LATE for kind in failure.kinds.values()):
             return failure
         self.poll()
         late = self._not_ahead(failure.kinds) or list(failure.kinds)
-        return PeerFailure(dict.fromkeys(self._last_awaited(late) or late, FailureKind.LATE), failure.waited_s)
-
-    def _last_awaited(self, ranks: Iterable[int]) -> list[int]:
-        """For whom these ranks wait, or those for whom they wait, and so on; those of them that wait for nobody."""
-        found, passed, left = [], {self.rank}, deque(ranks)
-        while left:
-            rank = left.popleft()
-            if rank in passed:
-                continue
-            passed.add(rank)
-            awaited, number = self._awaited.get(rank, (_NOBODY, 0))
-            if awaited in (_NOBODY, self.rank) or number < self.blocks.number(rank):
-                found.append(rank)
-            else:
-                left.extend(self.first_ranks.all if awaited == _FIRST_RANKS else (awaited,))
-        return found
+        return PeerFailure(dict.fromkeys(self._late_ranks.awaited_by(late) or late, FailureKind.LATE), failure.waited_s)
 
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
         try:
@@ -440,7 +409,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     @contextlib.contextmanager
     def _in_sum(self) -> Iterator[None]:
-        """This rank waits for some of the first ranks. See [Note: who is late]."""
+        """This rank waits for some of the first ranks. See [Note: who is late] in `late_ranks.py`."""
         self._is_in_sum = True
         try:
             yield
