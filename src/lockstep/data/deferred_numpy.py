@@ -71,9 +71,8 @@ class _StandIn(np.random.MT19937):
 
     def __init__(self, holder: Holder, notice: Callable[[str], None]) -> None:
         super().__init__(0)
-        # Past `__setattr__` below.
-        vars_of = object.__getattribute__(self, "__dict__")
-        vars_of.update(holder=holder, notice=notice, lock=_NoticingLock(holder, notice))
+        own = object.__getattribute__(self, "__dict__")
+        own.update(holder=holder, notice=notice, lock=_NoticingLock(holder, notice))
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
@@ -85,7 +84,8 @@ class _StandIn(np.random.MT19937):
     def __setattr__(self, name: str, value: Any) -> None:
         own = object.__getattribute__(self, "__dict__")
         own["notice"](f"{name} =")
-        setattr(own["holder"].generator, name, value)
+        generator = own["holder"].generator
+        setattr(generator, name, value)
 
     def __reduce__(self) -> Any:
         return self.__getattribute__("__reduce__")()  # A copy is as it always was.
@@ -140,7 +140,7 @@ def _seed_home() -> None:
     value, _waiting = _waiting, None
     if value is not None:
         _left_at_once = _AT_ONCE
-        _home.generator._legacy_seeding(value)
+        _seeder.seed(value)
 
 
 def _noticed(name: str) -> None:
@@ -191,8 +191,8 @@ def _is_held_elsewhere() -> bool:
 
 
 def _num_others(holder: Holder) -> int:
-    """Of those that hold it, all but the holder and `np.random`."""
-    return sys.getrefcount(holder.generator) - _HOLDERS - (_find() is holder.generator)
+    """Of those that hold it, all but the holder, `np.random`, and what seeds it here."""
+    return sys.getrefcount(holder.generator) - _HOLDERS - (_find() is holder.generator) - (holder is _home)
 
 
 def _num_holders_of_ctypes(holder: Holder) -> int:
@@ -202,6 +202,7 @@ def _num_holders_of_ctypes(holder: Holder) -> int:
 
 _home = Holder(_find())
 _stand_in = Holder(None)
+_seeder = np.random.RandomState(_home.generator)  # Seeds it also while something stands in its place.
 
 _example = Holder(np.random.MT19937(0))
 _HOLDERS = sys.getrefcount(_example.generator)
