@@ -46,6 +46,7 @@ SETS_ATTRIBUTES = {
     ("lockstep.compat.apex.amp.properties", "properties"): "amp's options",
     ("lockstep.commands.horovodrun", "chosen"): "options of the command line",
     ("lockstep.compat.horovod.torch.elastic.state", "self"): "the user's state",
+    ("lockstep.data.deferred_numpy", "generator"): "numpy's bit generator",
 }
 
 # What metaclasses of torch and of Python put into every class.

@@ -15,7 +15,8 @@ promises, and which file keeps the promise:
 General layout, from the bottom up:
 
 * `checks`: refuses arguments that cannot be met; `rank_and_size`: finds this rank and the world size.
-* `deferred`: seeds Python's own generator when it is used; `numpy_stream`: sets numpy's stream aside for a batch.
+* `deferred`: seeds Python's own generator when it is used; `deferred_numpy`: numpy's.
+* `numpy_stream`: sets numpy's stream aside for a batch.
 * `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `fingerprints`: numbers by which ranks notice that they hold different data.

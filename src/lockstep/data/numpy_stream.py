@@ -13,9 +13,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+
+from lockstep.data import deferred_numpy
 
 __all__ = ["NumpyStream"]
 
@@ -27,27 +29,29 @@ class NumpyStream:
     """Where numpy's process-wide generator was. Leaves it anywhere: it is to be seeded now."""
 
     def __init__(self) -> None:
+        deferred_numpy.settle()
         self._kept: float | None = None  # the second normal number
-        self._generator = _generator_in_memory()
-        if self._generator is None:
+        generator = _generator_in_memory()
+        if generator is None:
+            self._holder = None
             self._state: Any = np.random.get_state(legacy=False)
             return
-        self._state = _memory_of(self._generator)
+        self._holder = deferred_numpy.holder_of(generator)
+        self._state = _memory_of(generator)
         normal = np.random.standard_normal()
-        if _memory_of(self._generator) == self._state:
+        if _memory_of(generator) == self._state:
             self._kept = normal
 
     def put_back(self) -> None:
         """Go on from there."""
-        if self._generator is None:
+        deferred_numpy.drop()
+        if self._holder is None:
             np.random.set_state(self._state)
             return
-        module: Any = np.random
-        if module.get_bit_generator() is not self._generator:
-            module.set_bit_generator(self._generator)
-        np.random.seed(0)  # The normal number that samples may have left is gone.
-        with self._generator.lock:
-            ctypes.memmove(self._generator.ctypes.state_address, self._state, _STATE_BYTES)
+        generator, module = self._holder.generator, cast("Any", np.random)
+        module.set_bit_generator(generator)  # The normal number that samples may have left is gone.
+        with generator.lock:
+            ctypes.memmove(generator.ctypes.state_address, self._state, _STATE_BYTES)
         if self._kept is not None:
             np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": self._kept})
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from lockstep.data import deferred
+from lockstep.data import deferred, deferred_numpy
 from lockstep.data.numpy_stream import NumpyStream
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 from lockstep.seeding import derive_seeds as derive_seeds
@@ -27,8 +27,7 @@ from lockstep.seeding import derive_seeds as derive_seeds
 __all__ = ["GlobalRngs", "make_generator", "preserve_global_rngs", "restore_if_seeded", "seed_global_rngs"]
 
 
-# Looked up once: they are called for each sample.
-_seed_torch, _seed_numpy = torch.default_generator.manual_seed, np.random.seed
+_seed_torch = torch.default_generator.manual_seed  # looked up once: it is called for each sample
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -42,7 +41,8 @@ def seed_global_rngs(value: int) -> None:
     Generators of accelerators stay as they are: a dataset has no business drawing there, and
     touching them would initialise the device in every worker.
 
-    In a worker process and within `restore_if_seeded`, that of `random` is seeded when it is used: see `deferred.py`.
+    In a worker process and within `restore_if_seeded`, those of numpy and `random` are seeded when they are used: see
+    `deferred_numpy.py` and `deferred.py`.
 
     Args:
         value: 0 … 2**64-1.
@@ -51,8 +51,9 @@ def seed_global_rngs(value: int) -> None:
     if blocks and blocks[-1] is None:
         blocks[-1] = _Aside()
     _seed_torch(value)
-    _seed_numpy(value >> 32)  # the half that torch's generator drops
-    deferred.seed(value, may_wait=bool(blocks or get_worker_info()))
+    may_wait = bool(blocks or get_worker_info())
+    deferred_numpy.seed(value >> 32, may_wait=may_wait)  # the half that torch's generator drops
+    deferred.seed(value, may_wait=may_wait)
 
 
 class GlobalRngs:
