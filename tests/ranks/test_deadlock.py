@@ -17,7 +17,7 @@ from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
 
 # Longer than it takes to be sure of a deadlock.
-LONG_S = 0.7
+LONG_S = 1.0
 
 
 def wait_in(group: Any, is_async: bool) -> Callable[[], object]:

@@ -33,8 +33,7 @@ __all__ = ["MAIN_THREAD", "Deadlock", "DeadlockDetector", "forget_other_callers"
 # From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
 _PUBLISH_AFTER_S = 0.05
 _SEARCH_EVERY_S = 0.02
-# Until the next look passes at most this multiple of the time waited so far, and at most so many seconds.
-_LOOKS_OF_WAITED, _LONGEST_LOOK_S = 4.0, 0.5
+_LOOK_AGAIN_S = 0.5  # a suspicion of another rank waits for a look of this one
 # A rank with a shorter timeout only tries, and will come to the next collective.
 _SHORTEST_TIMEOUT_S = 2.0
 _CONFIRM_S = 0.2
@@ -134,10 +133,9 @@ class DeadlockDetector:
             return math.inf
         if waited_s < _PUBLISH_AFTER_S:
             return _PUBLISH_AFTER_S - waited_s
-        again_s = min(waited_s * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
         if not self._is_blocked():
             self.end()
-            return again_s
+            return _LOOK_AGAIN_S
         awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
         text = f"{','.join(map(str, awaited))}|{self._group_name}|{self._where()}"
         if text != self._published:
@@ -152,7 +150,7 @@ class DeadlockDetector:
                 self._waits.confirm_wait(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
                 self._published = ""  # not to be taken back by `end`
                 raise Deadlock(missing, waited_s, *self._explain())
-        return _CONFIRM_LOOKS_EVERY_S if self._suspects else again_s
+        return _CONFIRM_LOOKS_EVERY_S if self._suspects else _LOOK_AGAIN_S
 
     def end(self) -> None:
         """Withdraw the wait, which is over."""

@@ -186,10 +186,11 @@ class Matcher:
 
     def receive_for(self, arrival: Incoming) -> Receive | None:
         """Take the receive for a new message; if there is none, the caller may `keep` the message."""
-        keys = [key for key in ((arrival.peer, arrival.tag), (ANY_SOURCE, arrival.tag)) if key in self._receives]
-        if not keys:
-            return None
-        return _take(self._receives, min(keys, key=lambda key: self._receives[key][0].order))
+        receives = self._receives
+        key, any_key = (arrival.peer, arrival.tag), (ANY_SOURCE, arrival.tag)
+        if any_key in receives and (key not in receives or receives[any_key][0].order < receives[key][0].order):
+            key = any_key
+        return _take(receives, key) if key in receives else None
 
     def keep(self, arrival: Incoming) -> None:
         """Let a message wait for its receive."""
