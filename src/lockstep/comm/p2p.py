@@ -42,6 +42,7 @@ _IDLE_NAP_S = 0.002
 _THREAD_RESTS_AFTER_S = 0.02
 _THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # a wait that took that long wakes it afterwards, if need be
 _TRY_AGAIN_S = 0.002
+_THREAD_LOOKS_EVERY_S = 0.5  # a deadline may begin while it sleeps: that of a future
 _CLOSE_PATIENCE_S = 1.0
 _LABEL_CACHE_ENTRIES = 1024
 _NUM_HINTS = 3
@@ -265,6 +266,7 @@ class PointToPoint:
                 if now >= look_at or num_alarms != self._team.num_alarms:
                     num_alarms = self._team.num_alarms
                     look_at = self._look_and_plan(moved_at, now, threading.TIMEOUT_MAX)
+                    look_at = min(look_at, now + _THREAD_LOOKS_EVERY_S)
                 if now - moved_at > _THREAD_NAPS_FOR_S:
                     waited_s = now - moved_at
                     seen = self._sleep(lambda: not self._is_needed(), num_alarms, look_at - now, waited_s, seen)

@@ -238,8 +238,7 @@ class Mailbox(BaseMailbox):
         receive.peer = arrival.peer
         fits = arrival.label.fits(receive.label)
         if fits and arrival.data is not None:
-            receive.num_received = arrival.data.numel()
-            copy_bytes(arrival.data, receive.flat)
+            receive.num_received = copy_bytes(arrival.data, receive.flat)
         if arrival.own is not None:
             if fits:
                 copy_bytes(arrival.own.flat, receive.flat)
@@ -313,9 +312,9 @@ class Mailbox(BaseMailbox):
         elif kind == _RecordKind.REFUSE:
             self._finish(peer.announced.pop(number), peer.labels[label])
         elif kind == _RecordKind.LABEL:
-            peer.labels[label] = Label.decode(bytes(reader.payload(num_bytes).numpy()))
+            peer.labels[label] = Label.decode(reader.payload(num_bytes).read())
         elif kind == _RecordKind.POOL:
-            peer.pool = PoolView(bytes(reader.payload(num_bytes).numpy()).decode())
+            peer.pool = PoolView(reader.payload(num_bytes).read().decode())
         else:
             raise ValueError(kind)
 

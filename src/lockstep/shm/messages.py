@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch
 
+from lockstep.shm.ring import Payload
+
 __all__ = ["ANY_SOURCE", "Incoming", "Label", "Matcher", "Receive", "Send"]
 
 ANY_SOURCE = -1
@@ -155,7 +157,7 @@ class Incoming:
     label: Label
     num_bytes: int
     number: int = 0
-    data: torch.Tensor | None = None
+    data: torch.Tensor | Payload | None = None
     chunk: int | None = None
     announced: bool = False
     own: Send | None = None
