@@ -6,15 +6,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from failing import Caught, attempt, expect, group_works, ranks_named
+from lockstep.comm import deadlock
+from lockstep.comm.work import Runner
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
 
 # Longer than it takes to be sure of a deadlock.
-LONG_S = 0.7
+LONG_S = 1.0
 
 
 def wait_in(group: Any, is_async: bool) -> Callable[[], object]:
@@ -95,3 +98,25 @@ def queue_and_wait() -> tuple[bool, bool]:
 
 def test_rank_that_computes_is_no_standstill() -> None:
     assert run_ranks(queue_and_wait, 2) == [(True, True)] * 2
+
+
+class NobodyWaits:
+    """What the ranks publish, where no other waits."""
+
+    def wait_of(self, rank: int) -> None:
+        return None
+
+    def publish_wait(self, text: str) -> None: ...
+
+    def confirm_wait(self, time_ns: int) -> None: ...
+
+    def withdraw_wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("has_other_callers", [False, True])
+def test_long_wait_is_looked_at_twice_a_second(has_other_callers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever suspects a circle waits until every rank of it has confirmed its wait, in a look."""
+    monkeypatch.setattr(deadlock, "_has_other_callers", has_other_callers)
+    waits: Any = NobodyWaits()
+    detector = deadlock.DeadlockDetector(waits, [0, 1], 0, "a group", lambda: "a call", Runner("unused"))
+    assert detector.look([1], 10.0, 60.0) <= 0.5

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lockstep.comm import p2p
 from lockstep.errors import CollectiveAborted, RankLost
 from lockstep.shm import sync
 from lockstep.shm.futex import Futex
+from lockstep.shm.mailbox import Mailbox
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 pytestmark = pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")
@@ -26,6 +28,7 @@ _WAIT_S = 0.5
 _NEVER_S = 25.0
 _SOON_S = 0.1  # long enough for the others to be asleep
 _NUM_GROUPS = 50
+_EAGER_BYTES, _NUM_MESSAGES = 16 << 10, 32  # more of these messages than a ring takes
 _LARGE = 3 << 20  # elements: 12 MiB, more than the memory through which messages travel
 
 
@@ -62,6 +65,31 @@ def test_who_waits_wakes_up_rarely(kind: str) -> None:
     """A look every 2 ms makes 250 in this time, a nap of half a millisecond 1000 in each thread."""
     counts = run_ranks(sleeps_in_a_wait, 2, kind)
     assert counts[1] < 120
+
+
+def mailbox_sleeps_in_a_wait() -> int:
+    """Of rank 1, while it waits for a message of rank 0."""
+    tensor = torch.zeros(1)
+    timeouts_s: list[float] = []
+    sleep = Mailbox.sleep
+
+    def note(mailbox: Mailbox, seen: int, timeout_s: float, poll_s: float) -> None:
+        timeouts_s.append(timeout_s)
+        sleep(mailbox, seen, timeout_s, poll_s)
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(_WAIT_S)
+        dist.send(tensor, 1)
+    else:
+        with mock.patch.object(Mailbox, "sleep", note):
+            dist.recv(tensor, 0)
+    return len(timeouts_s)
+
+
+def test_receiver_wakes_up_once_before_its_first_look() -> None:
+    """See [Note: missed wake-ups]: it sleeps for 2 ms, until the first look, and until the message comes."""
+    assert run_ranks(mailbox_sleeps_in_a_wait, 2)[1] in (3, 4)
 
 
 @contextmanager
@@ -124,6 +152,36 @@ def seconds_until_moved() -> float:
 
 def test_message_wakes_the_thread_that_nobody_waits_with() -> None:
     assert max(run_ranks(seconds_until_moved, 2)) < _NEVER_S - 5
+
+
+def seconds_of_sends_beside_a_sleeper() -> float:
+    """Rank 0 sends more than there is room for, and goes on; all that is left to move it is a thread that receives."""
+    messages = [torch.full((_EAGER_BYTES,), number, dtype=torch.uint8) for number in range(_NUM_MESSAGES)]
+    dist.barrier()
+    with _no_looks():
+        start = time.monotonic()
+        if dist.get_rank() == 0:
+            thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1))
+            thread.start()
+            time.sleep(_SOON_S)
+            works = [dist.isend(message, 1) for message in messages]
+            thread.join()
+            for work in works:
+                assert work is not None
+                work.wait()
+        else:
+            time.sleep(3 * _SOON_S)
+            for message in messages:
+                received = torch.empty_like(message)
+                dist.recv(received, 0)
+                assert torch.equal(received, message)
+            dist.send(torch.zeros(1), 0)
+        dist.barrier()
+        return time.monotonic() - start
+
+
+def test_room_wakes_who_slept_for_a_message_alone() -> None:
+    assert max(run_ranks(seconds_of_sends_beside_a_sleeper, 2)) < _NEVER_S - 5
 
 
 # ---- trouble wakes those that sleep ----------------------------------------------------------------

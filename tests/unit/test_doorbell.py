@@ -85,6 +85,36 @@ def test_nobody_is_called_for_who_does_not_sleep(bells: list[Doorbell], monkeypa
     assert len(wakes) == 1, "once for each time that it is armed"
 
 
+def test_bell_stays_armed_until_somebody_rings(bells: list[Doorbell]) -> None:
+    mine, other, _ = bells
+    seen = mine.arm(wants_room=False)
+    assert seconds_asleep(mine, seen, 0.01) >= 0.01
+    assert mine.is_armed(seen, wants_room=False)
+    assert not mine.is_armed(seen, wants_room=True), "nobody would ring for room"
+    other.ring(0, wrote=False)
+    assert mine.is_armed(seen, wants_room=False)
+    other.ring(0, wrote=True)
+    assert not mine.is_armed(seen, wants_room=False)
+    seen = mine.arm(wants_room=True)
+    assert mine.is_armed(seen, wants_room=False)
+    other.ring_all()
+    assert not mine.is_armed(seen, wants_room=False)
+
+
+def test_who_wants_room_wakes_who_sleeps_for_records(bells: list[Doorbell], monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[int] = []
+    monkeypatch.setattr(Futex, "wake", lambda futex, index: wakes.append(index))
+    mine = bells[0]
+    seen = mine.arm(wants_room=False)
+    mine.want_room()
+    assert len(wakes) == 1
+    assert not mine.is_armed(seen, wants_room=False)
+    mine.want_room()
+    mine.arm(wants_room=True)
+    mine.want_room()
+    assert len(wakes) == 1, "nobody sleeps, or for room too"
+
+
 def test_own_threads_are_woken_too(bells: list[Doorbell]) -> None:
     mine = bells[0]
     seen = mine.arm(wants_room=False)

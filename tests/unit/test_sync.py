@@ -229,6 +229,7 @@ def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "may_yield", lambda now_s: False)
     monkeypatch.setattr(sync, "own_cores", cores)
     monkeypatch.setattr(sync, "_LOOK_EVERY_S", 20.0)
+    monkeypatch.setattr(sync, "MISSED_AFTER_S", 20.0)
 
 
 def test_nobody_is_more_than_one_step_ahead() -> None:
@@ -266,12 +267,11 @@ def test_looks_become_rare_and_keep_the_deadline(words: Words, monkeypatch: pyte
     assert sync.next_look(0.0, 0.0, 60.0) == sync._LOOK_EVERY_S
     assert sync.next_look(0.0, 30.0, 60.0) == 30.0 + sync._LONGEST_LOOK_S
     assert sync.next_look(0.0, 59.99, 60.0) == 60.0
-    assert sync.next_look(0.0, 30.0, 60.0, is_woken=True) == 30.0 + sync._LONGEST_LOOK_IF_WOKEN_S
+    assert sync.next_look(0.0, 30.0, 60.0, is_woken=True) == 30.0 + sync._LOOK_EVERY_IF_WOKEN_S
     assert sync.next_look(0.0, 59.99, 60.0, is_woken=True) == 60.0
     assert sync.next_look(0.0, 0.0, 60.0, is_woken=True) == sync._FIRST_LOOK_IF_WOKEN_S
     assert sync.next_look(0.0, 0.0, 0.05, is_woken=True) == 0.05, "a deadline is kept"
-    assert sync.longest_sleep_s(0.0) == sync._LOOK_EVERY_S
-    assert sync.longest_sleep_s(0.1) == pytest.approx(0.4)
+    assert sync._LOOK_EVERY_IF_WOKEN_S <= 1.0, "a failure is noticed within a second"
     assert sync.next_look(0.0, 61.0, 60.0) == 61.0 + sync._LOOK_EVERY_S, "a peer that is giving up will say why"
 
 
@@ -324,6 +324,59 @@ def test_no_wake_up_is_missed(count: int) -> None:
         thread.join(60.0)
     assert memory[:count].tolist() == [300] * count
     assert time.monotonic() - start < 20.0, "one woke up by itself"
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The longest time of each sleep. Every wait sleeps at once."""
+    if not Futex.is_supported():
+        pytest.skip("no futex on this machine")
+    cores = Cores()
+    monkeypatch.setattr(cores, "may_yield", lambda now_s: False)
+    monkeypatch.setattr(sync, "own_cores", cores)
+    noted: list[float] = []
+    sleep = Futex.sleep
+
+    def note(futex: Futex, index: int, seen: int, timeout_s: float) -> None:
+        noted.append(timeout_s)
+        sleep(futex, index, seen, timeout_s)
+
+    monkeypatch.setattr(Futex, "sleep", note)
+    return noted
+
+
+def test_who_sleeps_wakes_up_once_and_then_for_looks_alone(sleeps: list[float]) -> None:
+    """See [Note: missed wake-ups] in futex.py."""
+    (sleeper, _), _ = make_channels(2)
+    with pytest.raises(PeerFailure):
+        sleeper.step(0.4)
+    assert sleeps[0] == sync.MISSED_AFTER_S
+    assert all(timeout_s > sync.MISSED_AFTER_S for timeout_s in sleeps[1:-1])
+    assert len(sleeps) <= 4, "until the first look, until the deadline, and the rest if the kernel is early"
+
+
+def test_missed_wake_up_is_noticed_before_the_first_look(sleeps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    (sleeper, _), memory = make_channels(2)
+    monkeypatch.setattr(sync, "_FIRST_LOOK_IF_WOKEN_S", 20.0)
+    sleep = Futex.sleep
+
+    def be_missed(futex: Futex, index: int, seen: int, timeout_s: float) -> None:
+        memory[1] = 1  # it has come, and did not see the bell
+        sleep(futex, index, seen, timeout_s)
+
+    monkeypatch.setattr(Futex, "sleep", be_missed)
+    start = time.monotonic()
+    sleeper.step(30.0)
+    assert time.monotonic() - start < 15.0
+    assert sleeps == [sync.MISSED_AFTER_S]
+
+
+def test_after_another_wake_up_one_may_be_missed_again(sleeps: list[float]) -> None:
+    (sleeper, other), _ = make_channels(2)
+    threading.Timer(0.05, other.waiter.sound_alarm).start()
+    with pytest.raises(PeerFailure):
+        sleeper.step(0.3)
+    assert sleeps.count(sync.MISSED_AFTER_S) == 2
 
 
 @pytest.mark.skipif(not Futex.is_supported(), reason="no futex on this machine")

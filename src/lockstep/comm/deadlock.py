@@ -33,6 +33,7 @@ __all__ = ["MAIN_THREAD", "Deadlock", "DeadlockDetector", "forget_other_callers"
 # From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
 _PUBLISH_AFTER_S = 0.05
 _SEARCH_EVERY_S = 0.02
+_LOOK_AGAIN_S = 0.5  # a suspicion of another rank waits for a look of this one
 # A rank with a shorter timeout only tries, and will come to the next collective.
 _SHORTEST_TIMEOUT_S = 2.0
 _CONFIRM_S = 0.2
@@ -134,7 +135,7 @@ class DeadlockDetector:
             return _PUBLISH_AFTER_S - waited_s
         if not self._is_blocked():
             self.end()
-            return math.inf
+            return _LOOK_AGAIN_S
         awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
         text = f"{','.join(map(str, awaited))}|{self._group_name}|{self._where()}"
         if text != self._published:
@@ -149,7 +150,7 @@ class DeadlockDetector:
                 self._waits.confirm_wait(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
                 self._published = ""  # not to be taken back by `end`
                 raise Deadlock(missing, waited_s, *self._explain())
-        return _CONFIRM_LOOKS_EVERY_S if self._suspects else math.inf
+        return _CONFIRM_LOOKS_EVERY_S if self._suspects else _LOOK_AGAIN_S
 
     def end(self) -> None:
         """Withdraw the wait, which is over."""

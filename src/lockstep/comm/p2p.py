@@ -32,7 +32,7 @@ from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismat
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.cores import LONG_YIELD_S, LONGEST_NAP_S, own_cores
 from lockstep.shm.messages import ANY_SOURCE, Label, Receive, Send
-from lockstep.shm.sync import FailureKind, PeerFailure, PeerState, longest_sleep_s, next_look
+from lockstep.shm.sync import MISSED_AFTER_S, FailureKind, PeerFailure, PeerState, next_look
 
 __all__ = ["PointToPoint"]
 
@@ -42,6 +42,7 @@ _IDLE_NAP_S = 0.002
 _THREAD_RESTS_AFTER_S = 0.02
 _THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # a wait that took that long wakes it afterwards, if need be
 _TRY_AGAIN_S = 0.002
+_THREAD_LOOKS_EVERY_S = 0.5  # a deadline may begin while it sleeps: that of a future
 _CLOSE_PATIENCE_S = 1.0
 _LABEL_CACHE_ENTRIES = 1024
 _NUM_HINTS = 3
@@ -122,7 +123,7 @@ class PointToPoint:
         if work is None:
             item.write_back()
             return DoneMessage(tensor, source_of(receive))
-        self._advance()
+        self._advance(blocking=True)  # The message may be there, and nobody rings for it again.
         return work
 
     def _check_address(self, name: str, peer: int, tag: int) -> None:
@@ -197,6 +198,7 @@ class PointToPoint:
         num_alarms = self._team.num_alarms
         look_at = next_look(began, began, left_s, self._team.failures_wake_waits)
         may_yield = own_cores.may_yield(began)
+        seen: int | None = None
         with _PublishedWait(self._team, self._recorder) as published:
             while not work.is_completed():
                 if self._closed:  # In a fork of the rank: a rank that shuts down ends its messages.
@@ -216,19 +218,35 @@ class PointToPoint:
                     now = own_cores.give_up(before)
                     may_yield = now - before <= LONG_YIELD_S
                 else:
-                    if self._sleep(work.is_completed, num_alarms, look_at - now, now - moved_at):
+                    seen = self._sleep(work.is_completed, num_alarms, look_at - now, now - moved_at, seen)
+                    if seen is None:
                         moved_at = time.monotonic()
                     if num_alarms != self._team.num_alarms:
                         look_at = now
 
-    def _sleep(self, is_over: Callable[[], bool], num_alarms: int, timeout_s: float, waited_s: float) -> bool:
-        """Sleep until a peer rings or `timeout_s` is over, unless something moves now: then True, at once."""
-        seen = self._mailbox.arm()
-        if self._advance():
-            return True
+    def _sleep(
+        self, is_over: Callable[[], bool], num_alarms: int, timeout_s: float, waited_s: float, seen: int | None
+    ) -> int | None:
+        """Sleep until a peer rings, or for `timeout_s` at most. Call `_advance` before it.
+
+        Args:
+            is_over: whether there is nothing more to wait for.
+            num_alarms: of the team, when the peers were last looked at.
+            timeout_s: the longest sleep, in seconds.
+            waited_s: seconds since something moved last.
+            seen: what this returned the last time in this wait.
+
+        Returns:
+            What the next sleep of this wait takes as `seen`; None, without sleep, if something has moved.
+        """
+        if seen is None or not self._mailbox.is_armed(seen):
+            seen = self._mailbox.arm()
+            if self._advance(blocking=True):
+                return None
+            timeout_s = min(timeout_s, MISSED_AFTER_S)
         if not is_over() and num_alarms == self._team.num_alarms:
-            self._mailbox.sleep(seen, min(timeout_s, longest_sleep_s(waited_s)), waited_s / 20)
-        return False
+            self._mailbox.sleep(seen, timeout_s, waited_s / 20)
+        return seen
 
     def _is_needed(self) -> bool:
         """Whether there is something to move along, and no other thread that does so."""
@@ -238,6 +256,7 @@ class PointToPoint:
         """The thread: moves messages along while nobody waits for one."""
         needed_at = moved_at = look_at = time.monotonic()
         num_alarms = self._team.num_alarms
+        seen: int | None = None
         while not self._closed:
             now = time.monotonic()
             if self._is_needed():
@@ -247,8 +266,11 @@ class PointToPoint:
                 if now >= look_at or num_alarms != self._team.num_alarms:
                     num_alarms = self._team.num_alarms
                     look_at = self._look_and_plan(moved_at, now, threading.TIMEOUT_MAX)
+                    look_at = min(look_at, now + _THREAD_LOOKS_EVERY_S)
                 if now - moved_at > _THREAD_NAPS_FOR_S:
-                    if self._sleep(lambda: not self._is_needed(), num_alarms, look_at - now, now - moved_at):
+                    waited_s = now - moved_at
+                    seen = self._sleep(lambda: not self._is_needed(), num_alarms, look_at - now, waited_s, seen)
+                    if seen is None:
                         moved_at = time.monotonic()
                     continue
             elif now - needed_at > (_THREAD_RESTS_BESIDE_DRIVER_S if self._drivers else _THREAD_RESTS_AFTER_S):
@@ -259,9 +281,9 @@ class PointToPoint:
                 continue
             time.sleep(LONGEST_NAP_S if self._is_needed() else _IDLE_NAP_S)
 
-    def _advance(self) -> bool:
-        """Move what can move now, unless another thread does so; whether something moved."""
-        if not self._lock.acquire(blocking=False):
+    def _advance(self, blocking: bool = False) -> bool:
+        """Move what can move now, unless another thread does so or after it; whether something moved."""
+        if not self._lock.acquire(blocking):
             return False
         try:
             if self._closed:
@@ -318,7 +340,9 @@ class PointToPoint:
             if self._closed:
                 return True
             # Before reading: what a peer sent before it left has been sent.
-            gone = self._gone(peer for peer in range(self._team.world_size) if peer != self._team.rank)
+            awaited = {operation.awaited for operation in self._works}
+            peers = range(self._team.world_size) if ANY_SOURCE in awaited else awaited
+            gone = self._gone(peer for peer in peers if peer != self._team.rank)
             self._progress()
             finished = self._take_finished()
             now = time.monotonic()

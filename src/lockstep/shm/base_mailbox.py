@@ -82,6 +82,10 @@ class BaseMailbox(abc.ABC):
         """
         return 0
 
+    def is_armed(self, seen: int) -> bool:
+        """Whether nobody has rung since `arm` returned `seen`, so that `sleep` needs no other call of it. Local."""
+        return False
+
     def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
         """Sleep until there may be something for `progress` to do. Local; may return early for no reason.
 

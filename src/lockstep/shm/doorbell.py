@@ -3,7 +3,8 @@
 [Note: bells] A rank that is about to sleep arms its bell, looks once more at what there is to do, and sleeps unless a
 peer has rung meanwhile. A peer that has changed something then looks at the bell, and rings it if it is armed for that
 kind of change. So messages cost one look at a word while nobody sleeps. In rare cases both ranks look too early, and
-each misses what the other has stored; [Note: missed wake-ups] in futex.py says what happens then.
+each misses what the other has stored; [Note: missed wake-ups] in futex.py says what happens then. Threads of one rank
+share its bell: if one finds that there is no room while another sleeps until there is a record, it wakes that one.
 """
 
 from __future__ import annotations
@@ -48,6 +49,17 @@ class Doorbell:
         self._words[word + 1] = _FOR_ROOM_TOO if wants_room else _FOR_RECORDS
         fence()
         return seen
+
+    def is_armed(self, seen: int, wants_room: bool) -> bool:
+        """Whether the bell is armed for that, and nobody has rung since `arm` returned `seen`. Local."""
+        word = self._area.bell_word(self._local_rank)
+        enough = _FOR_ROOM_TOO if wants_room else _FOR_RECORDS
+        return self._words[word] == seen and self._words[word + 1] >= enough
+
+    def want_room(self) -> None:
+        """Wake the threads of this rank that sleep for records only, so that they arm the bell for room too. Local."""
+        if self._words[self._area.bell_word(self._local_rank) + 1] == _FOR_RECORDS:
+            self.ring_here()
 
     def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
         """Sleep until a peer rings. Local; may return early for no reason.

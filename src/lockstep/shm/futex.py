@@ -3,8 +3,10 @@
 [Note: missed wake-ups] A rank that is about to sleep writes so into a word beside the one that it waits for, and looks
 once more. A rank that changes the word then reads that other word, and wakes the sleeper. A processor may carry out
 that read before the store has left the core, which takes some tens of nanoseconds, while the sleeper still has a system
-call before it. Should it happen nevertheless, the sleeper wakes up by itself after `timeout_s`, 2 ms at first and half
-a second at most: late, not lost.
+call before it. Should it happen nevertheless, the sleeper notices 2 ms later: it sleeps no longer at first
+(`MISSED_AFTER_S` in `sync.py`), and looks once more. Then whoever looked too early has stored, and whoever comes later
+reads that somebody sleeps. So if nothing has changed, the rank goes on sleeping without writing anything, and for as
+long as it likes; after a wake-up it begins anew.
 """
 
 from __future__ import annotations

@@ -174,8 +174,13 @@ class Mailbox(BaseMailbox):
             self._touched.clear()
 
     def arm(self) -> int:
-        wants_room = bool(self._streams) or any(peer.backlog for peer in self._peers.values())
-        return self._bell.arm(wants_room)
+        return self._bell.arm(self._wants_room())
+
+    def is_armed(self, seen: int) -> bool:
+        return self._bell.is_armed(seen, self._wants_room())
+
+    def _wants_room(self) -> bool:
+        return bool(self._streams) or any(peer.backlog for peer in self._peers.values())
 
     def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
         self._bell.sleep(seen, timeout_s, poll_s)
@@ -233,8 +238,7 @@ class Mailbox(BaseMailbox):
         receive.peer = arrival.peer
         fits = arrival.label.fits(receive.label)
         if fits and arrival.data is not None:
-            receive.num_received = arrival.data.numel()
-            copy_bytes(arrival.data, receive.flat[: receive.num_received])
+            receive.num_received = copy_bytes(arrival.data, receive.flat)
         if arrival.own is not None:
             if fits:
                 copy_bytes(arrival.own.flat, receive.flat)
@@ -308,9 +312,9 @@ class Mailbox(BaseMailbox):
         elif kind == _RecordKind.REFUSE:
             self._finish(peer.announced.pop(number), peer.labels[label])
         elif kind == _RecordKind.LABEL:
-            peer.labels[label] = Label.decode(bytes(reader.payload(num_bytes).numpy()))
+            peer.labels[label] = Label.decode(reader.payload(num_bytes).read())
         elif kind == _RecordKind.POOL:
-            peer.pool = PoolView(bytes(reader.payload(num_bytes).numpy()).decode())
+            peer.pool = PoolView(reader.payload(num_bytes).read().decode())
         else:
             raise ValueError(kind)
 
@@ -349,6 +353,7 @@ class Mailbox(BaseMailbox):
         while backlog:
             fields, payload, send = backlog[0]
             if not to.writer.write(fields, payload):
+                self._bell.want_room()
                 return
             backlog.popleft()
             self.num_records += 1
@@ -373,6 +378,8 @@ class Mailbox(BaseMailbox):
             if not to.backlog:
                 self._write_piece(to, send)
             self._go_on(send)
+        if self._streams:
+            self._bell.want_room()
 
     def _write_piece(self, to: _RingPeer, send: Send) -> None:
         start = send.num_sent

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch
 
+from lockstep.shm.ring import Payload
+
 __all__ = ["ANY_SOURCE", "Incoming", "Label", "Matcher", "Receive", "Send"]
 
 ANY_SOURCE = -1
@@ -155,7 +157,7 @@ class Incoming:
     label: Label
     num_bytes: int
     number: int = 0
-    data: torch.Tensor | None = None
+    data: torch.Tensor | Payload | None = None
     chunk: int | None = None
     announced: bool = False
     own: Send | None = None
@@ -186,10 +188,11 @@ class Matcher:
 
     def receive_for(self, arrival: Incoming) -> Receive | None:
         """Take the receive for a new message; if there is none, the caller may `keep` the message."""
-        keys = [key for key in ((arrival.peer, arrival.tag), (ANY_SOURCE, arrival.tag)) if key in self._receives]
-        if not keys:
-            return None
-        return _take(self._receives, min(keys, key=lambda key: self._receives[key][0].order))
+        receives = self._receives
+        key, any_key = (arrival.peer, arrival.tag), (ANY_SOURCE, arrival.tag)
+        if any_key in receives and (key not in receives or receives[any_key][0].order < receives[key][0].order):
+            key = any_key
+        return _take(receives, key) if key in receives else None
 
     def keep(self, arrival: Incoming) -> None:
         """Let a message wait for its receive."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from lockstep.shm.control_blocks import damage_text
 from lockstep.shm.segment import Segment
 from lockstep.shm.sync import fence
 
-__all__ = ["Fields", "RingReader", "RingWriter", "copy_bytes", "ring_bytes"]
+__all__ = ["Fields", "Payload", "RingReader", "RingWriter", "copy_bytes", "ring_bytes"]
 
 _HEADER = struct.Struct("8q")
 _RECORD_UNIT = _HEADER.size
@@ -38,21 +39,46 @@ _RING_START = 128
 Fields = tuple[int, int, int, int, int, int, int]
 
 
-def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
+class Payload(NamedTuple):
+    """What a record of a ring carries, where it lies. A view of a tensor would cost several times as much to make."""
+
+    address: int
+    num_bytes: int
+
+    def read(self) -> bytes:
+        """A copy as bytes."""
+        return ctypes.string_at(self.address, self.num_bytes)
+
+    def clone(self) -> torch.Tensor:
+        """A copy as a uint8 tensor of shape (num_bytes,)."""
+        copy = torch.empty(self.num_bytes, dtype=torch.uint8)
+        copy_bytes(self, copy)
+        return copy
+
+
+def copy_bytes(source: torch.Tensor | Payload, target: torch.Tensor) -> int:
     """Copy memory, in this thread alone.
 
     torch would share a copy of tens of KiB with its other threads, which costs milliseconds where cores are few.
 
     Args:
-        source: contiguous, uint8, shape (n,).
-        target: the same, elsewhere.
+        source: contiguous, uint8, shape (n,); or what a ring carries.
+        target: contiguous, uint8, elsewhere.
+
+    Returns:
+        The number of bytes, n.
 
     Raises:
         ValueError: the target is smaller.
     """
-    if target.numel() < source.numel():
-        raise ValueError(f"{source.numel()} bytes do not fit into {target.numel()}")
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+    if isinstance(source, Payload):
+        address, num_bytes = source
+    else:
+        address, num_bytes = source.data_ptr(), source.numel()
+    if target.numel() < num_bytes:
+        raise ValueError(f"{num_bytes} bytes do not fit into {target.numel()}")
+    ctypes.memmove(target.data_ptr(), address, num_bytes)
+    return num_bytes
 
 
 def ring_bytes(capacity: int) -> int:
@@ -67,6 +93,7 @@ class _RingMemory:
     words: memoryview  # of the whole segment, 64 bit each
     data: memoryview  # the ring, as bytes
     tensor: torch.Tensor  # the ring, as uint8, shape (capacity,)
+    address: int  # of the ring
     written: int  # index of the word
     read: int
     settled: int
@@ -74,10 +101,12 @@ class _RingMemory:
 
 def _map(segment: Segment, start: int, capacity: int) -> _RingMemory:
     first = start + _RING_START
+    tensor = segment.tensor(first, capacity)
     return _RingMemory(
         segment.memory.cast("q"),
         segment.memory[first : first + capacity],
-        segment.tensor(first, capacity),
+        tensor,
+        tensor.data_ptr(),
         start // 8,
         start // 8 + 8,
         start // 8 + 9,
@@ -169,16 +198,15 @@ class RingReader:
             self.advance()
         return None
 
-    def payload(self, num_bytes: int) -> torch.Tensor:
-        """The first bytes of the record's payload: uint8, shape (num_bytes,). Valid until `advance`.
+    def payload(self, num_bytes: int) -> Payload:
+        """The first bytes of the record's payload. Valid until `advance`.
 
         Raises:
             SegmentDamaged: the record has not so many.
         """
         if not 0 <= num_bytes <= self._size - _RECORD_UNIT:
             raise SegmentDamaged(damage_text(f"a record of {self._size} bytes would carry {num_bytes}"))
-        start = self._offset + _RECORD_UNIT
-        return self._memory.tensor[start : start + num_bytes]
+        return Payload(self._memory.address + self._offset + _RECORD_UNIT, num_bytes)
 
     def advance(self) -> None:
         """Give the record's room back to the writer."""

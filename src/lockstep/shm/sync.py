@@ -25,13 +25,12 @@ bell; a bell for a later step they leave alone.
 
 [Note: looks] A look costs a tenth of a millisecond and more, and a sleeper wakes up for it. Where ranks outnumber cores
 that time is taken from the rank that computes: with a look every 2 ms, 31 waiting ranks on two cores took all of both.
-So looks become rarer the longer a wait lasts: the first after a tenth of a second, the next one after another four
-times as long, at most half a second. Failures that an alarm can announce wake the sleepers at once ([Note: alarm]).
-Looks are for the others: the deadline, ranks that wait for each other in different groups (their detector says when it
-wants the next look), a rank that is stopped. Between them a sleeper wakes up a few times to see whether a wake-up was
-missed ([Note: missed wake-ups] in `futex.py`), which costs a tenth of a look. Where no alarm tells of deaths
-(`Watch.must_ask`), or a waiter receives messages in its looks, there stay five looks a second, and more in the first
-second.
+So there is one after a tenth of a second, and then one a second. Failures that an alarm can announce wake the sleepers
+at once ([Note: alarm]). Looks are for the others: the deadline, ranks that wait for each other in different groups
+(their detector says when it wants the next look), a rank that is stopped. Besides, a sleeper wakes up once, soon after
+it has fallen asleep, to see whether a wake-up was missed ([Note: missed wake-ups] in `futex.py`). Where no alarm tells
+of deaths (`Watch.must_ask`), or a waiter receives messages in its looks, there stay five looks a second, and more in
+the first second.
 
 [Note: alarm] A rank that learns of a failure first writes it down (in its state, or, for the death of a peer, in its
 own process), then counts the alarm, then changes the gate and wakes all that sleep there. A sleeper reads the gate,
@@ -64,6 +63,7 @@ from lockstep.shm.futex import Futex
 from lockstep.shm.liveness import Watch
 
 __all__ = [
+    "MISSED_AFTER_S",
     "FailureKind",
     "Overseer",
     "PeerFailure",
@@ -71,7 +71,6 @@ __all__ = [
     "StepCounter",
     "StepWaiter",
     "fence",
-    "longest_sleep_s",
     "next_look",
     "random_word",
 ]
@@ -80,11 +79,12 @@ _SPINS_OF_MANY = 4
 _SLEEP_AFTER_S = 0.0003
 _NAP_AFTER_S = 0.002
 _UNCONTENDED_YIELD_S = 0.000005  # a yield of a step that takes longer has let somebody else run on this core
-_LOOK_EVERY_S, _FIRST_LOOK_IF_WOKEN_S = 0.002, 0.1
-# Between two looks passes at most this multiple of the time waited so far, and at most so many seconds. The second of
-# two values holds where an alarm wakes the wait.
-_LOOKS_OF_WAITED, _LOOKS_OF_WAITED_IF_WOKEN = 0.3, 4.0
-_LONGEST_LOOK_S, _LONGEST_LOOK_IF_WOKEN_S = 0.2, 0.5
+MISSED_AFTER_S = 0.002  # a first sleep is so short; see [Note: missed wake-ups] in futex.py
+_LOOK_EVERY_S = 0.002
+# Between two looks passes at most this multiple of the time waited so far, and at most so many seconds.
+_LOOKS_OF_WAITED, _LONGEST_LOOK_S = 0.3, 0.2
+# Where an alarm wakes the wait.
+_FIRST_LOOK_IF_WOKEN_S, _LOOK_EVERY_IF_WOKEN_S = 0.1, 1.0
 _RANDOM_BITS = 62
 _REASON_FOLLOWS_WITHIN_S = 5.0
 
@@ -154,20 +154,10 @@ def next_look(start: float, now: float, timeout_s: float, is_woken: bool = False
         is_woken: an alarm wakes this wait, so that its looks may be rarer.
     """
     if is_woken:
-        pause_s = min((now - start) * _LOOKS_OF_WAITED_IF_WOKEN, _LONGEST_LOOK_IF_WOKEN_S)
-        pause_s = max(pause_s, _FIRST_LOOK_IF_WOKEN_S)
+        pause_s = _LOOK_EVERY_IF_WOKEN_S if now > start else _FIRST_LOOK_IF_WOKEN_S
     else:
         pause_s = min((now - start) * _LOOKS_OF_WAITED, _LONGEST_LOOK_S)
     return max(now + _LOOK_EVERY_S, min(now + pause_s, start + timeout_s))
-
-
-def longest_sleep_s(waited_s: float) -> float:
-    """How long a wait sleeps at most before it sees whether a wake-up was missed. See [Note: looks].
-
-    Args:
-        waited_s: seconds that the wait has lasted.
-    """
-    return max(_LOOK_EVERY_S, waited_s * _LOOKS_OF_WAITED_IF_WOKEN)
 
 
 def random_word() -> int:
@@ -270,6 +260,7 @@ class StepWaiter:
         num_alarms, is_woken = self.num_alarms, self.failures_wake_waits
         look_at = next_look(start, start, timeout_s, is_woken)
         may_yield = own_cores.may_yield(start)
+        gate: int | None = None  # as it was at the last sleep
         position, count = 0, len(pending)  # ranks before `position` have come
         while True:
             while words[pending[position][1]] >= target:
@@ -291,23 +282,35 @@ class StepWaiter:
                 if self._futex is None:
                     nap((now - start) / 20)
                 else:
-                    sleep_s = min(look_at - now, longest_sleep_s(now - start))
-                    self._sleep(words, pending, target, num_alarms, sleep_s)
+                    gate = self._sleep(words, pending, target, num_alarms, look_at - now, gate)
                 now = time.monotonic()
                 if num_alarms != self.num_alarms:
                     look_at = now
 
     def _sleep(
-        self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, num_alarms: int, timeout_s: float
-    ) -> None:
-        """Sleep until the gate opens, or for `timeout_s`. See [Note: gate] and [Note: alarm]."""
+        self,
+        words: memoryview,
+        pending: Sequence[tuple[int, int]],
+        target: int,
+        num_alarms: int,
+        timeout_s: float,
+        slept_at: int | None,
+    ) -> int:
+        """Sleep until the gate opens, or for `timeout_s` at most. See [Note: gate] and [Note: alarm].
+
+        Returns:
+            The gate at which it slept, which the next sleep of this wait takes as `slept_at`.
+        """
         assert self._futex is not None
         gate = self._words[self._gate]
         fence()
-        self._words[self._gate + 1] = target
-        fence()
+        if gate != slept_at or self._words[self._gate + 1] != target:
+            self._words[self._gate + 1] = target
+            fence()
+            timeout_s = min(timeout_s, MISSED_AFTER_S)
         if num_alarms == self.num_alarms and any(words[index] < target for _, index in pending):
             self._futex.sleep(self._gate, gate, max(timeout_s, 0.0))
+        return gate
 
     def open_gate(self, count: int) -> None:
         """Wake the ranks that sleep, because all have come to step `count`. Local."""

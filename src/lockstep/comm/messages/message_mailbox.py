@@ -187,7 +187,7 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
                 receive.flat.copy_(arrival.own.flat)
             self._finish(arrival.own, None if conflict is None else receive.label)
         elif conflict is None:
-            assert arrival.data is not None
+            assert isinstance(arrival.data, torch.Tensor)
             receive.flat.copy_(arrival.data)
         self._finish(receive, conflict)
 
