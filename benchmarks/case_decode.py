@@ -6,6 +6,10 @@ part out of it at random, scales it to 224 pixels, flips every second one, and m
 everybody does for ImageNet. It draws from torch's process-wide generator, as torchvision does: Lockstep's loader seeds
 that, numpy's and Python's before each sample, and torch's does not.
 
+A worker process may be some percent faster than another one of the same loader, for as long as it lives: where its
+memory lies is chance. So several processes measure in turns, each with loaders and workers of its own, and another
+loader comes first in every second turn.
+
 One call is an epoch, workers staying from one to the next. Before it is timed, an epoch must hold every image once,
 and Lockstep's batches must be those that one process without workers makes.
 """
@@ -48,19 +52,25 @@ class Plan:
         images: of an epoch, for each edge of the JPEGs in pixels.
         workers: numbers of worker processes.
         batch_size: of the loaders.
-        budget: per size and number of workers.
+        budget: per size, number of workers and turn.
+        turns: processes that measure, one after the other.
     """
 
     images: Mapping[int, int]
     workers: tuple[int, ...]
     batch_size: int
     budget: Budget
+    turns: int
 
 
 FULL = Plan(
-    {256: 512, 500: 256}, (0, 1, 2, 3, 4), 16, Budget(seconds=40.0, sample_s=0.1, min_rounds=4, max_rounds=40, sweeps=2)
+    {256: 512, 500: 256},
+    (0, 1, 2, 3, 4),
+    16,
+    Budget(seconds=6.0, sample_s=0.1, min_rounds=3, max_rounds=10, sweeps=1),
+    turns=6,
 )
-QUICK = Plan({256: 32}, (0, 2), 8, Budget(seconds=1.0, sample_s=0.01, max_rounds=3, sweeps=1))
+QUICK = Plan({256: 32}, (0, 2), 8, Budget(seconds=1.0, sample_s=0.01, max_rounds=3, sweeps=1), turns=2)
 
 
 def run(plan: Plan, *, quick: bool = False) -> Result:
@@ -85,10 +95,16 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
         }
         configurations = len(plan.images) * len(plan.workers)
         timeout_s = 300 + 10 * configurations * (plan.budget.seconds + 5)
-        answer = run_ranks(_measure_on_rank, 1, job, threads=1, timeout_s=timeout_s)
+        series: dict[str, Series] = {}
+        for turn in range(plan.turns):
+            answer = run_ranks(_measure_on_rank, 1, {**job, "turn": turn}, threads=1, timeout_s=timeout_s)
+            assert isinstance(answer, list)
+            for one in (Series(**item) for item in answer):
+                series.setdefault(f"{one.parameters} {one.contestant}", replace(one, samples_s=[])).samples_s.extend(
+                    one.samples_s
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    assert isinstance(answer, list)
     settings = {
         "batch_size": plan.batch_size,
         "edge": _EDGE,
@@ -96,8 +112,9 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
         "threads": 1,
         "jpeg_bytes": {str(edge): size for edge, size in size_bytes.items()},
         "budget": asdict(plan.budget),
+        "turns": plan.turns,
     }
-    return Result("decode", quick, environment, settings, [Series(**item) for item in answer])
+    return Result("decode", quick, environment, settings, list(series.values()))
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int]]):
@@ -139,19 +156,21 @@ def _files(folder: Path) -> list[Path]:
 def _measure_on_rank(job: Job) -> object:
     """Body of the process that loads."""
     folder, images, workers = job["folder"], job["images"], job["workers"]
-    batch_size, budget = job["batch_size"], job["budget"]
+    batch_size, budget, turn = job["batch_size"], job["budget"], job["turn"]
     assert isinstance(folder, str)
     assert isinstance(images, list)
     assert isinstance(workers, list)
     assert isinstance(batch_size, int)
     assert isinstance(budget, dict)
+    assert isinstance(turn, int)
     configurations = []
     for edge, length in images:
         pictures = Pictures(_files(Path(folder) / str(edge)), length)
         for count in workers:
             _check_batches(pictures, batch_size, count)
             parameters: Parameters = {"pixels": edge, "workers": count}
-            configurations.append(Configuration(parameters, _contestants(pictures, batch_size, count)))
+            contestants = _contestants(pictures, batch_size, count, is_reversed=turn % 2 == 1)
+            configurations.append(Configuration(parameters, contestants))
     lengths = dict(images)
     return [
         asdict(replace(each, facts={"images": lengths[each.parameters["pixels"]]}))
@@ -159,16 +178,17 @@ def _measure_on_rank(job: Job) -> object:
     ]
 
 
-def _contestants(pictures: Pictures, batch_size: int, workers: int) -> list[Contestant]:
+def _contestants(pictures: Pictures, batch_size: int, workers: int, is_reversed: bool) -> list[Contestant]:
     options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
-    loaders = {
+    loaders: dict[str, DataLoader[Any]] = {
         "torch": DataLoader(pictures, batch_size, **options),
         "lockstep": lockstep.DataLoader(pictures, batch_size, **options),
     }
-    return [
+    contestants = [
         Contestant(name, lambda name=name, loader=loader: _load(name, loader, len(pictures)), warms_up=False)  # type: ignore[misc]
         for name, loader in loaders.items()
     ]
+    return contestants[::-1] if is_reversed else contestants
 
 
 def _load(name: str, loader: DataLoader[Any], expected: int) -> None:

@@ -189,11 +189,11 @@ def test_decode_end_to_end(tmp_path: Path) -> None:
     from benchmarks import case_decode
 
     budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
-    result = case_decode.run(case_decode.Plan({32: 5}, (0, 1), 2, budget), quick=True)
+    result = case_decode.run(case_decode.Plan({32: 5}, (0, 1), 2, budget, turns=2), quick=True)
     assert [(one.contestant, one.parameters["workers"]) for one in result.series] == [
         (name, workers) for workers in (0, 1) for name in ("torch", "lockstep")
     ]
-    assert all(len(one.samples_s) == 2 and one.facts == {"images": 5} for one in result.series)
+    assert all(len(one.samples_s) == 4 and one.facts == {"images": 5} for one in result.series), "two in each turn"
     assert "| 32 pixels, 1 worker |" in report.render(Result.load(result.save(tmp_path)))
 
 
