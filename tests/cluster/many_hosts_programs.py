@@ -22,6 +22,7 @@ _Outcome = tuple[str, str, float, tuple[int, ...]]
 
 # What travels with the notices, as messages between partners, as halves by Gloo, and in a sum of Gloo's own.
 SMALL, MEDIUM, LARGE, SUMMED = 100, 3000, 250_001, 700_001
+PIECED = 2_500_001  # in two sums, where a host has several ranks
 
 
 def _random(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -124,6 +125,10 @@ def large_sums() -> dict[str, Any]:
                     if not torch.allclose(memory.double(), expected, rtol=bound, atol=bound):
                         wrong.append(f"{name} of {dtype}")
                     bits.append(hashlib.blake2b(memory.numpy().tobytes()).hexdigest())
+        for memory in (torch.empty(PIECED), opened.process_group.symmetric_empty((PIECED,), torch.float32)):
+            dist.all_reduce(memory.copy_(torch.arange(PIECED) % 1009 + opened.rank))
+            if not torch.equal(memory, torch.arange(PIECED) % 1009 * float(size) + size * (size - 1) / 2):
+                wrong.append(f"{PIECED} numbers")
         value = torch.full((SUMMED,), opened.rank + 1.0)
         dist.reduce(value, 1)
         if value[-1] != (size * (size + 1) / 2 if opened.rank == 1 else opened.rank + 1.0):

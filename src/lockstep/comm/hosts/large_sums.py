@@ -41,7 +41,7 @@ class LargeSums:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
         """Add up a flat contiguous tensor in place over all ranks. After `arrive`."""
         is_alone = self._team.local.world_size == 1
-        pieces = [tensor] if is_alone else _pieces(tensor)
+        pieces = self._pieces(tensor)
 
         def gather(number: int) -> None:
             self._local.reduce(pieces[number], reduction.kernel, 0, timeout_s)
@@ -60,7 +60,7 @@ class LargeSums:
             timeout_s: seconds until each wait is an error.
         """
         local = self._team.local
-        all_pieces = list(zip(*map(_pieces, parts), strict=True))
+        all_pieces = list(zip(*map(self._pieces, parts), strict=True))
         local.begin_transfer()
 
         def gather(number: int) -> None:
@@ -78,6 +78,13 @@ class LargeSums:
                 all_pieces[number][local.rank].copy_(all_pieces[number][0])
 
         self._add_up([pieces[0] for pieces in all_pieces], gather, spread, reduction, timeout_s)
+
+    def _pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same on all hosts, since each piece has a ring of its own: one where no host has several ranks."""
+        if self._team.layout.num_channels == 1:
+            return [tensor]
+        numel = tensor.numel()
+        return torch.split(tensor, -(-numel // num_pieces_of_sum(numel * tensor.element_size())))
 
     def _add_up(
         self,
@@ -109,11 +116,6 @@ class LargeSums:
                 if reduction.divisor != 1:
                     piece.div_(reduction.divisor)
             spread(number)
-
-
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    numel = tensor.numel()
-    return torch.split(tensor, -(-numel // num_pieces_of_sum(numel * tensor.element_size())))
 
 
 def _nothing(_: int) -> None:

@@ -405,7 +405,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             PeerFailure: a peer failed or left, or was not done in time.
         """
         with self._in_sum():
-            self.wait_for([under_way], timeout_s)
+            self._watchdog.wait([under_way], timeout_s)
 
     @contextlib.contextmanager
     def _in_sum(self) -> Iterator[None]:
