@@ -337,6 +337,7 @@ def fork_with_a_receive() -> bool:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
+    dist.barrier()  # What is sent before the other child waits would already be there, and no wait refused.
     if work is None:
         dist.send(torch.ones(4), 0)
         return True
