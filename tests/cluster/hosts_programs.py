@@ -215,7 +215,7 @@ def _sums(wire: str | None) -> dict[str, Any]:
                 bits.add((divisor, value.numpy().tobytes()[:4096], float(value.double().sum()), excess <= 0.0))
             small = parts[opened.rank][:100].clone()  # comes with the notices, in another order of steps
             dist.all_reduce(small)
-            is_in_tree = not is_summed_by_first_ranks(4 * numel, len(layout.hosts))
+            is_in_tree = len(layout.hosts) == 2 or not is_summed_by_first_ranks(4 * numel)
             if wire in (None, "fp32") and is_in_tree:
                 assert torch.equal(small, value[:100]), f"{numel}: not the bits of a large one"
             found[str(numel)] = sorted(bits)

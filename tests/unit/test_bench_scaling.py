@@ -79,11 +79,13 @@ def test_a_curve_goes_through_medians_and_on_beyond_them() -> None:
 def test_all_reduce_at_known_points() -> None:
     network = Network(LINK, HOST, ranks_per_host=2)
     large, small, tiny = 8 * MIB, 10_000, 1000
-    inner, wire = HOST.at(large), LINK.at(large)
+    inner = HOST.at(large)
     assert all_reduce_s(large, 1, network) == inner
     # Two ranks on each host: to the first of the host, to the first of all, and back.
     told = 400e-6
-    assert all_reduce_s(large, 2, network) == pytest.approx(told + wire + inner / 4)
+    assert all_reduce_s(MIB, 2, network) == pytest.approx(told + LINK.at(MIB) + HOST.at(MIB))
+    in_a_ring = 2 * LINK.at(large / 2)
+    assert all_reduce_s(large, 2, network) == pytest.approx(told + in_a_ring + inner)
     three_hosts = told + 400e-6 + 4 / 3 * large * 8e-9 + inner
     assert all_reduce_s(large, 3, network) == pytest.approx(three_hosts)
     in_two_pieces = told + 400e-6 + 8 / 3 * large * 8e-9 + HOST.at(2 * large) / 2
@@ -101,11 +103,10 @@ def test_all_reduce_at_known_points() -> None:
     assert all_reduce_s(tiny, 2, Network(LINK, HOST)) == pytest.approx(100e-6 + tiny * 8e-9)
     told_slowly = Network(LINK, HOST, 2, told_s=500e-6)
     assert all_reduce_s(tiny, 2, told_slowly) == pytest.approx(500e-6 + 4 * tiny * 8e-9)
-    assert all_reduce_s(large, 2, told_slowly) == pytest.approx(500e-6 + wire + inner / 4)
+    assert all_reduce_s(large, 2, told_slowly) == pytest.approx(500e-6 + in_a_ring + inner)
     slow_host = Network(LINK, HOST.times(100))
-    assert all_reduce_s(large, 2, slow_host) == pytest.approx(100e-6 + 100 * inner + wire / 4), (
-        "the slower stage counts"
-    )
+    expected = 100e-6 + slow_host.host.at(2 * large) + 2 * LINK.at(large) / 2
+    assert all_reduce_s(2 * large, 2, slow_host) == pytest.approx(expected), "the slower stage counts"
 
 
 def test_step_at_known_points() -> None:

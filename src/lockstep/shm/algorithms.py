@@ -111,17 +111,23 @@ class SharedMemoryAlgorithms:
         team.step(timeout_s)
 
     def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
-        """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
+        """Reduce over all ranks into `tensor` of the root; other ranks keep theirs.
+
+        The root does all the adding, while the others put the next chunk into their slots.
+        """
         team = self._team
         for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
             part = tensor[start:stop]
-            mine = views[team.rank]
-            mine.copy_(part)
-            if kernel.factor is not None:
-                mine.mul_(kernel.factor)
+            if team.rank != root:
+                mine = views[team.rank]
+                mine.copy_(part)
+                if kernel.factor is not None:
+                    mine.mul_(kernel.factor)
             team.step(timeout_s)
             if team.rank == root:
-                kernel.reduce(views, part)
+                if kernel.factor is not None:
+                    part.mul_(kernel.factor)
+                _reduce_into([part], [part if peer == root else view for peer, view in enumerate(views)], kernel)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
         """Copy `tensor` of the root to all ranks."""
@@ -247,22 +253,30 @@ def reduce_in_place(
         kernel: reduces the elements.
         own: flat tensor of high - low elements to take instead of what lies in the own part.
     """
-    piece_bytes = _PIECE_BYTES_FOR_TWO if len(parts) == 2 else _PIECE_BYTES
-    chunk = piece_bytes // parts[0].element_size()
+    sources = [part[low:high] for part in parts]
+    # This rank's part first: it is written, and the others are copied from it while it is in the cache.
+    targets = [sources[rank], *(source for peer, source in enumerate(sources) if peer != rank)]
+    if own is not None:
+        sources[rank] = own
+    _reduce_into(targets, sources, kernel)
+
+
+def _reduce_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], kernel: Kernel) -> None:
+    """Reduce flat tensors of the same numel and dtype into each of `targets`, which may be some of them. Local."""
+    is_direct = len(sources) <= 2  # `Kernel.reduce` can write to one of them.
+    chunk = (_PIECE_BYTES_FOR_TWO if is_direct else _PIECE_BYTES) // sources[0].element_size()
     scratch: torch.Tensor | None = None
-    for start in range(low, high, chunk):
-        stop = min(start + chunk, high)
-        pieces = [part[start:stop] for part in parts]
-        sources = list(pieces)
-        if own is not None:
-            sources[rank] = own[start - low : stop - low]
-        if len(pieces) == 2:
-            # Write this rank's part first and copy from it while it is in cache.
-            kernel.reduce(sources, pieces[rank])
-            pieces[1 - rank].copy_(pieces[rank])
-            continue
-        if scratch is None or scratch.numel() != stop - start:
-            scratch = torch.empty_like(pieces[0])
-        kernel.reduce(sources, scratch)
-        for piece in pieces:
-            piece.copy_(scratch)
+    for start in range(0, sources[0].numel(), chunk):
+        parts = [source[start : start + chunk] for source in sources]
+        first, *others = (target[start : start + chunk] for target in targets)
+        if is_direct:
+            kernel.reduce(parts, first)
+            result = first
+        else:
+            if scratch is None or scratch.numel() != first.numel():
+                scratch = torch.empty_like(first)
+            kernel.reduce(parts, scratch)
+            result = scratch
+            first.copy_(scratch)
+        for other in others:
+            other.copy_(result)

@@ -16,8 +16,8 @@ hosts exchange. Up to 4 KiB, less from six ranks on, tensors come with what rank
 host: r H (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's sum to
 its like on each other host: r (H - 1) m bytes; with 2, 4, 8, … hosts up to 64 KiB / r, and only to log2 H of them, one
 after the other. Larger tensors cross in channels, so that with 2 hosts each byte crosses once each way, with more 2 (H
-- 1) / H of them in two hops, or in 2 log2 H hops where partners halve what they have; beyond 2 MiB more than 2 hosts
-form a ring, of 2 (H - 1) hops. They go in k chunks, and while one is on the link, another is in the host::
+- 1) / H of them in two hops, or in 2 log2 H hops where partners halve what they have; beyond 2 MiB hosts form a ring, of
+2 (H - 1) hops. They go in k chunks, and while one is on the link, another is in the host::
 
     wire  = hops * link(share * m)      hops 1, share 1 for H = 2; in a ring hops 2 (H - 1), share 1 / H
     inner = alpha_host + beta_host * m
@@ -238,14 +238,14 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
         sums = partners * network.link.at(of_each * num_bytes)
         return told + inner + (sums if partners else network.link.at(of_each * (num_hosts - 1) * num_bytes))
     wire = _wire_s(num_bytes, num_hosts, network.link)
-    is_ring = is_summed_by_first_ranks(num_bytes, num_hosts)
+    is_ring = is_summed_by_first_ranks(num_bytes)
     num_parts = num_pieces_of_sum(num_bytes) if is_ring else num_chunks(num_bytes, num_hosts)
     return told + max(wire, inner) + min(wire, inner) / num_parts
 
 
 def _wire_s(num_bytes: int, num_hosts: int, link: Line | Curve) -> float:
     """Seconds on the links of an all_reduce between at least 2 hosts."""
-    if is_summed_by_first_ranks(num_bytes, num_hosts):
+    if is_summed_by_first_ranks(num_bytes):
         return 2 * (num_hosts - 1) * link.at(num_bytes / num_hosts)
     if num_bytes <= halved_bytes(num_hosts):
         return 2 * sum(link.at(num_bytes / 2**step) for step in range(1, num_partners(num_hosts) + 1))

@@ -17,7 +17,7 @@ General layout:
 * `late_ranks`: which rank is late where several wait for each other.
 * `pipeline`: large reductions in chunks, each of which is in another stage.
 * `small_tensors`: the collectives of small tensors, which come with the notices.
-* `large_sums`: sums of large tensors over more than two hosts, by their first ranks.
+* `large_sums`: sums of large tensors, by the first ranks of the hosts.
 * `algorithms`: the collectives.
 * `mailbox`: point to point.
 * `group`: how a group comes to be, and its engine.

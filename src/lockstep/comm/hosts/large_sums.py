@@ -1,4 +1,4 @@
-"""Sums of large tensors over more than two hosts, by the first ranks of all hosts. See `first_ranks.py`.
+"""Sums of large tensors over several hosts, by the first ranks of all hosts. See `first_ranks.py`.
 
 The ranks of a host add up what they have into the memory of their first rank; the first ranks add up theirs by Gloo's
 ring, in that memory; and each rank copies the result from there. Where a host has several ranks, large tensors go
@@ -36,7 +36,7 @@ class LargeSums:
         """Whether a reduction of tensors of this size, the same on all ranks, is such a sum. Local."""
         is_sum = reduction.kernel.combine is torch.add and tensor.dtype in _DTYPES and reduction.wire.is_exact
         num_bytes = tensor.numel() * tensor.element_size()
-        return is_sum and is_summed_by_first_ranks(num_bytes, len(self._team.layout.hosts))
+        return is_sum and is_summed_by_first_ranks(num_bytes)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
         """Add up a flat contiguous tensor in place over all ranks. After `arrive`."""

@@ -35,7 +35,7 @@ _REDUNDANT_BYTES = 16 << 10
 _DOUBLED_BYTES = 64 << 10
 # Up to this size of a chunk partners halve it. See [Note: halving] in `pipeline.py`.
 _HALVED_BYTES = 2 << 20
-# Beyond this size Gloo adds up what more than two hosts have. See [Note: whose ring] in `first_ranks.py`.
+# Beyond this size Gloo adds up what the hosts have. See [Note: whose ring] in `first_ranks.py`.
 _OURS_BYTES = 2 << 20
 _PIECE_OF_SUM_BYTES = 8 << 20
 
@@ -161,13 +161,13 @@ def halved_bytes(num_hosts: int) -> int:
     return _HALVED_BYTES if num_partners(num_hosts) else 0
 
 
-def is_summed_by_first_ranks(num_bytes: int, num_hosts: int) -> bool:
+def is_summed_by_first_ranks(num_bytes: int) -> bool:
     """Whether the first ranks of the hosts add up a tensor of that size, where Gloo can add up what it holds.
 
-    >>> [is_summed_by_first_ranks(4 << 20, hosts) for hosts in (2, 3, 8)], is_summed_by_first_ranks(1 << 20, 8)
-    ([False, True, True], False)
+    >>> is_summed_by_first_ranks(4 << 20), is_summed_by_first_ranks(1 << 20)
+    (True, False)
     """
-    return num_hosts > 2 and num_bytes > _OURS_BYTES
+    return num_bytes > _OURS_BYTES
 
 
 def num_pieces_of_sum(num_bytes: int) -> int:
