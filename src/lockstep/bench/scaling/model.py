@@ -10,14 +10,14 @@ to measurements that are not the check::
 The link is no line: small messages and large ones go different ways, and the large ones need a reply before they begin.
 So between the sizes that were measured it is straight, and beyond the largest it goes on as between the last two.
 
-An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have come
-for (one latency of the link with up to 3 ranks, else one for each step up a tree and down again), each host adds up,
-hosts exchange. Up to 4 KiB, less from six ranks on, tensors come with what ranks tell each other, every rank's to every
-host: r H (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's sum to
-its like on each other host: r (H - 1) m bytes; with 2, 4, 8, … hosts up to 64 KiB / r, and only to log2 H of them, one
-after the other. Larger tensors cross in channels, so that with 2 hosts each byte crosses once each way, with more 2 (H
-- 1) / H of them in two hops, or in 2 log2 H hops where partners halve what they have; beyond 2 MiB hosts form a ring, of
-2 (H - 1) hops. They go in k chunks, and while one is on the link, another is in the host::
+An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have
+come for (one latency of the link with up to 3 ranks, else one for each step up a tree and down again), each host adds
+up, hosts exchange. Up to 4 KiB, less from six ranks on, tensors come with what ranks tell each other, every rank's to
+every host: r H (H - 1) m bytes on a link. Up to 16 KiB the stages follow each other, and every rank sends its host's
+sum to its like on each other host: r (H - 1) m bytes; with 2, 4, 8, … hosts up to 64 KiB / r, and only to log2 H of
+them, one after the other. Larger tensors cross in channels, so that with 2 hosts each byte crosses once each way,
+with more 2 (H - 1) / H of them in two hops, or in 2 log2 H hops where partners halve what they have; beyond 2 MiB
+hosts form a ring, of 2 (H - 1) hops. They go in k chunks, and while one is on the link, another is in the host::
 
     wire  = hops * link(share * m)      hops 1, share 1 for H = 2; in a ring hops 2 (H - 1), share 1 / H
     inner = alpha_host + beta_host * m
