@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lockstep import batch
-from lockstep.batch import Division, LoaderToken
+from lockstep.batch import Division, LoaderToken, tags
+from lockstep.data import DataLoader
 from lockstep.metrics import Mean
 
 
@@ -59,3 +60,39 @@ def test_a_metric_walks_no_graph_before_an_engine_knew_its_batch(monkeypatch: py
     batch.mark(loss, object(), tells_share=True)
     Mean().update(loss)
     assert walked == [loss]
+
+
+def test_what_is_gone_keeps_no_tag() -> None:
+    """What a weak reference keeps of a batch would lie in the way of the next one. See [Note: holes] in `tags.py`."""
+    batch.reset()
+    counts = []
+    for _ in DataLoader([(torch.ones(3), number) for number in range(80)], batch_size=2, rank=0, world_size=1):
+        gone = [storage for storage in tags._tags if storage.expired()]
+        counts.append((len(tags._tags), len(gone)))
+    # Two tensors of this batch; those of the one before were in use until now.
+    assert set(counts[1:]) == {(4, 2)}
+
+
+def test_many_tags_are_looked_through_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch.reset()
+    looks = 0
+
+    def purge() -> None:
+        nonlocal looks
+        looks += 1
+        counted()
+
+    counted = tags.purge
+    monkeypatch.setattr(tags, "purge", purge)
+    share = batch.BatchShare(1, 1, 1)
+    kept = [torch.ones(1) for _ in range(1000)]
+    for tensor in kept:
+        batch.tag_batch(tensor, share)
+    assert looks <= 10
+    batch.purge(at_most=999)
+    del tensor
+    kept.clear()
+    batch.purge(at_most=999)
+    assert len(tags._tags) == 1000
+    batch.purge()
+    assert not tags._tags
