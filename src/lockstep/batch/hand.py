@@ -19,7 +19,7 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.batch.share import BatchShare
-from lockstep.batch.tags import tag_batch
+from lockstep.batch.tags import purge, tag_batch
 from lockstep.torch_private.dynamo import left_out
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
 _counter = itertools.count(1)
 # Earlier batches of one iteration that may still be in memory; a loop that keeps more than that keeps all.
 _MAX_KEPT = 256
+_FEW_TAGS = 16
 
 
 class Iteration:
@@ -64,8 +65,16 @@ class Iteration:
         self._kept: list[tuple[BatchShare, list[StorageWeakRef]]] = []  # the batches before it
         self._all: set[BatchShare] = set()
 
+    def clear_away(self) -> None:
+        """Forget what is gone of the batches before, as the next one is about to be made. Local.
+
+        See [Note: holes] in `tags.py`.
+        """
+        self._kept = [each for each in self._kept if _in_memory(each[1])]
+        purge(at_most=_FEW_TAGS)
+
     def publish(self, share: BatchShare, batch: Any = None) -> None:
-        """This batch is yielded now: tag its tensors. Local."""
+        """This batch is yielded now: tag its tensors. Local, after `clear_away`."""
         opened = Iteration._open
         if not opened or opened[-1] is not self:
             if self in opened:
@@ -74,7 +83,6 @@ class Iteration:
         if self.latest is not None and self.latest.local_samples != share.local_samples:
             self._all.add(self.latest)
         if self.latest is not None and len(self._kept) < _MAX_KEPT:
-            self._kept = [each for each in self._kept if _in_memory(each[1])]
             self._kept.append((self.latest, self._storages))
         self.latest = share
         self.num_batches += 1

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.batch import BatchShare, Iteration, purge
+from lockstep.batch import BatchShare, Iteration
 from lockstep.data.order import Fetch, Schedule
 from lockstep.data.seeding import restore_if_seeded
 from lockstep.errors import DataError
 
 __all__ = ["EpochIterator", "EpochProgress", "RankBatchSampler"]
 
-_FEW_TAGS = 16
+
 _count = itertools.count(1).__next__
 
 
@@ -120,7 +120,7 @@ class EpochIterator(Iterator[Any]):
                 "With persistent_workers=True a loader walks one epoch at a time; use persistent_workers=False, "
                 "or a second loader"
             )
-        purge(at_most=_FEW_TAGS)  # Before the next batch needs memory: see [Note: holes] in `batch/tags.py`.
+        self._iteration.clear_away()
         try:
             with restore_if_seeded():  # where samples are fetched in this process
                 loaded = next(self._batches)
