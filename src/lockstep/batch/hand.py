@@ -70,7 +70,8 @@ class Iteration:
 
         See [Note: holes] in `tags.py`.
         """
-        self._kept = [each for each in self._kept if _in_memory(each[1])]
+        if len(self._kept) < _MAX_KEPT:
+            self._kept = [each for each in self._kept if _in_memory(each[1])]
         purge(at_most=_FEW_TAGS)
 
     def publish(self, share: BatchShare, batch: Any = None) -> None:

@@ -17,7 +17,7 @@ every host: r H (H - 1) m bytes on a link. Up to 16 KiB the stages follow each o
 sum to its like on each other host: r (H - 1) m bytes; with 2, 4, 8, … hosts up to 64 KiB / r, and only to log2 H of
 them, one after the other. Larger tensors cross in channels, so that with 2 hosts each byte crosses once each way,
 with more 2 (H - 1) / H of them in two hops, or in 2 log2 H hops where partners halve what they have; beyond 2 MiB
-hosts form a ring, of 2 (H - 1) hops. They go in k chunks, and while one is on the link, another is in the host::
+hosts form a ring, of 2 (H - 1) hops. They go in k pieces, and while one is on the link, another is in the host::
 
     wire  = hops * link(share * m)      hops 1, share 1 for H = 2; in a ring hops 2 (H - 1), share 1 / H
     inner = alpha_host + beta_host * m
@@ -45,7 +45,6 @@ from lockstep.bench import stats
 from lockstep.comm.hosts.layout import (
     halved_bytes,
     is_summed_by_first_ranks,
-    num_chunks,
     num_partners,
     num_pieces_of_sum,
     redundant_bytes,
@@ -238,9 +237,7 @@ def all_reduce_s(num_bytes: int, num_hosts: int, network: Network) -> float:
         sums = partners * network.link.at(of_each * num_bytes)
         return told + inner + (sums if partners else network.link.at(of_each * (num_hosts - 1) * num_bytes))
     wire = _wire_s(num_bytes, num_hosts, network.link)
-    is_ring = is_summed_by_first_ranks(num_bytes)
-    num_parts = num_pieces_of_sum(num_bytes) if is_ring else num_chunks(num_bytes, num_hosts)
-    return told + max(wire, inner) + min(wire, inner) / num_parts
+    return told + max(wire, inner) + min(wire, inner) / num_pieces_of_sum(num_bytes)
 
 
 def _wire_s(num_bytes: int, num_hosts: int, link: Line | Curve) -> float:
