@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,8 @@ for batch in lockstep.DataLoader(dataset, batch_size=32, num_workers=1, timeout=
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", "tensors"])
-def test_full_shared_memory_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+def with_small_memory(tmp_path: Path, kind: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """The program above, where /dev/shm has 1 MiB; it ends with what is left there."""
     alone = ["unshare", "--mount", "--map-root-user"]
     mount = "mount -t tmpfs -o size=1m none /dev/shm"
     if subprocess.run([*alone, "sh", "-c", mount], capture_output=True).returncode != 0:
@@ -45,7 +46,19 @@ def test_full_shared_memory_is_an_error_that_names_it(tmp_path: Path, kind: str)
     program.write_text(FULL_MEMORY)
     script = f'{mount} && "$@"; code=$?; ls /dev/shm; exit $code'
     command = [*alone, "sh", "-c", script, "sh", sys.executable, str(program), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    environment = {**os.environ, **settings}
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, env=environment)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tensors"])
+def test_size_of_shared_memory_does_not_limit_batches(tmp_path: Path, kind: str) -> None:
+    done = with_small_memory(tmp_path, kind)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("kind", ["plain", "tensors"])
+def test_full_shared_memory_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+    done = with_small_memory(tmp_path, kind, LOCKSTEP_SHM_DIR="/dev/shm")  # no buffers then
     assert done.returncode == 1
     assert "/dev/shm (1 MiB in all) has no room for the next batch" in done.stderr
     assert "num_workers or prefetch_factor" in done.stderr

@@ -21,7 +21,8 @@ General layout, from the bottom up:
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `fingerprints`: numbers by which ranks notice that they hold different data.
 * `own_generators`: warns of a dataset that draws from generators of its own.
-* `source`: fetches a sample with its own seed; `handover`: hands batches from workers to the training process.
+* `source`: fetches a sample with its own seed.
+* `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
 * `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
 * `loader`: `DataLoader`, which puts these together.
 """

@@ -3,26 +3,36 @@
 A worker of torch's puts its batch into a queue, whose own thread pickles it and moves its tensors to shared memory.
 What fails there (a full /dev/shm, an object that cannot be pickled) is printed by that thread and told to nobody, and
 the training process waits for ever. So a worker packs its batch where an error is torch's to carry over: in the
-collate function.
+collate function. Tensors travel in buffers that are used again (`buffers.py`), small ones by value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import io
+import itertools
 import os
 import pickle
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
 from torch.utils.data import get_worker_info
 
-from lockstep.errors import DataError
+from lockstep.data.buffers import BufferPool, BufferReader, Place, are_buffers_possible
+from lockstep.errors import DataError, SharedMemoryError
+from lockstep.torch_private.loader import stack_into
+from lockstep.tree import tensors_in
 
-__all__ = ["CollateAndPack"]
+__all__ = ["CollateAndPack", "Handover"]
 
 _SHARED_MEMORY = "/dev/shm"
+_BY_VALUE_BYTES = 16 * 1024
 # What torch says when it cannot make a file there.
 _FULL_PHRASES = (
     "unable to allocate shared memory",
@@ -32,14 +42,119 @@ _FULL_PHRASES = (
 )
 
 
+# By the number of a loader's iterator, which its workers are told: what this process reads of their buffers.
+_readers: dict[int, BufferReader] = {}
+_count = itertools.count(1).__next__
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What the training process tells its workers of their buffers.
+
+    Attributes:
+        reader: number of the reader in the training process.
+        control: handle of the control segment.
+        num_workers: of the loader.
+    """
+
+    reader: int
+    control: str
+    num_workers: int
+
+
 class _Packed:
     """A pickled batch, which comes out of the queue as the batch itself."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, reader: int = 0, retired: Sequence[str] = ()) -> None:
         self._content = content
+        self._reader = reader
+        self._retired = list(retired)
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return pickle.loads, (self._content,)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return _unpack, (self._content, self._reader, self._retired)
+
+
+def _unpack(content: bytes, reader: int, retired: list[str]) -> Any:
+    if retired and reader in _readers:
+        _readers[reader].forget(retired)
+    return pickle.loads(content)
+
+
+def _storage_in_buffer(reader: int, *place: Any) -> torch.UntypedStorage:
+    return _readers[reader].storage(Place(*place))
+
+
+def _storage_of_bytes(content: bytes) -> torch.UntypedStorage:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
+
+
+class _BatchPickler(ForkingPickler):
+    """Pickles a batch, and hands over the memory of its tensors in buffers, or by value if it is small.
+
+    Args:
+        file: gets the pickled batch.
+        pool: of buffers.
+        reader: number of their reader in the training process.
+        storages: addresses of the memory to copy into buffers. What lies in one already is handed over there; the rest
+            goes in torch's way.
+
+    Attributes:
+        places: those in buffers.
+    """
+
+    def __init__(self, file: io.BytesIO, pool: BufferPool, reader: int, storages: Collection[int]) -> None:
+        super().__init__(file)
+        self._pool = pool
+        self._reader = reader
+        self._storages = storages
+        self.places: list[Place] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.UntypedStorage or value.device.type != "cpu":
+            return NotImplemented
+        place = self._pool.send(value)
+        if place is None and value.data_ptr() in self._storages:
+            size_bytes = value.nbytes()
+            if size_bytes <= _BY_VALUE_BYTES:
+                return _storage_of_bytes, (ctypes.string_at(value.data_ptr(), size_bytes),)
+            copy = self._pool.new(size_bytes)
+            if copy is not None:
+                ctypes.memmove(copy.data_ptr(), value.data_ptr(), size_bytes)
+                place = self._pool.send(copy.untyped_storage())
+        if place is None:
+            return NotImplemented
+        self.places.append(place)
+        return _storage_in_buffer, (self._reader, *place)
+
+
+class Handover:
+    """How the workers of one iterator hand over their batches, on the side of the training process.
+
+    Args:
+        num_workers: of the loader.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._offer: _Offer | None = None
+        with contextlib.suppress(SharedMemoryError):  # then torch's way may still work
+            if are_buffers_possible():
+                reader = BufferReader(num_workers)
+                self._offer = _Offer(_count(), reader.control, num_workers)
+                _readers[self._offer.reader] = reader
+
+    def packing(self, collate_fn: Callable[[list[Any]], Any]) -> CollateAndPack:
+        """The collate function for the workers."""
+        return CollateAndPack(collate_fn, self._offer)
+
+    def end_with(self, iterator: object) -> None:
+        """Let go of the buffers when the iterator that reads from the workers is gone."""
+        if self._offer is not None:
+            weakref.finalize(iterator, _close, self._offer.reader, os.getpid()).atexit = False
+
+
+def _close(reader: int, pid: int) -> None:
+    if os.getpid() == pid:
+        _readers.pop(reader).close()
 
 
 class CollateAndPack:
@@ -47,10 +162,13 @@ class CollateAndPack:
 
     Args:
         collate_fn: makes a batch of samples.
+        offer: what the worker needs for buffers; None if there are none.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], offer: _Offer | None = None) -> None:
         self.collate_fn = collate_fn
+        self._offer = offer
+        self._pool: BufferPool | None = None
 
     def __call__(self, samples: list[Any]) -> Any:
         """The batch, or in a worker what becomes the batch in the training process.
@@ -58,8 +176,11 @@ class CollateAndPack:
         Raises:
             DataError: the batch cannot be sent: /dev/shm is full, or something in it cannot be pickled.
         """
-        if get_worker_info() is None:
+        worker = get_worker_info()
+        if worker is None:
             return self.collate_fn(samples)
+        if self._offer is not None and self._pool is None:
+            self._begin(self._offer, worker.id)
         try:
             batch = self.collate_fn(samples)
         except RuntimeError as error:  # the default one makes tensors in shared memory to begin with
@@ -67,7 +188,7 @@ class CollateAndPack:
                 raise _full_memory(error) from None
             raise
         try:
-            return _Packed(bytes(ForkingPickler.dumps(batch)))
+            return self._pack(batch)
         except Exception as error:
             if _is_full(error):
                 raise _full_memory(error) from None
@@ -75,6 +196,43 @@ class CollateAndPack:
                 f"a batch of type {type(batch).__name__} cannot be sent from its worker to the training process "
                 f"({error}); return tensors or plain data from the dataset and collate_fn, or pass num_workers=0"
             ) from None
+
+    def _begin(self, offer: _Offer, worker: int) -> None:
+        """Take part in the buffers, in a worker that collates for the first time."""
+        try:
+            self._pool = BufferPool(offer.control, worker, offer.num_workers)
+        except SharedMemoryError:  # it cannot be opened from here: torch's way
+            self._offer = None
+        else:
+            stack_into(self._pool.new, _BY_VALUE_BYTES)
+
+    def _pack(self, batch: Any) -> _Packed:
+        if self._offer is None or self._pool is None:
+            return _Packed(bytes(ForkingPickler.dumps(batch)))
+        content = io.BytesIO()
+        pickler = _BatchPickler(content, self._pool, self._offer.reader, _mostly_used(batch))
+        try:
+            pickler.dump(batch)
+        except BaseException:
+            self._pool.take_back(pickler.places)
+            raise
+        return _Packed(content.getvalue(), self._offer.reader, self._pool.retired())
+
+
+def _mostly_used(batch: Any) -> set[int]:
+    """The addresses of the memory of the tensors in a batch, but where these are a small part of a large tensor.
+
+    A view of all of a dataset is not to be copied whole into every batch: torch moves such memory to where it is
+    shared, once. The same goes for what is shared already. All else is copied, also what comes a second time: it may be
+    memory that a collate function fills anew for each batch.
+    """
+    found = set()
+    for tensor in tensors_in(batch):
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested:
+            storage = tensor.untyped_storage()
+            if 0 < storage.nbytes() <= 2 * tensor.numel() * tensor.element_size() and not storage.is_shared():
+                found.add(storage.data_ptr())
+    return found
 
 
 def _is_full(error: Exception) -> bool:

@@ -22,7 +22,7 @@ from lockstep.data.checks import (
 )
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
-from lockstep.data.handover import CollateAndPack
+from lockstep.data.handover import Handover
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
 from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, shuffled_order
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
@@ -317,9 +317,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             view.collate_fn = identity
         elif source.seed_collate:
             view.collate_fn = WatchedCollate(view.collate_fn)
-        if self.num_workers > 0:
-            view.collate_fn = CollateAndPack(view.collate_fn)
-        return iterator_of(view)
+        if self.num_workers == 0:
+            return iterator_of(view)
+        handover = Handover(self.num_workers)
+        view.collate_fn = handover.packing(view.collate_fn)
+        iterator = iterator_of(view)
+        handover.end_with(iterator)
+        return iterator
 
     def _source(self) -> SeededDataset | TensorSource:
         return make_source(self.dataset, self.collate_fn, self.seed_global_rng)

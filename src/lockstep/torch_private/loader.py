@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from lockstep.torch_private.lookup import need
+from lockstep.torch_private.lookup import find, need
 
-__all__ = ["iterator_of", "set_guarded"]
+__all__ = ["iterator_of", "set_guarded", "stack_into"]
 
 _get_iterator = need("torch.utils.data.DataLoader._get_iterator")
 
@@ -28,3 +30,34 @@ def set_guarded(loader: Any, name: str, value: object) -> None:
         value: what it shall be.
     """
     object.__setattr__(loader, name, value)
+
+
+_COLLATE_FUNCTIONS = "torch.utils.data._utils.collate.default_collate_fn_map"
+
+
+def stack_into(new_memory: Callable[[int], torch.Tensor | None], at_least_bytes: int) -> None:
+    """Have torch's default collate function stack tensors in memory of ours, in this worker process.
+
+    Args:
+        new_memory: takes a size in bytes; returns a uint8 tensor of that size, or None.
+        at_least_bytes: smaller stacks are made in memory of torch's, which is not shared.
+    """
+    functions = find(_COLLATE_FUNCTIONS)
+    if functions is None or torch.Tensor not in functions:
+        return
+    stack_in_torchs: Callable[..., torch.Tensor] = functions[torch.Tensor]
+
+    def stack(samples: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
+        first = samples[0]
+        is_plain = type(first) is torch.Tensor and first.device.type == "cpu" and first.layout is torch.strided
+        if not is_plain or first.is_nested or first.is_quantized or first.requires_grad:
+            return stack_in_torchs(samples, **options)
+        size_bytes = len(samples) * first.numel() * first.element_size()
+        if size_bytes < at_least_bytes:
+            return torch.stack(list(samples))
+        memory = new_memory(size_bytes)
+        if memory is None:
+            return stack_in_torchs(samples, **options)
+        return torch.stack(list(samples), out=memory.view(first.dtype).view(len(samples), *first.shape))
+
+    functions[torch.Tensor] = stack

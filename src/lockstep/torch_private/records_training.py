@@ -222,6 +222,13 @@ _LOADER = (
         "lockstep.DataLoader",
     ),
     NameRecord(
+        "torch.utils.data._utils.collate.default_collate_fn_map",
+        Use.READ,
+        "torch's default collate function stacks tensors in buffers that a worker uses again; only in workers",
+        "tensors are copied into such a buffer",
+        "num_workers above 0",
+    ),
+    NameRecord(
         "torch.utils.data.DataLoader.__setattr__",
         Use.BEHAVIOUR,
         "it guards batch_size, drop_last, sampler and dataset; object.__setattr__ goes past it",

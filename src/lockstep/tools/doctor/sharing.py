@@ -67,7 +67,7 @@ def _loader_workers() -> CheckResult:
     free = _free_mib(_WORKERS_FOLDER)
     if free is None:
         return CheckResult("loader workers", f"{_WORKERS_FOLDER} cannot be looked at")
-    use = f"{_WORKERS_FOLDER}, through which workers of a DataLoader hand over batches,"
+    use = f"{_WORKERS_FOLDER}, through which workers of torch's DataLoader hand over batches,"
     if not os.access(_WORKERS_FOLDER, os.W_OK):
         remedy = "no worker can start: let it be written, or use num_workers=0"
         command = f"mount -o remount,rw {_WORKERS_FOLDER}"
