@@ -279,7 +279,10 @@ class PointToPoint:
                     self._has_work.wait()
                 needed_at = moved_at = look_at = time.monotonic()
                 continue
-            time.sleep(LONGEST_NAP_S if self._is_needed() else _IDLE_NAP_S)
+            if self._is_needed():
+                time.sleep(LONGEST_NAP_S)
+            else:
+                time.sleep(_THREAD_RESTS_BESIDE_DRIVER_S if self._drivers else _IDLE_NAP_S)
 
     def _advance(self, blocking: bool = False) -> bool:
         """Move what can move now, unless another thread does so or after it; whether something moved."""

@@ -36,6 +36,8 @@ _ACCUMULATE: dict[torch.dtype, torch.dtype] = {
     torch.complex32: torch.complex64,
 }
 _SIGNED = dict(zip(_dtypes("uint16", "uint32", "uint64"), (torch.int16, torch.int32, torch.int64), strict=False))
+# So many parts of so many bytes at most are copied into a matrix first: fewer calls of torch, and more bytes to move.
+_MANY_PARTS, _SMALL_PART_BYTES = 16, 4096
 _BITWISE = ("BAND", "BOR", "BXOR")
 _NUMBERS = frozenset(
     (
@@ -82,6 +84,11 @@ class Kernel:
             parts: one flat tensor per rank, same dtype and numel.
             out: same dtype and numel. May be one of two parts, and none of more than two.
         """
+        if len(parts) >= _MANY_PARTS and out.numel() * out.element_size() <= _SMALL_PART_BYTES:
+            rows = torch.stack(tuple(parts))
+            total = self.reduce_rows(rows if self.accumulate is None else rows.to(self.accumulate))
+            out.copy_(total.div_(len(parts)) if self.divide else total)
+            return
         if self.accumulate is None:
             if len(parts) == 2 and not self.divide:
                 self.combine(parts[0], parts[1], out=out)

@@ -80,6 +80,7 @@ _SLEEP_AFTER_S = 0.0003
 _NAP_AFTER_S = 0.002
 _UNCONTENDED_YIELD_S = 0.000005  # a yield of a step that takes longer has let somebody else run on this core
 MISSED_AFTER_S = 0.002  # a first sleep is so short; see [Note: missed wake-ups] in futex.py
+_RANKS_PER_CORE = 4  # where more share a core, they all take longer to come, and a first sleep is longer
 _LOOK_EVERY_S = 0.002
 # Between two looks passes at most this multiple of the time waited so far, and at most so many seconds.
 _LOOKS_OF_WAITED, _LONGEST_LOOK_S = 0.3, 0.2
@@ -225,6 +226,7 @@ class StepWaiter:
         # own, next to nothing where a peer may need this very core to arrive.
         self.spins = 300 if self._has_own_core else _SPINS_OF_MANY
         self._lost_after_s = LOST_BY_OWNER_AFTER_S if self._has_own_core else LOST_AFTER_S
+        self._crowd = max(1.0, len(state_words) / cores / _RANKS_PER_CORE)
         self._yield_for_s = _NAP_AFTER_S if self._futex is None else _SLEEP_AFTER_S
 
     def wait(self, words: memoryview, pending: Sequence[tuple[int, int]], target: int, timeout_s: float) -> None:
@@ -307,7 +309,7 @@ class StepWaiter:
         if gate != slept_at or self._words[self._gate + 1] != target:
             self._words[self._gate + 1] = target
             fence()
-            timeout_s = min(timeout_s, MISSED_AFTER_S)
+            timeout_s = min(timeout_s, MISSED_AFTER_S * self._crowd)
         if num_alarms == self.num_alarms and any(words[index] < target for _, index in pending):
             self._futex.sleep(self._gate, gate, max(timeout_s, 0.0))
         return gate
