@@ -12,7 +12,7 @@ ARGS ?=
 # How long `make test` may take on two quiet cores: it leaves out the longest tests until the others fit.
 MINUTES ?= 5.5
 
-# What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod contention decode listing"
+# What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod contention decode epoch listing"
 BENCH ?= all_reduce train_step startup
 
 # Nothing is written outside the clone (pip keeps its own cache): what programs would put under

@@ -5,7 +5,7 @@ Run them with `python -m benchmarks` (or `make bench`); `python -m benchmarks --
 What measures is `lockstep.bench`, which `lockstep bench` uses as well. Here lie:
 
 - `case_all_reduce`, `case_train_step`, `case_horovod`, `case_startup`, `case_record`, `case_hosts`, `case_contention`,
-  `case_decode`: what is measured.
+  `case_decode`, `case_epoch`, `case_listing`: what is measured.
 - `report`, `plots`: tables and pictures, generated from the JSON files and nothing else.
 - `startup_scripts/`: the two scripts that `case_startup` starts.
 
@@ -18,7 +18,18 @@ from pathlib import Path
 
 __all__ = ["CASES", "REPOSITORY", "RESULTS"]
 
-CASES = ("all_reduce", "train_step", "horovod", "startup", "record", "hosts", "contention", "decode", "listing")
+CASES = (
+    "all_reduce",
+    "train_step",
+    "horovod",
+    "startup",
+    "record",
+    "hosts",
+    "contention",
+    "decode",
+    "epoch",
+    "listing",
+)
 """The cases, in the order in which they run; each is a module `case_<name>`."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -421,6 +421,23 @@ def _draw_decode(result: Result) -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------- epoch
+
+
+def _draw_epoch(result: Result) -> Figure:
+    """Every sample as a dot over the bar of its median; two bars for each number of workers."""
+    counts = [int(value) for value in result.values("workers")]
+    title = f"epoch: {result.settings['images']} JPEGs, {result.settings['world_size']} ranks"
+    figure = new_figure(8.6, 0.8 + 1.0 * len(counts), title)
+    bars = []
+    for workers in counts:
+        peer = result.samples("torch", workers=workers)
+        for name, what in (("torch", "torch"), ("lockstep", "lockstep")):
+            bars.append((name, f"{what}, {workers} workers", result.samples(name, workers=workers), peer))
+    _draw_times(figure, bars, "torch")
+    return figure
+
+
 # ---------------------------------------------------------------- listing
 
 
@@ -442,5 +459,6 @@ _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "hosts": _draw_hosts,
     "contention": _draw_contention,
     "decode": _draw_decode,
+    "epoch": _draw_epoch,
     "listing": _draw_listing,
 }

@@ -565,6 +565,30 @@ def _decode_verdicts(result: Result) -> list[Verdict]:
     return found
 
 
+# ---------------------------------------------------------------- epoch
+
+
+def _epoch_tables(result: Result) -> tuple[Section, Section]:
+    rows = []
+    for workers in map(int, result.values("workers")):
+        theirs, own = (result.samples(name, workers=workers) for name in _LOADERS)
+        ratio = _speedup(theirs, own, interval=True)
+        rows.append([_count_of_workers(workers), _time_with_spread(theirs), _time_with_spread(own), ratio])
+    images = f"{result.settings['images']} JPEGs"
+    header = [f"an epoch of {images}, for each rank", "torch's loader and DDP on gloo", "lockstep", "ratio"]
+    return markdown_table(header, rows), ""
+
+
+def _epoch_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for workers in map(int, result.values("workers")):
+        theirs, own = (result.samples(name, workers=workers) for name in _LOADERS)
+        if theirs and own:
+            target = f"{_count_of_workers(workers)} for each rank: an epoch takes no longer than torch's"
+            found.append(_at_least(target, stats.ratio(theirs, own), 1))
+    return found
+
+
 # ---------------------------------------------------------------- listing
 
 LISTERS = {
@@ -601,6 +625,7 @@ _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "hosts": _hosts_tables,
     "contention": _contention_tables,
     "decode": _decode_tables,
+    "epoch": _epoch_tables,
     "listing": _listing_tables,
 }
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
@@ -612,6 +637,7 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "hosts": _hosts_verdicts,
     "contention": _contention_verdicts,
     "decode": _decode_verdicts,
+    "epoch": _epoch_verdicts,
     "listing": _listing_verdicts,
 }
 

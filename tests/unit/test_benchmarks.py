@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -202,6 +203,33 @@ def test_decode_notices_an_epoch_that_lacks_images() -> None:
 
     with pytest.raises(RuntimeError, match="an epoch of 4 images gave 3, 2 of them different"):
         case_decode._load("torch", [(None, torch.tensor([0, 1, 1]))], 4)  # type: ignore[arg-type]
+
+
+def test_epoch_end_to_end(tmp_path: Path) -> None:
+    from benchmarks import case_epoch
+
+    budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
+    result = case_epoch.run(case_epoch.Plan(8, 4, (0, 1), 2, "cnn_5m", budget), quick=True)
+    assert [(one.contestant, one.parameters["workers"]) for one in result.series] == [
+        (name, workers) for workers in (0, 1) for name in ("torch", "lockstep")
+    ]
+    loaded = Result.load(result.save(tmp_path))
+    assert "| 1 worker |" in report.render(loaded)
+    draw(loaded, tmp_path / "epoch.png")
+    judged = report.verdicts(loaded)
+    assert judged[1].target == "1 worker for each rank: an epoch takes no longer than torch's"
+
+
+def test_epoch_notices_that_images_lack() -> None:
+    from benchmarks import case_epoch
+
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, 10))
+    epoch = case_epoch._epoch("torch", model, [(torch.zeros(3, 2), torch.arange(3))], 4)  # type: ignore[arg-type]
+    with (
+        mock.patch.object(torch.distributed, "all_reduce"),
+        pytest.raises(RuntimeError, match="an epoch of 4 images gave 3"),
+    ):
+        epoch()
 
 
 def _listing() -> Result:
