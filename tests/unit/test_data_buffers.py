@@ -50,6 +50,17 @@ def mapped_buffers() -> int:
     return sum("/memfd:lockstep" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
+def shared_memory_kib() -> int:
+    """What buffers take of this process's memory."""
+    sizes, counts = [0], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            counts = "/memfd:lockstep" in line
+        elif counts and line.startswith("Rss:"):
+            sizes.append(int(line.split()[1]))
+    return sum(sizes)
+
+
 class TestThroughLoader:
     def test_memory_is_used_again(self) -> None:
         addresses = [rows.data_ptr() for rows in loader_of(Rows(100))]
@@ -93,6 +104,20 @@ class TestThroughLoader:
         del last
         assert mapped_buffers() == before
         assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+    def test_idle_workers_hold_no_large_memory(self) -> None:
+        batch_kib = 40_000
+        loader = loader_of(Rows(24, 5_000_000), num_workers=1, persistent_workers=True)
+        for epoch in range(3):
+            last = None
+            for number, rows in enumerate(loader):
+                assert (rows == rows[:, :1]).all()
+                assert rows[:, 0].tolist() == [2.0 * number, 2.0 * number + 1]
+                last = rows[:, :3].clone()
+                del rows
+            assert last is not None
+            assert last.unique().tolist() == [22.0, 23.0]
+            assert shared_memory_kib() < 1.5 * batch_kib, epoch  # `enumerate` holds on to the last batch
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_start_methods(self, method: str) -> None:

@@ -16,7 +16,8 @@ gives nothing back.
 
 [Note: fits] Batches of texts differ in size. A buffer is at most twice as large as what is put into it; one that was of
 no use for a while is let go. There are at most 64 of a worker, each a descriptor until it has come back once; whoever
-keeps more batches than that gets the others in torch's way.
+keeps more batches than that gets the others in torch's way. Workers that stay from one epoch to the next keep their
+buffers; between two epochs the memory of large ones goes back to the system.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import SharedMemoryError
-from lockstep.shm.segment import Segment
+from lockstep.shm.segment import Segment, give_back
 from lockstep.shm.support import lack, segment_folder
 from lockstep.shm.sync import fence
 
@@ -43,6 +44,7 @@ _HEADER_BYTES = 64  # of a segment, which belong to itself
 _WORD_BYTES = 8
 _USELESS_AFTER = 256  # tensors of a worker
 _LOOSEST = 2
+_MUCH_BYTES = 64 * 2**20
 _SIZES_PER_OCTAVE = 8
 
 
@@ -106,10 +108,10 @@ def _words_of(control: Segment) -> memoryview:
 
 
 class _Forks:
-    """Counts how often this process was forked, from the first `watch` on.
+    """Counts the forks of this process, from the first `watch` on.
 
     Attributes:
-        count: how often.
+        count: another number after each fork.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,8 @@ class _Forks:
         """Begin, unless it has begun. Local."""
         if not self._is_watching:
             self._is_watching = True
-            os.register_at_fork(before=self._note)
+            # Twice: what another thread is handed in between is inherited, too.
+            os.register_at_fork(before=self._note, after_in_parent=self._note)
 
     def _note(self) -> None:
         self.count += 1
@@ -260,7 +263,7 @@ class BufferReader:
         self._control = Segment.create(_control_bytes(num_workers), is_sparse=True)
         self.control = self._control.handle
         self._words = _words_of(self._control)
-        self._segments: dict[str, Segment] = {}
+        self._segments: dict[str, tuple[Segment, int]] = {}  # each with its word
 
     def storage(self, place: Place) -> torch.UntypedStorage:
         """The memory at a place, which is given back when nothing is left over it. Local, in any thread.
@@ -268,11 +271,11 @@ class BufferReader:
         Raises:
             SharedMemoryError: it cannot be mapped.
         """
-        segment = self._segments.get(place.handle)
+        segment, _ = self._segments.get(place.handle, (None, 0))
         if segment is None:
             segment = Segment.attach(place.handle)
             segment.release()
-            self._segments[place.handle] = segment
+            self._segments[place.handle] = segment, place.word
         array = _array(segment, place.size_bytes)
         weakref.finalize(array, self._give_back, place, _forks.count, os.getpid()).atexit = False
         return torch.from_numpy(array).untyped_storage()
@@ -281,6 +284,13 @@ class BufferReader:
         """Let go of buffers that their workers have retired. Local."""
         for handle in handles:
             self._segments.pop(handle, None)
+
+    def rest(self) -> None:
+        """Give the memory of free buffers back to the system, if it is much. Local; while all workers are idle."""
+        free = [segment for segment, word in self._segments.values() if self._words[word] == _FREE]
+        if sum(segment.size_bytes for segment in free) >= _MUCH_BYTES:
+            for segment in free:
+                give_back(segment.tensor(0, segment.size_bytes))
 
     def close(self) -> None:
         """Let go of all buffers, which live on where something is left over them. Local."""

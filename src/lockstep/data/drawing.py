@@ -162,8 +162,8 @@ def _read(getitem: FunctionType) -> _Demands | None:
             return None
         reader = _Reader(tree, getitem)
         reader.read()
-    except (_NotKnownError, OSError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+    except (_NotKnownError, OSError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError, SystemError):
+        return None  # SystemError: Python 3.11, where a garbage collection within ast.parse upsets its count of calls
     return reader.demands
 
 

@@ -146,6 +146,11 @@ class Handover:
         """The collate function for the workers."""
         return CollateAndPack(collate_fn, self._offer)
 
+    def rest(self) -> None:
+        """Need little memory until the next epoch. Local; while all workers are idle."""
+        if self._offer is not None and self._offer.reader in _readers:
+            _readers[self._offer.reader].rest()
+
     def end_with(self, iterator: object) -> None:
         """Let go of the buffers when the iterator that reads from the workers is gone."""
         if self._offer is not None:
