@@ -19,6 +19,7 @@ from benchmarks.report import (
     MODEL_NAMES,
     OVERHEAD_TARGETS,
     RECORD_LIMIT,
+    count_of_workers,
     hosts_of,
     hosts_samples,
     images_of_epoch,
@@ -432,8 +433,9 @@ def _draw_epoch(result: Result) -> Figure:
     bars = []
     for workers in counts:
         peer = result.samples("torch", workers=workers)
-        for name, what in (("torch", "torch"), ("lockstep", "lockstep")):
-            bars.append((name, f"{what}, {workers} workers", result.samples(name, workers=workers), peer))
+        for name in ("torch", "lockstep"):
+            label = f"{name}, {count_of_workers(workers)}"
+            bars.append((name, label, result.samples(name, workers=workers), peer))
     _draw_times(figure, bars, "torch")
     return figure
 

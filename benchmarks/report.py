@@ -22,7 +22,16 @@ from lockstep.bench.pages import format_bytes, format_seconds, markdown_table, t
 from lockstep.bench.results import Result
 from lockstep.bench.stats import Estimate
 
-__all__ = ["Section", "Verdict", "fill_markers", "images_of_epoch", "render", "sections", "verdicts"]
+__all__ = [
+    "Section",
+    "Verdict",
+    "count_of_workers",
+    "fill_markers",
+    "images_of_epoch",
+    "render",
+    "sections",
+    "verdicts",
+]
 
 MIB = 1024 * 1024
 MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters", "thin_100": "100 thin layers"}
@@ -527,7 +536,7 @@ def _decode_tables(result: Result) -> tuple[Section, Section]:
     for pixels, workers in _decode_configurations(result):
         theirs, own = (result.samples(name, pixels=pixels, workers=workers) for name in _LOADERS)
         images = images_of_epoch(result, pixels)
-        label = f"{pixels} pixels, {_count_of_workers(workers)}"
+        label = f"{pixels} pixels, {count_of_workers(workers)}"
         speeds = [f"{images / stats.median(samples):,.0f}" if samples else "–" for samples in (theirs, own)]
         ratio = _speedup(theirs, own, interval=True)
         rates.append([label, *speeds, ratio])
@@ -551,7 +560,8 @@ def images_of_epoch(result: Result, pixels: int) -> int:
     return int(found)
 
 
-def _count_of_workers(workers: int) -> str:
+def count_of_workers(workers: int) -> str:
+    """So many workers, in words."""
     return f"{workers} worker" if workers == 1 else f"{workers} workers"
 
 
@@ -560,7 +570,7 @@ def _decode_verdicts(result: Result) -> list[Verdict]:
     for pixels, workers in _decode_configurations(result):
         theirs, own = (result.samples(name, pixels=pixels, workers=workers) for name in _LOADERS)
         if theirs and own:
-            target = f"{pixels} pixels, {_count_of_workers(workers)}: no slower than torch's loader"
+            target = f"{pixels} pixels, {count_of_workers(workers)}: no slower than torch's loader"
             found.append(_at_least(target, stats.ratio(theirs, own), 1))
     return found
 
@@ -573,7 +583,7 @@ def _epoch_tables(result: Result) -> tuple[Section, Section]:
     for workers in map(int, result.values("workers")):
         theirs, own = (result.samples(name, workers=workers) for name in _LOADERS)
         ratio = _speedup(theirs, own, interval=True)
-        rows.append([_count_of_workers(workers), _time_with_spread(theirs), _time_with_spread(own), ratio])
+        rows.append([count_of_workers(workers), _time_with_spread(theirs), _time_with_spread(own), ratio])
     images = f"{result.settings['images']} JPEGs"
     header = [f"an epoch of {images}, for each rank", "torch's loader and DDP on gloo", "lockstep", "ratio"]
     return markdown_table(header, rows), ""
@@ -584,7 +594,7 @@ def _epoch_verdicts(result: Result) -> list[Verdict]:
     for workers in map(int, result.values("workers")):
         theirs, own = (result.samples(name, workers=workers) for name in _LOADERS)
         if theirs and own:
-            target = f"{_count_of_workers(workers)} for each rank: an epoch takes no longer than torch's"
+            target = f"{count_of_workers(workers)} for each rank: an epoch takes no longer than torch's"
             found.append(_at_least(target, stats.ratio(theirs, own), 1))
     return found
 
