@@ -106,8 +106,8 @@ class TestThroughLoader:
         assert len(os.listdir("/proc/self/fd")) <= descriptors
 
     def test_idle_workers_hold_no_large_memory(self) -> None:
-        batch_kib = 40_000
-        loader = loader_of(Rows(24, 5_000_000), num_workers=1, persistent_workers=True)
+        batch_kib = 80_000  # so that one free buffer is much
+        loader = loader_of(Rows(12, 10_000_000), num_workers=1, persistent_workers=True)
         for epoch in range(3):
             last = None
             for number, rows in enumerate(loader):
@@ -116,7 +116,7 @@ class TestThroughLoader:
                 last = rows[:, :3].clone()
                 del rows
             assert last is not None
-            assert last.unique().tolist() == [22.0, 23.0]
+            assert last.unique().tolist() == [10.0, 11.0]
             assert shared_memory_kib() < 1.5 * batch_kib, epoch  # `enumerate` holds on to the last batch
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
