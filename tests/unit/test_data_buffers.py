@@ -50,17 +50,6 @@ def mapped_buffers() -> int:
     return sum("/memfd:lockstep" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def shared_memory_kib() -> int:
-    """What buffers take of this process's memory."""
-    sizes, counts = [0], False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ")[0]:
-            counts = "/memfd:lockstep" in line
-        elif counts and line.startswith("Rss:"):
-            sizes.append(int(line.split()[1]))
-    return sum(sizes)
-
-
 class TestThroughLoader:
     def test_memory_is_used_again(self) -> None:
         addresses = [rows.data_ptr() for rows in loader_of(Rows(100))]
@@ -104,20 +93,6 @@ class TestThroughLoader:
         del last
         assert mapped_buffers() == before
         assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-    def test_idle_workers_hold_no_large_memory(self) -> None:
-        batch_kib = 80_000  # so that one free buffer is much
-        loader = loader_of(Rows(12, 10_000_000), num_workers=1, persistent_workers=True)
-        for epoch in range(3):
-            last = None
-            for number, rows in enumerate(loader):
-                assert (rows == rows[:, :1]).all()
-                assert rows[:, 0].tolist() == [2.0 * number, 2.0 * number + 1]
-                last = rows[:, :3].clone()
-                del rows
-            assert last is not None
-            assert last.unique().tolist() == [10.0, 11.0]
-            assert shared_memory_kib() < 1.5 * batch_kib, epoch  # `enumerate` holds on to the last batch
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_start_methods(self, method: str) -> None:
@@ -227,6 +202,36 @@ class TestThroughLoader:
         found["transposed"][3, 4] = 1  # writable
         found["scalar"].fill_(2)
 
+    def test_view_of_a_batch_that_moves_elsewhere_stays(self) -> None:
+        kept = []
+        for rows in loader_of(Rows(60), 1, num_workers=1):
+            kept.append(rows.numpy())
+            rows.share_memory_()
+        del rows
+        gc.collect()
+        assert [float(row[0, -1]) for row in kept] == [float(i) for i in range(60)]
+
+    def test_collate_function_of_the_user_for_tensors_is_called(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        functions = torch.utils.data._utils.collate.default_collate_fn_map
+        monkeypatch.setitem(functions, torch.Tensor, lambda batch, *, collate_fn_map=None: -torch.stack(batch))
+        assert [rows[:, 0].tolist() for rows in loader_of(Rows(4))] == [[-0.0, -1.0], [-2.0, -3.0]]
+
+    @pytest.mark.parametrize("width", [3, WIDTH])
+    def test_dtype_is_that_of_the_first_sample(self, width: int) -> None:
+        dataset = [torch.zeros(width), torch.ones(width, dtype=torch.float64)]
+        (rows,) = loader_of(dataset)
+        assert rows.dtype is torch.float32
+
+    def test_what_a_collate_function_hands_out_again_is_as_it_was(self) -> None:
+        made: dict[float, torch.Tensor] = {}
+
+        def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+            return made.setdefault(float(samples[0][0]), default_collate(samples))
+
+        loader = loader_of(Rows(8, 2_500_000), num_workers=1, persistent_workers=True, collate_fn=collate)
+        for _ in range(3):
+            assert [float(rows[0, -1]) for rows in loader] == [0.0, 2.0, 4.0, 6.0]
+
     def test_stacks_of_the_default_collate_function_are_torchs(self) -> None:
         dataset = [(torch.full((WIDTH,), i), np.full(WIDTH, i), i, torch.tensor(i) > 1) for i in range(4)]
         for one, other in zip(loader_of(dataset), torch.utils.data.DataLoader(dataset, 2), strict=True):
@@ -290,6 +295,10 @@ class TestPool:
         del large
         small = self.carry(pool, reader, 20_000)
         assert small.data_ptr() != address
+
+    @pytest.mark.parametrize("size_bytes", [16_385, 1_966_081, 2_000_000, 2_095_071, 2_097_152, 5_000_001])
+    def test_buffer_fits_what_it_was_made_for(self, pool: BufferPool, reader: BufferReader, size_bytes: int) -> None:
+        assert len({self.carry(pool, reader, size_bytes).data_ptr() for _ in range(5)}) <= 2
 
     def test_useless_buffer_is_let_go(self, pool: BufferPool, reader: BufferReader) -> None:
         before = mapped_buffers()

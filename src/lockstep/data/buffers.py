@@ -14,10 +14,13 @@ meanwhile may go on reading what it inherited, and of that nobody tells; so a bu
 ABANDONED: both sides let go of it, and its memory lives for as long as somebody maps it. A process that was forked
 gives nothing back.
 
+[Note: swapped] `share_memory_` and the queues of torch.multiprocessing put other memory under a storage that lives on.
+The array that lay there is gone then, but numpy views of the tensor still point to the old memory. So where an array
+goes and its storage does not, the buffer is not used again, and stays mapped for as long as the storage lives.
+
 [Note: fits] Batches of texts differ in size. A buffer is at most twice as large as what is put into it; one that was of
 no use for a while is let go. There are at most 64 of a worker, each a descriptor until it has come back once; whoever
-keeps more batches than that gets the others in torch's way. Workers that stay from one epoch to the next keep their
-buffers; between two epochs the memory of large ones goes back to the system.
+keeps more batches than that gets the others in torch's way.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.errors import SharedMemoryError
-from lockstep.shm.segment import Segment, give_back
+from lockstep.shm.segment import Segment
 from lockstep.shm.support import lack, segment_folder
 from lockstep.shm.sync import fence
 
@@ -44,7 +48,6 @@ _HEADER_BYTES = 64  # of a segment, which belong to itself
 _WORD_BYTES = 8
 _USELESS_AFTER = 256  # tensors of a worker
 _LOOSEST = 2
-_MUCH_BYTES = 64 * 2**20
 _SIZES_PER_OCTAVE = 8
 
 
@@ -94,8 +97,9 @@ class _Buffer:
         """Where what it holds begins."""
         return self.segment.tensor(_HEADER_BYTES, 1).data_ptr()
 
-    def let_go(self) -> None:
-        self.is_held = False
+    def let_go(self, reference: StorageWeakRef) -> None:
+        if reference.expired():  # type: ignore[no-untyped-call]
+            self.is_held = False
 
 
 def _array(segment: Segment, size_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -131,6 +135,14 @@ class _Forks:
 
 _forks = _Forks()
 
+# Segments whose tensors have moved elsewhere, each with the storage that was there. See [Note: swapped].
+_swapped: list[tuple[Segment, StorageWeakRef]] = []
+
+
+def _drop_swapped() -> None:
+    if _swapped:
+        _swapped[:] = [each for each in _swapped if not each[1].expired()]  # type: ignore[no-untyped-call]
+
 
 class BufferPool:
     """The buffers of one worker process.
@@ -154,6 +166,7 @@ class BufferPool:
         self._by_address: dict[int, _Buffer] = {}
         self._retired: list[str] = []
         self._count = 0
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # a dataset may collate in threads of its own
 
     def new(self, size_bytes: int) -> torch.Tensor | None:
@@ -165,12 +178,15 @@ class BufferPool:
         Returns:
             A uint8 tensor, shape (size_bytes,), with any content; None if there are too many buffers, or no memory.
         """
+        if os.getpid() != self._pid:
+            return None  # a fork of the worker, which shares the buffers and not this object
         with self._lock:
             self._count += 1
             self._tidy_up()
             free = [each for each in self._buffers if not each.is_held and self._words[each.word] == _FREE]
             fence()  # what the training process has read was read before it wrote FREE
-            fitting = [each for each in free if size_bytes <= each.capacity_bytes <= _LOOSEST * size_bytes + 4096]
+            loosest = max(_LOOSEST * size_bytes, Segment.whole(_segment_bytes(size_bytes)))
+            fitting = [each for each in free if size_bytes <= each.capacity_bytes <= loosest]
             buffer = min(fitting, key=lambda each: (each.capacity_bytes, each.word), default=None)
             if buffer is None:
                 if not self._unused_words and free:
@@ -180,8 +196,10 @@ class BufferPool:
                 return None
             buffer.is_held, buffer.used_at = True, self._count
             array = _array(buffer.segment, size_bytes)
-            weakref.finalize(array, buffer.let_go).atexit = False
-            return torch.from_numpy(array)
+            tensor = torch.from_numpy(array)
+            reference = StorageWeakRef(tensor.untyped_storage())
+            weakref.finalize(array, buffer.let_go, reference).atexit = False
+            return tensor
 
     def send(self, storage: torch.UntypedStorage) -> Place | None:
         """Hand over the memory of a tensor made by `new`, which the training process gives back later. Local.
@@ -189,6 +207,8 @@ class BufferPool:
         Returns:
             Where it lies; None if it is other memory, or was handed over before.
         """
+        if os.getpid() != self._pid:
+            return None
         with self._lock:
             buffer = self._by_address.get(storage.data_ptr())
             if buffer is None or not buffer.is_held or self._words[buffer.word] != _FREE:
@@ -234,9 +254,8 @@ class BufferPool:
     def _make(self, size_bytes: int) -> _Buffer | None:
         if not self._unused_words:
             return None
-        unit = max(4096, (1 << size_bytes.bit_length()) // (2 * _SIZES_PER_OCTAVE))
         try:
-            segment = Segment.create(_HEADER_BYTES + -(-size_bytes // unit) * unit)
+            segment = Segment.create(_segment_bytes(size_bytes))
         except SharedMemoryError:
             return None
         buffer = _Buffer(segment, self._unused_words.pop(), segment.size_bytes - _HEADER_BYTES, self._count)
@@ -263,7 +282,7 @@ class BufferReader:
         self._control = Segment.create(_control_bytes(num_workers), is_sparse=True)
         self.control = self._control.handle
         self._words = _words_of(self._control)
-        self._segments: dict[str, tuple[Segment, int]] = {}  # each with its word
+        self._segments: dict[str, Segment] = {}
 
     def storage(self, place: Place) -> torch.UntypedStorage:
         """The memory at a place, which is given back when nothing is left over it. Local, in any thread.
@@ -271,35 +290,34 @@ class BufferReader:
         Raises:
             SharedMemoryError: it cannot be mapped.
         """
-        segment, _ = self._segments.get(place.handle, (None, 0))
+        _drop_swapped()
+        segment = self._segments.get(place.handle)
         if segment is None:
             segment = Segment.attach(place.handle)
             segment.release()
-            self._segments[place.handle] = segment, place.word
+            self._segments[place.handle] = segment
         array = _array(segment, place.size_bytes)
-        weakref.finalize(array, self._give_back, place, _forks.count, os.getpid()).atexit = False
-        return torch.from_numpy(array).untyped_storage()
+        storage = torch.from_numpy(array).untyped_storage()
+        reference = StorageWeakRef(storage)
+        weakref.finalize(array, self._give_back, place, _forks.count, os.getpid(), reference, segment).atexit = False
+        return storage
 
     def forget(self, handles: list[str]) -> None:
         """Let go of buffers that their workers have retired. Local."""
         for handle in handles:
             self._segments.pop(handle, None)
 
-    def rest(self) -> None:
-        """Give the memory of free buffers back to the system, if it is much. Local; while all workers are idle."""
-        free = [segment for segment, word in self._segments.values() if self._words[word] == _FREE]
-        if sum(segment.size_bytes for segment in free) >= _MUCH_BYTES:
-            for segment in free:
-                give_back(segment.tensor(0, segment.size_bytes))
-
     def close(self) -> None:
         """Let go of all buffers, which live on where something is left over them. Local."""
         self._control.release()
         self._segments.clear()
 
-    def _give_back(self, place: Place, num_forks: int, pid: int) -> None:
-        """See [Note: used again]."""
+    def _give_back(self, place: Place, num_forks: int, pid: int, reference: StorageWeakRef, segment: Segment) -> None:
+        """See [Note: used again] and [Note: swapped]."""
         if os.getpid() != pid:
+            return
+        if not reference.expired():  # type: ignore[no-untyped-call]
+            _swapped.append((segment, reference))
             return
         fence()
         if num_forks == _forks.count:
@@ -307,6 +325,12 @@ class BufferReader:
         else:
             self._segments.pop(place.handle, None)
             self._words[place.word] = _ABANDONED
+
+
+def _segment_bytes(size_bytes: int) -> int:
+    """What a buffer for so many bytes is made with."""
+    unit = max(4096, (1 << size_bytes.bit_length()) // (2 * _SIZES_PER_OCTAVE))
+    return _HEADER_BYTES + -(-size_bytes // unit) * unit
 
 
 def _control_bytes(num_workers: int) -> int:

@@ -146,10 +146,10 @@ class Handover:
         """The collate function for the workers."""
         return CollateAndPack(collate_fn, self._offer)
 
-    def rest(self) -> None:
-        """Need little memory until the next epoch. Local; while all workers are idle."""
-        if self._offer is not None and self._offer.reader in _readers:
-            _readers[self._offer.reader].rest()
+    def cancel(self) -> None:
+        """No worker has come to be. Local."""
+        if self._offer is not None:
+            _close(self._offer.reader, os.getpid())
 
     def end_with(self, iterator: object) -> None:
         """Let go of the buffers when the iterator that reads from the workers is gone."""
@@ -234,7 +234,11 @@ def _mostly_used(batch: Any) -> set[int]:
     found = set()
     for tensor in tensors_in(batch):
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested:
-            storage = tensor.untyped_storage()
+            try:
+                storage = tensor.untyped_storage()
+                storage.data_ptr()
+            except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+                continue
             if 0 < storage.nbytes() <= 2 * tensor.numel() * tensor.element_size() and not storage.is_shared():
                 found.add(storage.data_ptr())
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,6 @@ class EpochIterator(Iterator[Any]):
         progress: updated with every batch yielded.
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
-        at_end: called when the epoch was walked to its end, so that all workers are idle.
     """
 
     def __init__(
@@ -94,14 +93,12 @@ class EpochIterator(Iterator[Any]):
         progress: EpochProgress,
         *,
         shared_workers: RankBatchSampler | None,
-        at_end: Callable[[], None] | None = None,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
         self._progress = progress
         self._iteration = Iteration()
         self._shared_workers = shared_workers
-        self._at_end = at_end
         self._number = 0  # of the batch that comes next
 
     @property
@@ -129,8 +126,6 @@ class EpochIterator(Iterator[Any]):
                 loaded = next(self._batches)
         except StopIteration:
             self._progress.finish()
-            if self._at_end is not None:
-                self._at_end()
             self.close()
             raise
         except Exception as error:

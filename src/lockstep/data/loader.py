@@ -194,7 +194,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[EpochProgress] = []
         self._data_fingerprint: int | None = None
-        self._handover: Handover | None = None  # of the newest worker processes
         self._plan()
 
     def __len__(self) -> int:
@@ -233,7 +232,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             schedule,
             progress,
             shared_workers=self._rank_batches if self.persistent_workers else None,
-            at_end=self._handover.rest if self.persistent_workers and self._handover is not None else None,
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -321,10 +319,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             view.collate_fn = WatchedCollate(view.collate_fn)
         if self.num_workers == 0:
             return iterator_of(view)
-        self._handover = Handover(self.num_workers)
-        view.collate_fn = self._handover.packing(view.collate_fn)
-        iterator = iterator_of(view)
-        self._handover.end_with(iterator)
+        handover = Handover(self.num_workers)
+        view.collate_fn = handover.packing(view.collate_fn)
+        try:
+            iterator = iterator_of(view)
+        except BaseException:
+            handover.cancel()
+            raise
+        handover.end_with(iterator)
         return iterator
 
     def _source(self) -> SeededDataset | TensorSource:

@@ -46,6 +46,8 @@ def stack_into(new_memory: Callable[[int], torch.Tensor | None], at_least_bytes:
     if functions is None or torch.Tensor not in functions:
         return
     stack_in_torchs: Callable[..., torch.Tensor] = functions[torch.Tensor]
+    if getattr(stack_in_torchs, "__module__", None) != _COLLATE_FUNCTIONS.rpartition(".")[0]:
+        return  # the user's, as torch's documentation has it
 
     def stack(samples: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
         first = samples[0]
@@ -54,7 +56,8 @@ def stack_into(new_memory: Callable[[int], torch.Tensor | None], at_least_bytes:
             return stack_in_torchs(samples, **options)
         size_bytes = len(samples) * first.numel() * first.element_size()
         if size_bytes < at_least_bytes:
-            return torch.stack(list(samples))
+            small = torch.empty((len(samples), *first.shape), dtype=first.dtype, device="cpu")
+            return torch.stack(list(samples), out=small)
         memory = new_memory(size_bytes)
         if memory is None:
             return stack_in_torchs(samples, **options)
