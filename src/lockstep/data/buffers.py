@@ -197,7 +197,7 @@ class BufferPool:
             buffer.is_held, buffer.used_at = True, self._count
             array = _array(buffer.segment, size_bytes)
             tensor = torch.from_numpy(array)
-            reference = StorageWeakRef(tensor.untyped_storage())
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             weakref.finalize(array, buffer.let_go, reference).atexit = False
             return tensor
 
@@ -298,7 +298,7 @@ class BufferReader:
             self._segments[place.handle] = segment
         array = _array(segment, place.size_bytes)
         storage = torch.from_numpy(array).untyped_storage()
-        reference = StorageWeakRef(storage)
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         weakref.finalize(array, self._give_back, place, _forks.count, os.getpid(), reference, segment).atexit = False
         return storage
 
