@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,26 @@ class TestThroughLoader:
         assert answers.poll(DEADLINE_S)
         assert answers.recv() == [0.0, 1.0]
         process.join()
+
+    def test_process_forked_by_a_worker_keeps_what_it_inherited(self, tmp_path: Path) -> None:
+        def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+            rows = default_collate(samples)
+            if float(samples[0][0]) == 2:
+                go, said = os.pipe(), tmp_path / "said"
+                if os.fork() == 0:
+                    os.close(go[1])
+                    os.read(go[0], 1)  # until the worker is gone
+                    said.with_suffix(".new").write_text(str(rows.unique().tolist()))
+                    said.with_suffix(".new").rename(said)
+                    os._exit(0)
+            return rows
+
+        for _ in loader_of(Rows(60), 1, num_workers=1, collate_fn=collate):
+            pass
+        deadline = time.monotonic() + DEADLINE_S
+        while not (tmp_path / "said").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "said").read_text() == "[2.0]"
 
     def test_what_a_worker_keeps_stays(self) -> None:
         kept: list[tuple[float, torch.Tensor]] = []

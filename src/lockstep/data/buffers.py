@@ -97,8 +97,9 @@ class _Buffer:
         """Where what it holds begins."""
         return self.segment.tensor(_HEADER_BYTES, 1).data_ptr()
 
-    def let_go(self, reference: StorageWeakRef) -> None:
-        if reference.expired():  # type: ignore[no-untyped-call]
+    def let_go(self, reference: StorageWeakRef, num_forks: int) -> None:
+        """The tensor is gone; a process forked from the worker meanwhile would keep the buffer for good."""
+        if reference.expired() and num_forks == _forks.count:  # type: ignore[no-untyped-call]
             self.is_held = False
 
 
@@ -157,6 +158,7 @@ class BufferPool:
     """
 
     def __init__(self, control: str, worker: int, num_workers: int) -> None:
+        _forks.watch()
         segment = Segment.attach(control, size_bytes=_control_bytes(num_workers))
         segment.release()
         self._words = _words_of(segment)
@@ -198,7 +200,7 @@ class BufferPool:
             array = _array(buffer.segment, size_bytes)
             tensor = torch.from_numpy(array)
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            weakref.finalize(array, buffer.let_go, reference).atexit = False
+            weakref.finalize(array, buffer.let_go, reference, _forks.count).atexit = False
             return tensor
 
     def send(self, storage: torch.UntypedStorage) -> Place | None:
