@@ -36,7 +36,7 @@ from lockstep.bench.results import Environment, Parameters, Result, Series
 from lockstep.recipes.imagenet.images import random_box, read_image
 from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
 
-__all__ = ["FULL", "QUICK", "Plan", "run"]
+__all__ = ["FULL", "QUICK", "Pictures", "Plan", "files_of", "run"]
 
 _EDGE = 224  # of what the network gets, in pixels
 _FILES = 64  # of one size; an epoch reads them several times
@@ -145,11 +145,12 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
 
 
 def _mean_bytes(folder: Path) -> int:
-    sizes = [path.stat().st_size for path in _files(folder)]
+    sizes = [path.stat().st_size for path in files_of(folder)]
     return round(sum(sizes) / len(sizes))
 
 
-def _files(folder: Path) -> list[Path]:
+def files_of(folder: Path) -> list[Path]:
+    """The JPEGs to train on, in a folder that `write_shapes` has made."""
     return sorted((folder / "train").rglob("*.jpg"))
 
 
@@ -165,7 +166,7 @@ def _measure_on_rank(job: Job) -> object:
     assert isinstance(turn, int)
     configurations = []
     for edge, length in images:
-        pictures = Pictures(_files(Path(folder) / str(edge)), length)
+        pictures = Pictures(files_of(Path(folder) / str(edge)), length)
         for count in workers:
             _check_batches(pictures, batch_size, count)
             parameters: Parameters = {"pixels": edge, "workers": count}

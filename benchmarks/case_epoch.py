@@ -14,6 +14,7 @@ next. In every epoch every image must come once.
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
-from benchmarks.case_decode import Pictures
+from benchmarks.case_decode import Pictures, files_of
 from benchmarks.case_train_step import LEARNING_RATE, MOMENTUM, NUM_CLASSES, build_model
 from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.ranks import Job, run_ranks
@@ -100,7 +101,7 @@ def _measure_on_rank(job: Job) -> object:
     assert isinstance(workers, list)
     assert isinstance(images, int)
     assert isinstance(batch_size, int)
-    pictures = Pictures(sorted((Path(folder) / "train").rglob("*.jpg")), images)
+    pictures = Pictures(files_of(Path(folder)), images)
     groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "lockstep")}
     series: list[Series] = []
     for count in workers:
@@ -126,10 +127,10 @@ def _torchs(
     share = batch_size // dist.get_world_size()
     loader: DataLoader[Any] = DataLoader(pictures, share, sampler=sampler, **options)
     epoch = _epoch("torch", model, loader, len(pictures))
-    number = iter(range(1_000_000))
+    numbers = itertools.count()
 
     def call() -> None:
-        sampler.set_epoch(next(number))
+        sampler.set_epoch(next(numbers))
         epoch()
 
     return call
