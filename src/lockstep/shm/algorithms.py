@@ -20,6 +20,7 @@ import torch
 
 from lockstep.shm.kernels import Kernel
 from lockstep.shm.processor import bytes_reduced_by_all
+from lockstep.shm.row_tree import RowTree
 from lockstep.shm.team import Region, SharedMemoryTeam
 
 __all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "share_bounds"]
@@ -27,6 +28,8 @@ __all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "share_bounds"]
 # Pieces in which a share is reduced: what is read, added and written again must stay in a core's own cache.
 _PIECE_BYTES = 256 << 10
 _PIECE_BYTES_FOR_TWO = 512 << 10
+_TREES = 64
+_TreeKey = tuple[int, torch.dtype, int, torch.dtype | None]
 _ALIGNMENT = 16  # elements; parts of a chunk start at whole cache lines for 4-byte elements
 
 
@@ -45,6 +48,8 @@ class SharedMemoryAlgorithms:
     def __init__(self, team: SharedMemoryTeam) -> None:
         self._team = team
         self._bytes_reduced_by_all = bytes_reduced_by_all(team.world_size)
+        self._trees: dict[_TreeKey, tuple[torch.Tensor, RowTree]] = {}
+        self._sums = torch.empty(0, dtype=torch.uint8)
 
     def barrier(self, timeout_s: float) -> None:
         """Every rank waits for every other."""
@@ -62,10 +67,34 @@ class SharedMemoryAlgorithms:
         # Each rank reads all slots and does all the adding: one step. The tensor fits a small slot.
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
-        views = team.views(team.begin_transfer(), num_bytes, tensor.dtype, tensor.numel())
-        views[team.rank].copy_(tensor)
+        slot = team.begin_transfer()
+        if team.world_size < 3:
+            views = team.views(slot, num_bytes, tensor.dtype, tensor.numel())
+            views[team.rank].copy_(tensor)
+            team.step(timeout_s)
+            kernel.reduce(views, tensor)
+            return
+        key = (slot, tensor.dtype, tensor.numel(), kernel.accumulate)
+        own, tree = self._trees.get(key) or self._plant(key)
+        own.copy_(tensor)
         team.step(timeout_s)
-        kernel.reduce(views, tensor)
+        tree.reduce(kernel, tensor)
+
+    def _plant(self, key: _TreeKey) -> tuple[torch.Tensor, RowTree]:
+        """The row of this rank, and the tree over all rows, for small tensors of this kind."""
+        slot, dtype, numel, accumulate = key
+        rows = self._team.rows(slot, dtype, numel)
+        # One memory for all trees: collectives of a group run one at a time.
+        sums_dtype = accumulate or dtype
+        num_bytes = rows.numel() * sums_dtype.itemsize
+        if num_bytes > self._sums.numel():
+            self._sums = torch.empty(num_bytes, dtype=torch.uint8)
+            self._trees.clear()
+        tree = RowTree(rows, self._sums[:num_bytes].view(sums_dtype).view(rows.shape))
+        if len(self._trees) >= _TREES:
+            self._trees.clear()
+        self._trees[key] = rows[self._team.rank], tree
+        return self._trees[key]
 
     def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
         """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""

@@ -132,9 +132,9 @@ class SharedMemoryTeam:
         self.rank = rank
         self.world_size = world_size
         start = SharedControlBlocks.size_bytes(world_size)
-        self._small = [
-            segment.tensor(start + peer * 2 * SMALL_SLOT_BYTES, 2 * SMALL_SLOT_BYTES) for peer in range(world_size)
-        ]
+        small = segment.tensor(start, world_size * 2 * SMALL_SLOT_BYTES)
+        self._small_rows = small.view(world_size, 2 * SMALL_SLOT_BYTES)
+        self._small = list(self._small_rows)
         self.mail_area = MailArea(segment, start + world_size * 2 * SMALL_SLOT_BYTES, world_size)
         self._doorbell = Doorbell(self.mail_area, rank)
         self.blocks = blocks = SharedControlBlocks(segment, rank, world_size, on_end=self._sound_alarm)
@@ -362,6 +362,17 @@ class SharedMemoryTeam:
                 self._views.clear()
             self._views[key] = views
         return views
+
+    def rows(self, slot: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The small slots of all ranks as a matrix, of shape (world_size, numel), each row contiguous.
+
+        Args:
+            slot: what `begin_transfer` returned.
+            dtype: element type of the matrix.
+            numel: elements of each row; they fit a small slot.
+        """
+        start = slot * SMALL_SLOT_BYTES
+        return self._small_rows[:, start : start + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
         """Leave in good order. Local; peers that still wait for this rank raise RankLost."""
