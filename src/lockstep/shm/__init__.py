@@ -16,6 +16,7 @@ Knows nothing of torch.distributed. General layout:
 * `team`: the ranks of one group, met, with the memory they move data through.
 * `processor`: what depends on the make of the processor.
 * `kernels`: adds up the parts of all ranks, always in the same tree.
+* `row_tree`: the same tree over memory that stays, for small tensors.
 * `algorithms`: the collectives, as transfers through the slots of a team.
 * `ring`, `mail_area`, `pool`: how the bytes of messages travel: a ring for each pair of ranks, chunks for large ones.
 * `messages`, `base_mailbox`: which receive gets which message, in all groups.
