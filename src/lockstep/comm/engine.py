@@ -410,7 +410,7 @@ class Engine:
 
         Sizes may differ from pair to pair; the two ends of a pair must agree.
         """
-        like = check_tensor(inputs[0], "all_to_all") if inputs else torch.empty(0)
+        like = check_tensor(inputs[0], "all_to_all") if inputs else torch.empty(0, device="cpu")
         check_row("all_to_all", inputs, like, self.team.world_size)
         check_row("all_to_all", outputs, like, self.team.world_size, check=check_output)
         dtype = like.dtype
@@ -418,8 +418,8 @@ class Engine:
         def body(timeout_s: float) -> None:
             # Every rank learns what every rank sends and expects, so that all see a pair that disagrees.
             own = [source.numel() for source in inputs] + [output.numel() for output in outputs]
-            table = [torch.empty(len(own), dtype=torch.int64) for _ in inputs]
-            self._algorithms.all_gather(table, torch.tensor(own, dtype=torch.int64), timeout_s)
+            table = [torch.empty(len(own), dtype=torch.int64, device="cpu") for _ in inputs]
+            self._algorithms.all_gather(table, torch.tensor(own, dtype=torch.int64, device="cpu"), timeout_s)
             sent, expected = torch.stack(table).chunk(2, dim=1)
             check_exchange(self.recorder, sent, expected.T)
             items = [FlatTensor(output, is_read=False) for output in outputs]

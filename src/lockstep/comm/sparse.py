@@ -56,20 +56,23 @@ def all_reduce_sparse(algorithms: Algorithms, world_size: int, tensor: torch.Ten
         timeout_s: seconds until a rank that does not come is an error.
     """
     own = tensor.detach().cpu().coalesce()  # see [Note: staging]
-    counts = torch.empty(world_size, dtype=torch.int64)
+    counts = torch.empty(world_size, dtype=torch.int64, device="cpu")
     gathered = [counts[rank : rank + 1] for rank in range(world_size)]
-    algorithms.all_gather(gathered, torch.tensor([num_specified(own)]), timeout_s)
+    algorithms.all_gather(gathered, torch.tensor([num_specified(own)], device="cpu"), timeout_s)
     per_rank = counts.tolist()
     indices = _gather(algorithms, own.indices().t(), per_rank, timeout_s).t()
     values = _gather(algorithms, own.values(), per_rank, timeout_s)
     if tensor.dtype in (torch.float16, torch.bfloat16):
         values = values.to(torch.float32)
-    total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
+    total = torch.sparse_coo_tensor(indices, values, tensor.shape, device="cpu", check_invariants=True).coalesce()
     values = total.values()
     if op_name(op) == "AVG":
         values = values / world_size
     result = torch.sparse_coo_tensor(
-        total.indices(), values.to(tensor.dtype), tensor.shape, check_invariants=True, is_coalesced=True
+        *(total.indices(), values.to(tensor.dtype), tensor.shape),
+        device="cpu",
+        check_invariants=True,
+        is_coalesced=True,
     )
     with torch.no_grad():
         tensor.copy_(result.to(tensor.device))
@@ -78,6 +81,6 @@ def all_reduce_sparse(algorithms: Algorithms, world_size: int, tensor: torch.Ten
 def _gather(algorithms: Algorithms, rows: torch.Tensor, per_rank: list[int], timeout_s: float) -> torch.Tensor:
     """The rows of all ranks, one below the other."""
     row_numel = torch.Size(rows.shape[1:]).numel()
-    outputs = [torch.empty(count * row_numel, dtype=rows.dtype) for count in per_rank]
+    outputs = [torch.empty(count * row_numel, dtype=rows.dtype, device="cpu") for count in per_rank]
     algorithms.all_gather(outputs, rows.contiguous().view(-1), timeout_s)
     return torch.cat(outputs).view(sum(per_rank), *rows.shape[1:])

@@ -40,7 +40,7 @@ def host_memory(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
             "a lockstep group copies tensors of a GPU through memory of the host, which a CUDA graph cannot record; "
             "use nccl inside of graphs"
         )
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     return host.copy_(tensor) if is_read else host
 
 

@@ -112,7 +112,7 @@ class _Fp32(Wire):
         return out.copy_(data.view(torch.float32))
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(values.shape, dtype=torch.float64)
+        return torch.zeros(values.shape, dtype=torch.float64, device="cpu")
 
 
 class _Bf16(Wire):

@@ -74,7 +74,7 @@ def shuffled_order(num_samples: int, seed: int, epoch: int) -> Stored:
     """
     dtype = torch.int32 if num_samples <= _INT32_NUMEL else torch.int64
     permutation: Stored = torch.randperm(
-        num_samples, generator=make_generator(b"shuffle", seed, epoch), dtype=dtype
+        num_samples, generator=make_generator(b"shuffle", seed, epoch), dtype=dtype, device="cpu"
     ).numpy()
     return permutation
 

@@ -294,7 +294,7 @@ class TensorSource:
         self.dataset = dataset
 
     def __getitems__(self, fetch: Fetch) -> list[torch.Tensor]:
-        rows = torch.tensor(fetch.indices)
+        rows = torch.tensor(fetch.indices, device="cpu")
         # A gather also for consecutive rows: a slice would alias the dataset, and a script that
         # normalises its batch in position would change the data.
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.dataset.tensors]

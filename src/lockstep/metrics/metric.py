@@ -146,7 +146,9 @@ class Metric(ABC):
         Returns:
             float64 [num_sums], a copy, on the device of the updates (zeros on the CPU before any).
         """
-        return torch.zeros(self.num_sums, dtype=torch.float64) if self._sums is None else self._sums.clone()
+        return (
+            torch.zeros(self.num_sums, dtype=torch.float64, device="cpu") if self._sums is None else self._sums.clone()
+        )
 
     def load_state(self, state: Tensor) -> None:
         """Take over the sums of a metric of the same kind.

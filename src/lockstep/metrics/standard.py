@@ -16,7 +16,7 @@ __all__ = ["Accuracy", "Mean", "Sum"]
 
 def _as_values(name: str, value: Tensor | float) -> Tensor:
     """A real tensor, detached and float64 where its device has that."""
-    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     if tensor.is_complex():
         raise InputTypeError(f"{name}: expected real numbers, got {tensor.dtype}: pass value.abs() or its real part")
     return tensor if tensor.device.type == "mps" else tensor.to(torch.float64)

@@ -70,7 +70,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _gather_texts(text: bytes, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
+    padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8, device="cpu")
     if text:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     own = padded.to(device)

@@ -227,7 +227,7 @@ class ClaimCheck:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _compare_later(self, text: str, both: torch.Tensor) -> None:
-        values = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        values = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
         values.copy_(both, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

@@ -119,7 +119,7 @@ def _weight_of(loss: Any, engine: AveragingModule) -> float:
 def _mean_over_ranks(loss: Any, engine: AveragingModule, weight: float) -> Any:
     """Collective."""
     group = engine.process_group
-    local = torch.as_tensor(loss)
+    local = loss if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, device="cpu")
     total = local.detach().to(collective_device(group, local.device), torch.float64, copy=True)
     # Not multiplied by zero: what a filler sample gives may be infinite.
     total = total * weight if weight else torch.zeros_like(total)

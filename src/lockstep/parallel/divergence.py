@@ -155,7 +155,8 @@ class DivergenceCheck:
         """Parameters that differ: index -> a rank of the group that has another than the first. Collective."""
         digests = self._first if is_first else None
         self._first = None
-        values = self._gather(torch.tensor([int(self._is_known), *(digests or _digests(self._parameters))]))
+        own = [int(self._is_known), *(digests or _digests(self._parameters))]
+        values = self._gather(torch.tensor(own, device="cpu"))
         known = values[:, 0].nonzero().flatten()
         if len(known) < 2:
             return {}

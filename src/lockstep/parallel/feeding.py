@@ -81,7 +81,7 @@ class Question:
 
     def ask(self) -> Feed:
         """Collective."""
-        rows = torch.zeros(self.group.size(), dtype=torch.int64)
+        rows = torch.zeros(self.group.size(), dtype=torch.int64, device="cpu")
         rows[self.group.rank()] = self.rows
         rows = rows.to(self.device, non_blocking=True)
         dist.all_reduce(rows, group=self.group)

@@ -170,7 +170,7 @@ def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> Oth
     if node.name() == "SumBackward0":
         sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
     elif getattr(node, "_saved_reduction", None) == _SUM:
-        sizes = getattr(node, "_saved_self", torch.empty(0)).shape
+        sizes = getattr(node, "_saved_self", torch.empty(0, device="cpu")).shape
     else:
         return None
     if divisor is None:

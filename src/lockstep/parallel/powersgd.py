@@ -122,7 +122,7 @@ class PowerSGDState:
             rows = parameter.size(0)
             columns = parameter.numel() // rows
             generator = torch.Generator().manual_seed(self.seed + len(self._memories))
-            q = torch.randn(columns, min(self.matrix_rank, rows, columns), generator=generator)
+            q = torch.randn(columns, min(self.matrix_rank, rows, columns), generator=generator, device="cpu")
             dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
             error = torch.zeros(rows, columns, dtype=dtype, device=parameter.device)
             kept = self._memories[parameter] = _Memory(error, q.to(device=parameter.device, dtype=dtype))

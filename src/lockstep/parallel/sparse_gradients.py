@@ -160,7 +160,9 @@ class SparseGradients:
 def _sparse(
     indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool | None = None
 ) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+    return torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, check_invariants=False, is_coalesced=is_coalesced
+    )
 
 
 def _normalised(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -49,7 +49,7 @@ class GradientViews:
         self._plans = plans
         self._parameters = parameters
         self.can_renew = can_count_references and transport.can_renew
-        self.tensors: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
+        self.tensors: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(parameters)
         self.contents: list[list[tuple[int, torch.nn.Parameter, torch.Tensor]]] = [[] for _ in plans]
         self._of_bucket: list[list[torch.Tensor]] = [[] for _ in plans]
         self._storages: list[list[int]] = [[] for _ in plans]
@@ -106,8 +106,8 @@ def _count(tensors: list[torch.Tensor], storages: Iterable[int]) -> _Counts:
 
 
 def _count_unheld() -> tuple[int, ...]:
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    parameter.grad = torch.zeros(())
+    parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
+    parameter.grad = torch.zeros((), device="cpu")
     gradients = [each.grad for each in (parameter,) if each.grad is not None]
     return tuple(one for (one,) in _count(gradients, map(storage_key, gradients)))
 

@@ -49,7 +49,7 @@ class SharedMemoryAlgorithms:
         self._team = team
         self._bytes_reduced_by_all = bytes_reduced_by_all(team.world_size)
         self._trees: dict[_TreeKey, tuple[torch.Tensor, RowTree]] = {}
-        self._sums = torch.empty(0, dtype=torch.uint8)
+        self._sums = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def barrier(self, timeout_s: float) -> None:
         """Every rank waits for every other."""
@@ -88,7 +88,7 @@ class SharedMemoryAlgorithms:
         sums_dtype = accumulate or dtype
         num_bytes = rows.numel() * sums_dtype.itemsize
         if num_bytes > self._sums.numel():
-            self._sums = torch.empty(num_bytes, dtype=torch.uint8)
+            self._sums = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self._trees.clear()
         tree = RowTree(rows, self._sums[:num_bytes].view(sums_dtype).view(rows.shape))
         if len(self._trees) >= _TREES:

@@ -51,7 +51,7 @@ class Payload(NamedTuple):
 
     def clone(self) -> torch.Tensor:
         """A copy as a uint8 tensor of shape (num_bytes,)."""
-        copy = torch.empty(self.num_bytes, dtype=torch.uint8)
+        copy = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         copy_bytes(self, copy)
         return copy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ _get_iterator = need("torch.utils.data.DataLoader._get_iterator")
 
 def iterator_of(loader: DataLoader[Any]) -> Any:
     """torch's own iterator over a loader, whatever its class puts in the place of it."""
-    # Looked up again: others replace it, too.
-    return getattr(DataLoader, "_get_iterator", _get_iterator)(loader)
+    # torch draws the workers' seed on the default device from `loader.generator`, which is the CPU's. A worker inherits
+    # the mode by fork, so that it is entered only where there is another default.
+    default = torch.empty(0).device.type
+    with torch.device("cpu") if default != "cpu" else nullcontext():
+        # Looked up again: others replace it, too.
+        return getattr(DataLoader, "_get_iterator", _get_iterator)(loader)
 
 
 def set_guarded(loader: Any, name: str, value: object) -> None:

@@ -76,13 +76,13 @@ class HostsAlgorithms(Algorithms):
             parts = local.views(local.begin_transfer(), numel * tensor.element_size(), tensor.dtype, numel)
             parts[local.rank].copy_(tensor)
             local.step(timeout_s)
-        own = torch.empty(numel, dtype=reduction.dtype)
+        own = torch.empty(numel, dtype=reduction.dtype, device="cpu")
         reduction.within_host(parts, own)
         if reduction.can_be_by_partners(team):
             tensor.copy_(self._reduce_by_doubling(own, reduction, timeout_s))
             return
         wanted = dict.fromkeys((team.rank, *self._represented()), own)
-        result = torch.empty(numel, dtype=reduction.dtype)
+        result = torch.empty(numel, dtype=reduction.dtype, device="cpu")
         reduction.over_hosts(self._exchange_sums(reduction, wanted, timeout_s), result)
         tensor.copy_(result)
 
@@ -125,10 +125,10 @@ class HostsAlgorithms(Algorithms):
             if id(values) not in encoded:
                 encoded[id(values)] = values.view(torch.uint8)
                 if not wire.is_exact:
-                    encoded[id(values)] = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
+                    encoded[id(values)] = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8, device="cpu")
                     wire.encode(values, encoded[id(values)])
         arrived = {
-            host: torch.empty(reduction.num_bytes(numel), dtype=torch.uint8)
+            host: torch.empty(reduction.num_bytes(numel), dtype=torch.uint8, device="cpu")
             for host in range(len(layout.hosts))
             if host != here
         }
@@ -143,7 +143,7 @@ class HostsAlgorithms(Algorithms):
             if wire.is_exact:
                 decoded.append(arrived[host].view(reduction.dtype))
             else:
-                decoded.append(wire.decode(arrived[host], torch.empty(numel, dtype=reduction.dtype)))
+                decoded.append(wire.decode(arrived[host], torch.empty(numel, dtype=reduction.dtype, device="cpu")))
         return decoded
 
     def _represented(self) -> list[int]:
@@ -324,7 +324,7 @@ class HostsAlgorithms(Algorithms):
         if kernel.factor is not None:
             wide = [source * kernel.factor for source in wide]
         local = team.local
-        nothing = torch.empty(0, dtype=reduction.dtype)
+        nothing = torch.empty(0, dtype=reduction.dtype, device="cpu")
         sums: dict[int, torch.Tensor] = {}
         for ranks in self._rounds():
             sources = [nothing if rank is None else wide[rank] for rank in ranks]
@@ -333,7 +333,7 @@ class HostsAlgorithms(Algorithms):
             wanted_by = ranks[local.rank]
             if wanted_by is not None:
                 sums[wanted_by] = out
-        result = torch.empty(tensor.numel(), dtype=reduction.dtype)
+        result = torch.empty(tensor.numel(), dtype=reduction.dtype, device="cpu")
         reduction.over_hosts(self._exchange_sums(reduction, sums, timeout_s), result)
         tensor.copy_(result)
 

@@ -212,7 +212,7 @@ class GlooConnections:
         # See [Note: waits]; Gloo's own abort() lets waits go on.
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAK_OFF_TAG).wait(_AT_ONCE)
+                self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _BREAK_OFF_TAG).wait(_AT_ONCE)
 
     def open(self) -> None:
         """Count one more user. Local."""

@@ -161,7 +161,7 @@ class _Exchange:
         self._sends: list[GlooTransfer] = []
         self._coming: dict[int, tuple[GlooTransfer | None, torch.Tensor]] = {}  # sums, by host
         self._returning: dict[int, tuple[GlooTransfer | None, torch.Tensor]] = {}  # results, by host
-        self._sum = torch.empty(0)
+        self._sum = torch.empty(0, device="cpu")
 
     # ---- pieces ----------------------------------------------------------------------------------------
 

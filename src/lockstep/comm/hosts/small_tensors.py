@@ -85,7 +85,7 @@ class SmallTensorAlgorithms:
         for host, (start, ranks) in enumerate(zip(self._starts, hosts, strict=True)):
             total = reduction.kernel.reduce_rows(rows[start : start + len(ranks)])
             if not wire.is_exact:
-                encoded = torch.empty(wire.num_bytes(numel), dtype=torch.uint8)
+                encoded = torch.empty(wire.num_bytes(numel), dtype=torch.uint8, device="cpu")
                 wire.encode(total, encoded)
                 total = wire.decode(encoded, torch.empty_like(total))
             sums[host] = total

@@ -341,7 +341,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
     def _gather_numbers(self, own: int, timeout_s: float) -> torch.Tensor:
         """A number of each rank, in order. Collective, after `arrive`."""
-        numbers = torch.full((self.world_size,), own)
+        numbers = torch.full((self.world_size,), own, device="cpu")
         sends = [(peer, numbers[self.rank : self.rank + 1]) for peer in self._others]
         self.exchange(sends, [(peer, numbers[peer : peer + 1]) for peer in self._others], timeout_s)
         return numbers
@@ -436,7 +436,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         if waiting:
             self._pool_bytes -= num_bytes
             return waiting.pop()
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def give_buffer(self, buffer: torch.Tensor) -> None:
         """Give a tensor back to the pool. Local."""

@@ -122,7 +122,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self._relied_on: Sequence[int] = ()  # the ranks that may have to forward what this one waits for
         self._missed_since_s = 0.0  # when one of them was found dead, in this collective; 0 for none
         self._entries = Entries(self.world_size)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.has_left = False
         self._is_listening = bool(self._others)
 
@@ -286,7 +286,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         part_bytes = like.numel() * like.element_size()
         stride = -(-part_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._scratch.numel() < stride * self.world_size:
-            self._scratch = torch.empty(stride * self.world_size, dtype=torch.uint8)
+            self._scratch = torch.empty(stride * self.world_size, dtype=torch.uint8, device="cpu")
         starts = [rank * stride for rank in range(self.world_size)]
         return [self._scratch[start : start + part_bytes].view(like.dtype) for start in starts]
 

@@ -157,7 +157,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
         self._waiter.close()
         self.watch.close()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._send_final_notice()
 
     def try_release(self) -> bool:

@@ -380,8 +380,8 @@ class Channel:
             request.fail(error)
 
     def _gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
-        own = torch.tensor(numbers, dtype=torch.int64)
-        rows = torch.empty(len(self.ranks) * len(numbers), dtype=torch.int64)
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        rows = torch.empty(len(self.ranks) * len(numbers), dtype=torch.int64, device="cpu")
         gather_equal(rows, own, self.control)
         return [tuple(row) for row in rows.view(len(self.ranks), -1).tolist()]
 
@@ -390,9 +390,9 @@ class Channel:
         facts = self._gather_numbers(len(content), int(flag))
         lengths = [length for length, _ in facts]
         longest = max(lengths)
-        own = torch.zeros(longest, dtype=torch.uint8)
+        own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        table = torch.empty(len(lengths) * longest, dtype=torch.uint8)
+        table = torch.empty(len(lengths) * longest, dtype=torch.uint8, device="cpu")
         gather_equal(table, own, self.control)
         rows = table.view(-1, longest).unbind(0)
         contents = [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]

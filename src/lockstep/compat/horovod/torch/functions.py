@@ -196,11 +196,11 @@ def broadcast_object(
     """
     name = "object" if name is None else name
     is_root = rank() == root_rank
-    content = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([content.numel()])
+    content = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([content.numel()], device="cpu")
     start_broadcast(length, root_rank, f"{name}.sz", process_set, True).wait()
     if not is_root:
-        content = torch.empty(int(length), dtype=torch.uint8)
+        content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     start_broadcast(content, root_rank, f"{name}.t", process_set, True).wait()
     return obj if is_root else pickle.loads(content.numpy().tobytes())
 
@@ -221,7 +221,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     name = "object" if name is None else name
     content = _dump(obj)
-    lengths = start_all_gather([torch.tensor([content.numel()])], True, f"{name}.sz", process_set).wait().tolist()
+    lengths = (
+        start_all_gather([torch.tensor([content.numel()], device="cpu")], True, f"{name}.sz", process_set)
+        .wait()
+        .tolist()
+    )
     gathered = start_all_gather([content], True, f"{name}.t", process_set).wait()
     return _load_all(gathered, lengths)
 

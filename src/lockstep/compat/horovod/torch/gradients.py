@@ -287,7 +287,7 @@ class Buckets:
         engine = engine_of(self.channel.control)
         assert engine is not None
         transport = self._transport = _Averaging(self._plans, engine, self._meta.signature)
-        self._views = [torch.empty(0)] * len(self._parameters)
+        self._views = [torch.empty(0, device="cpu")] * len(self._parameters)
         for bucket, members in enumerate(self._members):
             for offset, index in members:
                 self._views[index] = transport.view(bucket, offset, self._parameters[index])

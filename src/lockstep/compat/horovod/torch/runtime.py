@@ -51,8 +51,8 @@ class Runtime:
 
     def _gather_local_sizes(self) -> list[int]:
         sizes: list[int] = [0] * self.world.world_size
-        own = torch.tensor([self.world.local_world_size])
-        table = torch.empty(len(sizes), dtype=own.dtype)
+        own = torch.tensor([self.world.local_world_size], device="cpu")
+        table = torch.empty(len(sizes), dtype=own.dtype, device="cpu")
         gather_equal(table, own, self.channel(0).control)
         return [int(size) for size in table]
 

@@ -88,8 +88,9 @@ class State:
             if timestamp > newest:
                 newest, updates = timestamp, updates | update
         # Any rank that knows of an update tells the others; Horovod asks rank 0 only.
-        facts = torch.tensor([newest, float(updates & 1), float((updates >> 1) & 1)], dtype=torch.float64)
-        latest, added, removed = allreduce(facts, op=Max, name="elastic.host_updates").tolist()
+        facts = [newest, float(updates & 1), float((updates >> 1) & 1)]
+        sent = torch.tensor(facts, dtype=torch.float64, device="cpu")
+        latest, added, removed = allreduce(sent, op=Max, name="elastic.host_updates").tolist()
         previous, self._last_updated_timestamp = self._last_updated_timestamp, latest
         if latest > previous:
             raise HostsUpdatedInterrupt(skip_sync=removed > 0 and added == 0)

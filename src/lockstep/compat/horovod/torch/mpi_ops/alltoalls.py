@@ -52,7 +52,7 @@ def _start_all_to_all(tensor: torch.Tensor, splits: Any, name: str | None, proce
     inputs = check_tensors([tensor], "alltoall")
     given = splits
     if given is not None and not isinstance(given, torch.Tensor):
-        given = torch.tensor(given, dtype=torch.int32)
+        given = torch.tensor(given, dtype=torch.int32, device="cpu")
     numbers = _check_splits(tensor, given, len(channel.ranks))
     meta = Meta(channel.full_name("alltoall", name), "alltoall", tuple(map(tensor_facts, inputs)), splits=numbers)
 
@@ -95,7 +95,7 @@ class _Alltoall(torch.autograd.Function):
         given = splits
         if given is None:
             numbers = _check_splits(tensor, None, size)
-            given = torch.tensor(numbers, dtype=torch.int32)
+            given = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         output, received = _start_all_to_all(tensor, given, name, process_set).wait()
         ctx.process_set, ctx.received, ctx.rows = process_set, received, tensor.size(0)
         if splits is None:

@@ -64,7 +64,9 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         means = grouped_allreduce([grad.contiguous() for grad in grads], op=Average, process_set=ctx.process_set)
         rank, size = ctx.process_set.rank(), ctx.process_set.size()
-        table = start_all_gather([torch.tensor(ctx.rows)], True, None, ctx.process_set).wait().view(size, -1)
+        table = (
+            start_all_gather([torch.tensor(ctx.rows, device="cpu")], True, None, ctx.process_set).wait().view(size, -1)
+        )
         starts = table[:rank].sum(0).tolist()
         own = [mean.narrow(0, first, rows) for mean, first, rows in zip(means, starts, ctx.rows, strict=True)]
         return (None, None, None, *own)

@@ -49,6 +49,8 @@ def sparse_allreduce_async(
         gathered = values.wait()
         if op == Average:
             gathered = gathered / size
-        return torch.sparse_coo_tensor(indices.wait().t(), gathered, shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices.wait().t(), gathered, shape, device=gathered.device, check_invariants=False
+        )
 
     return finish
