@@ -51,6 +51,15 @@ def mapped_buffers() -> int:
     return sum("/memfd:lockstep" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
+def memory_at(address: int) -> str:
+    """The line of /proc/self/maps for an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            return line
+    raise AssertionError(hex(address))
+
+
 class TestThroughLoader:
     def test_memory_is_used_again(self) -> None:
         addresses = [rows.data_ptr() for rows in loader_of(Rows(100))]
@@ -205,6 +214,8 @@ class TestThroughLoader:
                 "array": np.ones(20_000),
                 "nested": [{"deep": (torch.ones(20_000), "text")}],
                 "shared": torch.ones(20_000).share_memory_(),
+                "conjugate": torch.full((20_000,), 2j).conj(),
+                "negative": torch.full((20_000,), 2j).conj().imag,
             }
 
         expected = collate([])
@@ -218,7 +229,7 @@ class TestThroughLoader:
                     value.dtype,
                     value.stride(),
                     value.requires_grad,
-                ) or value.is_sparse
+                ) or (value.is_sparse or value.is_neg())
         assert torch.equal(found["nested"][0]["deep"][0], torch.ones(20_000))
         found["transposed"][3, 4] = 1  # writable
         found["scalar"].fill_(2)
@@ -232,10 +243,17 @@ class TestThroughLoader:
         gc.collect()
         assert [float(row[0, -1]) for row in kept] == [float(i) for i in range(60)]
 
+    def test_batches_that_move_elsewhere_do_not_use_up_the_buffers(self) -> None:
+        for number, rows in enumerate(loader_of(Rows(200), 1, num_workers=1)):
+            assert "memfd:lockstep" in memory_at(rows.data_ptr()), f"batch {number} came in torch's way"
+            rows.share_memory_()
+
     def test_collate_function_of_the_user_for_tensors_is_called(self, monkeypatch: pytest.MonkeyPatch) -> None:
         functions = torch.utils.data._utils.collate.default_collate_fn_map
         monkeypatch.setitem(functions, torch.Tensor, lambda batch, *, collate_fn_map=None: -torch.stack(batch))
         assert [rows[:, 0].tolist() for rows in loader_of(Rows(4))] == [[-0.0, -1.0], [-2.0, -3.0]]
+        whole = TensorDataset(torch.ones(4, 3))
+        assert [float(rows.mean()) for (rows,) in DataLoader(whole, 2)] == [-1.0, -1.0]
 
     @pytest.mark.parametrize("width", [3, WIDTH])
     def test_dtype_is_that_of_the_first_sample(self, width: int) -> None:
@@ -352,6 +370,25 @@ class TestPool:
         assert after is not None
         assert pool.retired() == [], "the reader has let go of it by itself"
         assert mapped_buffers() == before + 1, "a new one, in the worker"
+
+    def test_buffer_whose_tensor_moves_elsewhere_is_let_go(self, pool: BufferPool, reader: BufferReader) -> None:
+        before = mapped_buffers()
+        for _ in range(100):  # more than there are words
+            made = pool.new(100_000)
+            assert made is not None
+            made.share_memory_()  # by a dataset, in the worker
+            carried = self.carry(pool, reader, 100_000)
+            carried.share_memory_()
+        assert mapped_buffers() <= before + 8
+        del made, carried
+
+    def test_buffer_that_a_fork_of_the_worker_may_read_is_let_go(self, pool: BufferPool) -> None:
+        for _ in range(100):
+            made = pool.new(100_000)
+            assert made is not None
+            process = multiprocessing.get_context("fork").Process(target=int)
+            process.start()
+            process.join()
 
     def test_what_was_not_sent_in_the_end_is_free(self, pool: BufferPool, reader: BufferReader) -> None:
         made = pool.new(100_000)

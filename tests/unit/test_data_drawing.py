@@ -574,6 +574,7 @@ def nothing_drawn(_: Any) -> float:
         (lambda: np.random.RandomState(0), np.random.RandomState.rand),
         (torch.Generator, lambda generator: float(torch.rand((), generator=generator))),
         (lambda: random.Random(0), nothing_drawn),
+        (random.SystemRandom, nothing_drawn),  # of which there is no state
     ],
 )
 def test_a_dataset_that_draws_from_a_generator_of_its_own_is_warned_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
 from lockstep.data import DataLoader
+from lockstep.data.device import dense_parts
 from lockstep.data.source import WorkerInit, identity, make_source
+from lockstep.errors import DataError
+from lockstep.metrics import Mean
 
 pytestmark = [
     # What torch says on a machine with one core, and Python 3.12 of any fork.
@@ -192,3 +196,83 @@ class TestFetching:
         assert next(batches).tolist() == [4, 5]
         assert loader.state_dict()["samples_consumed"] == 6
         assert len(list(batches)) == 1
+
+
+class TestThreads:
+    """Process-wide generators are seeded only where nobody else draws from them meanwhile."""
+
+    @staticmethod
+    def in_a_thread(work):
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(work).result()
+
+    def test_fetching_in_another_thread_than_that_of_the_loader_is_an_error(self):
+        batches = iter(DataLoader(Drawing(4), 2))
+        with pytest.raises(DataError, match=r"another thread.*num_workers=1"):
+            self.in_a_thread(lambda: next(batches))
+
+    @pytest.mark.parametrize(
+        ("dataset", "options"),
+        [
+            (Drawing(4), {"num_workers": 1}),
+            (Drawing(4), {"seed_global_rng": False}),
+            (TensorDataset(torch.arange(4)), {}),
+            ([1, 2, 3, 4], {}),
+        ],
+    )
+    def test_where_nothing_is_seeded_any_thread_may_fetch(self, dataset, options):
+        batches = iter(DataLoader(dataset, 2, **options))
+        assert len(self.in_a_thread(lambda: list(batches))) == 2
+
+    def test_a_thread_that_makes_its_loader_may_fetch(self):
+        expected = run_epoch(DataLoader(Drawing(4), 2))
+        assert self.in_a_thread(lambda: run_epoch(DataLoader(Drawing(4), 2))) == expected
+
+
+class TestInterrupts:
+    def test_batch_that_was_broken_off_is_left_out_with_its_share(self):
+        class Interrupted(Numbers):
+            def __getitem__(self, index):
+                if index == 3:
+                    raise KeyboardInterrupt
+                return super().__getitem__(index)
+
+        batches = iter(DataLoader(Interrupted(7), 2))
+        next(batches)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        next(batches)
+        assert batches.share.local_samples == 2
+        next(batches)
+        assert batches.share.local_samples == 1
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+class TestNestedTensors:
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    # torch's queues do not carry jagged ones.
+    @pytest.mark.parametrize(("layout", "num_workers"), [(torch.strided, 0), (torch.strided, 1), (torch.jagged, 0)])
+    def test_make_a_batch(self, layout, num_workers):
+        def collate(numbers):
+            return torch.nested.nested_tensor([torch.full((n + 1,), float(n)) for n in numbers], layout=layout)
+
+        mean = Mean()
+        for batch in DataLoader(range(4), 2, collate_fn=collate, num_workers=num_workers):
+            assert batch.is_nested
+            mean.update(torch.nested.to_padded_tensor(batch, 0.0).sum())
+        assert mean.compute() == 10
+
+
+class TestDenseParts:
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+    def test_hold_all_memory(self):
+        ones = torch.ones(4, 4)
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        assert [part.numel() for part in dense_parts(ones)] == [16]
+        assert [part.numel() for part in dense_parts(ones.to_sparse())] == [32, 16]
+        assert [part.numel() for part in dense_parts(ones.to_sparse_csr())] == [5, 16, 16]
+        assert [part.numel() for part in dense_parts(ones.to_sparse_bsc((2, 2)))] == [3, 4, 16]
+        assert [part.numel() for part in dense_parts(nested)] == [5]
+        assert [part.numel() for part in dense_parts(jagged)] == [5, 3]

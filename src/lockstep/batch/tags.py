@@ -64,7 +64,7 @@ def tag_batch(batch: Any, share: BatchShare) -> list[StorageWeakRef]:
     with _lock:
         for tensor in tensors_in(batch):
             storage = _storage_of(tensor)
-            if storage is None:
+            if storage is None or (tensor.is_nested and tensor.layout is torch.strided):  # the latter has no shape
                 continue
             has_rows = tensor.dim() > 0
             tag = Tag(share, tensor.shape[0], tensor.stride(0), tensor.numel()) if has_rows else Tag(share, 0, 0, 1)

@@ -11,12 +11,12 @@ when no tensor, view or array over it is left, which the memory of torch's stora
 a dataset may keep what it has returned. Then the training process writes FREE into the buffer's word of the control
 segment, and the worker reads it there before it takes the buffer again. A process that the training process has forked
 meanwhile may go on reading what it inherited, and of that nobody tells; so a buffer that was in use during a fork is
-ABANDONED: both sides let go of it, and its memory lives for as long as somebody maps it. A process that was forked
-gives nothing back.
+ABANDONED: both sides let go of it, and its memory lives for as long as somebody maps it. The same goes for one whose
+tensor the worker held during a fork. A process that was forked gives nothing back.
 
 [Note: swapped] `share_memory_` and the queues of torch.multiprocessing put other memory under a storage that lives on.
 The array that lay there is gone then, but numpy views of the tensor still point to the old memory. So where an array
-goes and its storage does not, the buffer is not used again, and stays mapped for as long as the storage lives.
+goes and its storage does not, the buffer is abandoned, and stays mapped for as long as the storage lives.
 
 [Note: fits] Batches of texts differ in size. A buffer is at most twice as large as what is put into it; one that was of
 no use for a while is let go. There are at most 64 of a worker, each a descriptor until it has come back once; whoever
@@ -25,6 +25,7 @@ keeps more batches than that gets the others in torch's way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -82,6 +83,7 @@ class _Buffer:
         is_held: a tensor over it is alive in the worker.
         is_out: it was handed over, and has not been seen to come back.
         is_mapped: it has come back once, so the training process has mapped it.
+        is_lost: somebody may read it for good, so that it is not used again when it comes back.
     """
 
     segment: Segment
@@ -91,6 +93,7 @@ class _Buffer:
     is_held: bool = False
     is_out: bool = False
     is_mapped: bool = False
+    is_lost: bool = False
 
     @property
     def address(self) -> int:
@@ -98,9 +101,13 @@ class _Buffer:
         return self.segment.tensor(_HEADER_BYTES, 1).data_ptr()
 
     def let_go(self, reference: StorageWeakRef, num_forks: int) -> None:
-        """The tensor is gone; a process forked from the worker meanwhile would keep the buffer for good."""
-        if reference.expired() and num_forks == _forks.count:  # type: ignore[no-untyped-call]
-            self.is_held = False
+        """The tensor is gone. See [Note: used again] and [Note: swapped]."""
+        if not reference.expired():  # type: ignore[no-untyped-call]
+            _swapped.append((self.segment, reference))
+            self.is_lost = True
+        elif num_forks != _forks.count:
+            self.is_lost = True
+        self.is_held = False
 
 
 def _array(segment: Segment, size_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -141,8 +148,10 @@ _swapped: list[tuple[Segment, StorageWeakRef]] = []
 
 
 def _drop_swapped() -> None:
-    if _swapped:
-        _swapped[:] = [each for each in _swapped if not each[1].expired()]  # type: ignore[no-untyped-call]
+    for each in list(_swapped):  # one by one: others may be added meanwhile
+        if each[1].expired():  # type: ignore[no-untyped-call]
+            with contextlib.suppress(ValueError):  # another thread was first
+                _swapped.remove(each)
 
 
 class BufferPool:
@@ -184,6 +193,7 @@ class BufferPool:
             return None  # a fork of the worker, which shares the buffers and not this object
         with self._lock:
             self._count += 1
+            _drop_swapped()
             self._tidy_up()
             free = [each for each in self._buffers if not each.is_held and self._words[each.word] == _FREE]
             fence()  # what the training process has read was read before it wrote FREE
@@ -240,18 +250,18 @@ class BufferPool:
             if state == _FREE and buffer.is_out:
                 buffer.is_out, buffer.is_mapped = False, True
                 buffer.segment.release()
-            is_useless = state == _FREE and not buffer.is_held and self._count - buffer.used_at > _USELESS_AFTER
-            if state == _ABANDONED or is_useless:
+            is_useless = buffer.is_lost or self._count - buffer.used_at > _USELESS_AFTER
+            if state == _ABANDONED or (state == _FREE and not buffer.is_held and is_useless):
                 self._retire(buffer)
 
     def _retire(self, buffer: _Buffer) -> None:
         self._buffers.remove(buffer)
         del self._by_address[buffer.address]
         buffer.segment.release()
+        if buffer.is_mapped or (buffer.is_out and self._words[buffer.word] == _FREE):
+            self._retired.append(buffer.segment.handle)
         self._words[buffer.word] = _FREE
         self._unused_words.append(buffer.word)
-        if buffer.is_mapped:
-            self._retired.append(buffer.segment.handle)
 
     def _make(self, size_bytes: int) -> _Buffer | None:
         if not self._unused_words:
@@ -318,11 +328,11 @@ class BufferReader:
         """See [Note: used again] and [Note: swapped]."""
         if os.getpid() != pid:
             return
-        if not reference.expired():  # type: ignore[no-untyped-call]
+        is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
+        if is_swapped:
             _swapped.append((segment, reference))
-            return
         fence()
-        if num_forks == _forks.count:
+        if num_forks == _forks.count and not is_swapped:
             self._words[place.word] = _FREE
         else:
             self._segments.pop(place.handle, None)

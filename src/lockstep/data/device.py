@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from lockstep.errors import DataError
+from lockstep.torch_private.tensors import indices_of, values_of
 from lockstep.tree import map_tensors, tensors_in
 
-__all__ = ["DeviceIterator", "check_device"]
+__all__ = ["DeviceIterator", "check_device", "dense_parts"]
 
 
 def check_device(device: torch.device | str | int | None, prefetch: int) -> torch.device | None:
@@ -28,6 +29,23 @@ def check_device(device: torch.device | str | int | None, prefetch: int) -> torc
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DataError(f"device is {device!r}, which torch does not know: {str(error).splitlines()[0]}") from None
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with memory of their own that a sparse or nested tensor is made of; a strided one itself."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return (tensor.values(),)
+    if tensor.is_nested:
+        jagged: Any = tensor
+        parts = (jagged.values(), jagged.offsets(), jagged.lengths())
+        return tuple(part for part in parts if part is not None)
+    if tensor.layout is torch.sparse_coo:
+        return indices_of(tensor), values_of(tensor)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 class DeviceIterator(Iterator[Any]):
@@ -64,7 +82,8 @@ class DeviceIterator(Iterator[Any]):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
             for tensor in tensors_in(batch):
-                tensor.record_stream(stream)  # else its memory could be given away while this stream still reads it
+                for part in dense_parts(tensor):
+                    part.record_stream(stream)  # else its memory could be given away while this stream still reads it
         return batch
 
     def _fetch(self) -> None:

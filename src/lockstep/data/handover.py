@@ -81,14 +81,30 @@ def _unpack(content: bytes, reader: int, retired: list[str]) -> Any:
 
 
 def _storage_in_buffer(reader: int, *place: Any) -> torch.UntypedStorage:
-    return _readers[reader].storage(Place(*place))
+    found = _readers.get(reader)
+    if found is None:  # the iterator is gone, and a thread of torch's still empties its queue
+        return torch.empty(Place(*place).size_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    return found.storage(Place(*place))
 
 
 def _storage_of_bytes(content: bytes) -> torch.UntypedStorage:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
 
 
-class _BatchPickler(ForkingPickler):
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _TensorPickler(ForkingPickler):
+    """Pickles as torch's queues do, and does not lose that a tensor is the lazy conjugate or negative of its memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
+            return _as_it_is, (value.resolve_conj().resolve_neg(),)
+        return NotImplemented
+
+
+class _BatchPickler(_TensorPickler):
     """Pickles a batch, and hands over the memory of its tensors in buffers, or by value if it is small.
 
     Args:
@@ -111,7 +127,7 @@ class _BatchPickler(ForkingPickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.UntypedStorage or value.device.type != "cpu":
-            return NotImplemented
+            return super().reducer_override(value)
         place = self._pool.send(value)
         if place is None and value.data_ptr() in self._storages:
             size_bytes = value.nbytes()
@@ -212,9 +228,10 @@ class CollateAndPack:
             stack_into(self._pool.new, _BY_VALUE_BYTES)
 
     def _pack(self, batch: Any) -> _Packed:
-        if self._offer is None or self._pool is None:
-            return _Packed(bytes(ForkingPickler.dumps(batch)))
         content = io.BytesIO()
+        if self._offer is None or self._pool is None:
+            _TensorPickler(content).dump(batch)
+            return _Packed(content.getvalue())
         pickler = _BatchPickler(content, self._pool, self._offer.reader, _mostly_used(batch))
         try:
             pickler.dump(batch)

@@ -84,6 +84,8 @@ class EpochIterator(Iterator[Any]):
         progress: updated with every batch yielded.
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
+        thread: that made the loader.
+        has_workers: processes fetch the batches.
     """
 
     def __init__(
@@ -93,12 +95,16 @@ class EpochIterator(Iterator[Any]):
         progress: EpochProgress,
         *,
         shared_workers: RankBatchSampler | None,
+        thread: int,
+        has_workers: bool,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
         self._progress = progress
         self._iteration = Iteration()
         self._shared_workers = shared_workers
+        self._thread = thread
+        self._has_workers = has_workers
         self._number = 0  # of the batch that comes next
 
     @property
@@ -122,16 +128,16 @@ class EpochIterator(Iterator[Any]):
             )
         self._iteration.clear_away()
         try:
-            with restore_if_seeded():  # where samples are fetched in this process
+            with restore_if_seeded(self._thread):  # where samples are fetched in this process
                 loaded = next(self._batches)
         except StopIteration:
             self._progress.finish()
             self.close()
             raise
-        except Exception as error:
+        except BaseException as error:
             # torch has dropped the batch that failed; whoever goes on gets the one after it. It is
             # not counted as consumed, so a checkpoint written now leads back to it.
-            if not _is_timeout(error):
+            if not self._is_still_to_come(error):
                 self._number += 1
             raise
         self._iteration.publish(self._schedule.share(self._number), loaded)
@@ -145,6 +151,10 @@ class EpochIterator(Iterator[Any]):
         self._progress.is_open = False
         self._batches = iter(())
         self._shared_workers = None
+
+    def _is_still_to_come(self, error: BaseException) -> bool:
+        """Whether the batch that was waited for when this was raised comes when it is asked for again."""
+        return self._has_workers and (not isinstance(error, Exception) or _is_timeout(error))
 
     def __del__(self) -> None:
         if hasattr(self, "_iteration"):  # __init__ got that far

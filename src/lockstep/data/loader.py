@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -188,6 +189,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
+        self._thread = threading.get_ident()
         self._next_epoch = 0
         self._next_start = 0
         self._epoch_after = 0  # the epoch that follows a resumed one, if others had begun within it
@@ -232,6 +234,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             schedule,
             progress,
             shared_workers=self._rank_batches if self.persistent_workers else None,
+            thread=self._thread,
+            has_workers=self.num_workers > 0,
         )
 
     def set_epoch(self, epoch: int) -> None:

@@ -58,6 +58,8 @@ class OwnGenerators:
             )
 
     def _find(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, random.SystemRandom):  # has no state
+            return
         if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
             self._found[name] = value
             return

@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 
 from lockstep.data import deferred, deferred_numpy
 from lockstep.data.numpy_stream import NumpyStream
+from lockstep.errors import DataError
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 from lockstep.seeding import derive_seeds as derive_seeds
 
@@ -46,10 +47,13 @@ def seed_global_rngs(value: int) -> None:
 
     Args:
         value: 0 … 2**64-1.
+
+    Raises:
+        DataError: another thread than the loader's fetches, and may draw from them meanwhile.
     """
     blocks = _open.blocks
-    if blocks and blocks[-1] is None:
-        blocks[-1] = _Aside()
+    if blocks:
+        blocks[-1].begin()
     _seed_torch(value)
     may_wait = bool(blocks or get_worker_info())
     deferred_numpy.seed(value >> 32, may_wait=may_wait)  # the half that torch's generator drops
@@ -96,11 +100,41 @@ class _Aside:
         self._numpy.put_back()
 
 
+class _Block:
+    """One `restore_if_seeded` block.
+
+    Args:
+        thread: the only one that may seed in it, beside the main thread; None for any.
+    """
+
+    def __init__(self, thread: int | None) -> None:
+        self._thread = thread
+        self._aside: _Aside | None = None
+
+    def begin(self) -> None:
+        """The process-wide generators are about to be seeded."""
+        if self._aside is None:
+            now = threading.current_thread()
+            if now is not threading.main_thread() and self._thread not in (None, now.ident):
+                raise DataError(
+                    "batches are fetched in another thread than the one that made the loader. Torch's, numpy's and "
+                    "Python's generators belong to all threads, so seeding them for each sample would change what the "
+                    "training draws meanwhile: dropout. Pass num_workers=1, make the loader in the thread that "
+                    "fetches, or pass seed_global_rng=False and let __getitem__ take a `generator`"
+                )
+            self._aside = _Aside()
+
+    def end(self) -> None:
+        """Put the generators back if they were seeded."""
+        if self._aside is not None:
+            self._aside.put_back()
+
+
 class _Blocks(threading.local):
-    """The `restore_if_seeded` blocks that are open in a thread, each with what it will put back."""
+    """The `restore_if_seeded` blocks that are open in a thread."""
 
     def __init__(self) -> None:
-        self.blocks: list[_Aside | None] = []
+        self.blocks: list[_Block] = []
 
 
 _open = _Blocks()
@@ -117,15 +151,16 @@ def preserve_global_rngs() -> Iterator[None]:
 
 
 @contextmanager
-def restore_if_seeded() -> Iterator[None]:
-    """Put the process-wide generators back afterwards if `seed_global_rngs` was called inside, by this thread.
+def restore_if_seeded(thread: int | None = None) -> Iterator[None]:
+    """Put the process-wide generators back afterwards if `seed_global_rngs` was called inside.
 
     Saving them takes longer than fetching a small batch that needs no seeds.
+
+    Args:
+        thread: the one that trains; seeding in another one is an error, unless it is the main thread. None for any.
     """
-    _open.blocks.append(None)
+    _open.blocks.append(_Block(thread))
     try:
         yield
     finally:
-        before = _open.blocks.pop()
-        if before is not None:
-            before.put_back()
+        _open.blocks.pop().end()

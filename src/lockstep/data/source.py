@@ -36,7 +36,7 @@ from lockstep.data.order import Fetch
 from lockstep.data.own_generators import OwnGenerators
 from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
 from lockstep.log import get_logger, warn_once
-from lockstep.torch_private.loader import set_guarded
+from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
 __all__ = [
     "SeededDataset",
@@ -305,6 +305,7 @@ class TensorSource:
         return (
             type(dataset) is TensorDataset
             and collate_fn is default_collate
+            and stacks_as_torch()
             and all(
                 type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
                 for tensor in dataset.tensors

@@ -190,7 +190,7 @@ class _Asked:
     def begin(self, arguments: Any) -> None:
         """Note that `update` is called with these arguments."""
         tensors = tensors_in(arguments)
-        self.rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
+        self.rows = next((tensor.size(0) for tensor in tensors if tensor.dim() > 0), None)
         tags = [tag for tag in map(batch.find_tag, tensors) if tag is not None]
         self._shares = [tags[0].share] if tags else []
         if not tags and batch.marks_tell_shares():

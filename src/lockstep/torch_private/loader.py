@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.torch_private.lookup import find, need
 
-__all__ = ["iterator_of", "set_guarded", "stack_into"]
+__all__ = ["iterator_of", "set_guarded", "stack_into", "stacks_as_torch"]
 
 _get_iterator = need("torch.utils.data.DataLoader._get_iterator")
 
@@ -40,6 +40,15 @@ def set_guarded(loader: Any, name: str, value: object) -> None:
 _COLLATE_FUNCTIONS = "torch.utils.data._utils.collate.default_collate_fn_map"
 
 
+def stacks_as_torch() -> bool:
+    """Whether torch's default collate function stacks tensors as torch made it. Local.
+
+    Torch's documentation has users put a function of their own in the place of that.
+    """
+    functions = find(_COLLATE_FUNCTIONS) or {}
+    return getattr(functions.get(torch.Tensor), "__module__", None) == _COLLATE_FUNCTIONS.rpartition(".")[0]
+
+
 def stack_into(new_memory: Callable[[int], torch.Tensor | None], at_least_bytes: int) -> None:
     """Have torch's default collate function stack tensors in memory of ours, in this worker process.
 
@@ -48,11 +57,9 @@ def stack_into(new_memory: Callable[[int], torch.Tensor | None], at_least_bytes:
         at_least_bytes: smaller stacks are made in memory of torch's, which is not shared.
     """
     functions = find(_COLLATE_FUNCTIONS)
-    if functions is None or torch.Tensor not in functions:
+    if functions is None or not stacks_as_torch():
         return
     stack_in_torchs: Callable[..., torch.Tensor] = functions[torch.Tensor]
-    if getattr(stack_in_torchs, "__module__", None) != _COLLATE_FUNCTIONS.rpartition(".")[0]:
-        return  # the user's, as torch's documentation has it
 
     def stack(samples: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
         first = samples[0]
