@@ -130,7 +130,7 @@ while not all(os.path.exists(f'{{member}}{{RANK}}') for member in {MEMBERS}):
 def test_signal_to_the_launcher_ends_all_ranks_with_one_sentence(
     launches: Launches, number: int, options: tuple[str]
 ) -> None:
-    script = launches.script(NOTE_PID + "note(f'rank{RANK}')\nprint('up', flush=True)\ntime.sleep(60)")
+    script = launches.script(NOTE_PID + "print('up', flush=True)\nnote(f'rank{RANK}')\ntime.sleep(60)")
     process = launches.start("--nproc", "2", *options, script)
     pids = launches.pids("rank0", "rank1")
     process.send_signal(number)
