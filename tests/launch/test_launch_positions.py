@@ -126,7 +126,7 @@ REAL = (
     NOTE_PID
     + """
 import torch, torch.distributed as dist, lockstep
-with lockstep.init(timeout=4) as world:
+with lockstep.init(timeout=float(os.environ['TIMEOUT_S'])) as world:
     for step in range(3):
         if step == 2 and RANK == 1:
             note('stopped')
@@ -143,7 +143,8 @@ def step_line() -> int:
 
 
 def test_stopped_rank_on_demand_and_at_the_timeout(launches: Launches, step_line: int) -> None:
-    process = launches.start("--nproc", "2", "--stacks-on-timeout", "--grace", "0.2", launches.script(REAL))
+    arguments = ("--nproc", "2", "--stacks-on-timeout", "--grace", "0.2", launches.script(REAL))
+    process = launches.start(*arguments, env=launches.environment(TIMEOUT_S=str(limit_s(4))))
     (stopped,) = launches.pids("stopped")
     (folder,) = launches.temporary.glob("lockstep-*")
     waiting = f"in all_reduce #3 at script.py:{step_line}"
