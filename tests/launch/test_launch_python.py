@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.
 
 def traces() -> object:
     """What a launch could leave in this process."""
+    gc.collect()  # what earlier tests have left has descriptors
     descriptors = len(os.listdir("/proc/self/fd"))
     return (
         [signal.getsignal(number) for number in SIGNALS],
