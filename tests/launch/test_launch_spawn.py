@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -29,8 +30,10 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     """No private folder, no file descriptor, no child but multiprocessing's own tracker."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     multiprocessing.resource_tracker.ensure_running()
+    gc.collect()  # what earlier tests have left has descriptors
     before = sorted(children_of(os.getpid())), len(os.listdir("/proc/self/fd"))
     yield
+    gc.collect()
     assert (sorted(children_of(os.getpid())), len(os.listdir("/proc/self/fd"))) == before
     assert not list(tmp_path.glob("lockstep-*"))
 
