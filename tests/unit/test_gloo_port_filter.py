@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 import struct
 import threading
@@ -27,13 +28,18 @@ _LISTENS = "0A"
 
 
 def listening_ports(address: str) -> set[int]:
-    """The ports at which something listens at an address of this machine."""
+    """The ports at which this process listens at an address."""
+    links = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.add(os.readlink(f"/proc/self/fd/{name}"))
     packed = ipaddress.ip_address(address).packed
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     wanted = "".join(f"{word:08X}" for word in words)
     table = "tcp" if len(words) == 1 else "tcp6"
     found = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
-    return {int(one[1].split(":")[1], 16) for one in found if one[3] == _LISTENS and one[1].split(":")[0] == wanted}
+    own = [one[1].split(":") for one in found if one[3] == _LISTENS and f"socket:[{one[9]}]" in links]
+    return {int(port, 16) for place, port in own if place == wanted}
 
 
 @contextlib.contextmanager
