@@ -252,7 +252,7 @@ Nap = Callable[[float], None]
 
 
 def quick(port: int, nnodes: tuple[int, int] = (2, 2), **options: Any) -> HostsConfig:
-    options = {"heartbeat_s": 0.1, "lost_after_s": 1.0, "last_call_s": 0.2, "join_s": 20.0} | options
+    options = {"heartbeat_s": 0.1, "lost_after_s": limit_s(1), "last_call_s": 0.2, "join_s": limit_s(20)} | options
     return HostsConfig(*nnodes, "127.0.0.1", port, **options)
 
 
@@ -344,7 +344,8 @@ def test_a_host_that_finds_its_store_again_has_left_the_round() -> None:
 
 def test_launchers_that_were_told_different_things() -> None:
     port = find_free_port()
-    zero = rendezvous_of(quick(port, node_rank=0, join_s=3.0))
+    join_s = limit_s(4)
+    zero = rendezvous_of(quick(port, node_rank=0, join_s=join_s))
     pending = in_thread(zero.next_rendezvous)
     deadline = time.monotonic() + limit_s(10)
     while not zero.membership.hosts and time.monotonic() < deadline:
@@ -359,13 +360,12 @@ def test_launchers_that_were_told_different_things() -> None:
         with pytest.raises(LaunchError, match=said):
             other.next_rendezvous()
         other.shutdown()
-    same = rendezvous_of(quick(port, node_rank=0, is_holder=False))
+    same = rendezvous_of(quick(port, node_rank=0, is_holder=False, lost_after_s=join_s / 4))
     with pytest.raises(LaunchError, match=r"two launchers came with --node-rank 0: this one .*; give each host"):
         same.next_rendezvous()
     same.shutdown()
-    with pytest.raises(
-        LaunchError, match=r"1 of 2 came .*; they did not come within 3 s. Start `lockstep run` on every"
-    ):
+    within = re.escape(f"within {join_s:g} s. Start `lockstep run` on every")
+    with pytest.raises(LaunchError, match=rf"1 of 2 came .*; they did not come {within}"):
         pending.result(limit_s(20))
     zero.shutdown()
 
