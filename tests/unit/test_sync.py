@@ -108,14 +108,14 @@ def test_deadline_names_those_that_are_missing(words: Words) -> None:
 
 
 def test_one_deadline_for_all(words: Words) -> None:
-    """Ranks that keep coming do not buy time for the last: with a deadline for each, this would wait twice as long."""
-    timeout_s = limit_s(0.1)
-    timers = [threading.Timer(0.4 * timeout_s * rank, words.come, [rank]) for rank in (1, 2)]
+    """Ranks that keep coming buy no time for the last: with a deadline for each, this would take 1.6 times as long."""
+    timeout_s = limit_s(0.5)
+    timers = [threading.Timer(0.3 * timeout_s * rank, words.come, [rank]) for rank in (1, 2)]
     for timer in timers:
         timer.start()
     failure = words.failure(timeout_s)
     assert failure.kinds == {3: FailureKind.LATE}
-    assert failure.waited_s < 1.8 * timeout_s
+    assert failure.waited_s < 1.5 * timeout_s
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_own_group_is_closed_meanwhile(words: Words) -> None:
 def test_rank_that_gives_up_is_not_late_but_about_to_say_why(words: Words) -> None:
     words.come(1, 2)
     words.become(PeerState.GIVING_UP, 3)
+    start = time.monotonic()
     threading.Timer(0.1, words.become, [PeerState.FAILED, 3]).start()
-    failure = words.failure(timeout_s=0.02)
-    assert failure.kinds == {3: FailureKind.FAILED}
-    assert failure.waited_s > 0.05
+    assert words.failure(timeout_s=0.02).kinds == {3: FailureKind.FAILED}
+    assert time.monotonic() - start > 0.05
 
 
 def test_late_rank_is_told_apart_from_those_that_gave_up_on_it(words: Words) -> None:
@@ -371,11 +371,18 @@ def test_missed_wake_up_is_noticed_before_the_first_look(sleeps: list[float], mo
     assert sleeps == [sync.MISSED_AFTER_S]
 
 
-def test_after_another_wake_up_one_may_be_missed_again(sleeps: list[float]) -> None:
+def test_after_another_wake_up_one_may_be_missed_again(sleeps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     (sleeper, other), _ = make_channels(2)
-    threading.Timer(0.05, other.waiter.sound_alarm).start()
+    sleep = Futex.sleep
+
+    def be_woken(futex: Futex, index: int, seen: int, timeout_s: float) -> None:
+        if len(sleeps) == 1:  # this is the second, which would go on until the first look
+            other.waiter.sound_alarm()
+        sleep(futex, index, seen, timeout_s)
+
+    monkeypatch.setattr(Futex, "sleep", be_woken)
     with pytest.raises(PeerFailure):
-        sleeper.step(0.3)
+        sleeper.step(limit_s(0.3))
     assert sleeps.count(sync.MISSED_AFTER_S) == 2
 
 
