@@ -45,4 +45,6 @@ def test_restarts_of_two_hosts(launches: Launches) -> None:
     assert zero.returncode == 0, err[-3000:]
     check(out, err, "lockstep", r" on \S+")
     assert one.wait(timeout=limit_s(30)) == 0
-    assert len(printed.read_text().splitlines()) == RESTARTS, "a line of each restart, and nothing of its ranks"
+    # It says once that it waits, if it was there a second before the other.
+    printed_lines = re.sub(r"lockstep: waiting for the launcher at .*\n", "", printed.read_text()).splitlines()
+    assert len(printed_lines) == RESTARTS, "a line of each restart, and nothing of its ranks"
