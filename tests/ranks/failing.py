@@ -72,15 +72,21 @@ def line_of(function: Callable[..., Any]) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-def expect(caught: Caught, kind: type[CollectiveError], culprits: Iterable[int], *texts: str) -> None:
-    """Assert that a call failed at once with an error of that kind, those culprits and those texts."""
+def expect(
+    caught: Caught,
+    kind: type[CollectiveError],
+    culprits: Iterable[int],
+    *texts: str,
+    within_s: float = AT_ONCE_S,
+) -> None:
+    """Assert that a call failed, soon, with an error of that kind, those culprits and those texts."""
     assert type(caught.error) is kind, caught
     assert isinstance(caught.error, CollectiveError)
     message = str(caught.error)
     assert caught.error.culprits == tuple(culprits), message
     for text in texts:
         assert text in message, f"{text!r} is not in {message!r}"
-    assert caught.seconds < limit_s(AT_ONCE_S), f"{caught.seconds:.2f} s: {message}"
+    assert caught.seconds < limit_s(within_s), f"{caught.seconds:.2f} s: {message}"
 
 
 def ranks_named(error: BaseException | None) -> dict[int, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from failing import attempt, expect, group_works, wait_until
+from failing import AT_ONCE_S, attempt, expect, group_works, wait_until
 from lockstep.errors import CollectiveTimeout, RankLost
 from lockstep.testing import run_ranks
 
@@ -60,10 +60,11 @@ def some_stay_away(absent: list[int], wait_all_ranks: bool, folder: str) -> obje
 def test_some_stay_away(absent: list[int], wait_all_ranks: bool, words: str, tmp_path: Path) -> None:
     outcomes = run_ranks(some_stay_away, 3, absent, wait_all_ranks, str(tmp_path), expect_errors=True)
     culprits = [f"rank {rank} (" for rank in absent]
-    expect(outcomes[0], CollectiveTimeout, absent, words, *culprits, "test_monitored_barrier.py")
+    within_s = LIMIT.total_seconds() + AT_ONCE_S
+    expect(outcomes[0], CollectiveTimeout, absent, words, *culprits, "test_monitored_barrier.py", within_s=within_s)
     if 2 not in absent:
         reached = "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
-        expect(outcomes[2], CollectiveTimeout, absent, reached + "rank 0: ", *culprits)
+        expect(outcomes[2], CollectiveTimeout, absent, reached + "rank 0: ", *culprits, within_s=within_s)
 
 
 def one_has_left() -> tuple[object, object]:
