@@ -28,26 +28,30 @@ from lockstep.errors import CollectiveTimeout, RendezvousError
 from lockstep.testing import limit_s, run_ranks
 
 WORLD_SIZES = [2, 3, 5]
-DEADLINE_S = 0.4
 LATE = 1
 
 
-def expect_timeout(caught: Caught, *texts: str) -> None:
+def deadline_of_test_s() -> float:
+    """What a test gives its ranks: a rank that is not the late one comes in time."""
+    return round(limit_s(0.6), 1)
+
+
+def expect_timeout(caught: Caught, deadline_s: float, *texts: str) -> None:
     """Assert that a call failed at the deadline, its own or a peer's a moment earlier, and blames the late rank."""
     assert type(caught.error) is CollectiveTimeout, caught
     assert caught.error.culprits == (LATE,)
     for text in texts:
         assert text in str(caught.error), f"{text!r} is not in {caught.error}"
-    assert DEADLINE_S / 2 < caught.seconds < DEADLINE_S + limit_s(AT_ONCE_S)
+    assert deadline_s / 2 < caught.seconds < deadline_s + limit_s(AT_ONCE_S)
 
 
 def all_reduce(numel: int) -> None:
     dist.all_reduce(torch.ones(numel))
 
 
-def come_late(folder: str, numel: int) -> tuple[Caught, Caught]:
+def come_late(folder: str, numel: int, deadline_s: float) -> tuple[Caught, Caught]:
     """The late rank comes when all others have given up."""
-    set_deadline(DEADLINE_S)
+    set_deadline(deadline_s)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == LATE:
         wait_until(lambda: len(list(Path(folder).iterdir())) == world_size - 1, "giving up")
@@ -59,12 +63,14 @@ def come_late(folder: str, numel: int) -> tuple[Caught, Caught]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("numel", [4, 1_000_000])
 def test_late_rank_fails_too(world_size: int, numel: int, tmp_path: Path) -> None:
-    outcomes = run_ranks(come_late, world_size, str(tmp_path), numel)
+    deadline_s = deadline_of_test_s()
+    outcomes = run_ranks(come_late, world_size, str(tmp_path), numel, deadline_s)
     call, here = f"all_reduce(float32[{numel}], SUM)", f"{Path(__file__).name}:{all_reduce.__code__.co_firstlineno + 1}"
     waiting = [outcome for rank, outcome in enumerate(outcomes) if rank != LATE]
     for first, _ in waiting:
         last = "was last seen in collective #1, barrier() at "
-        expect_timeout(first, call, here, last, f"rank {LATE} (", f"pid {outcomes[LATE][0].pid})", "in set_deadline")
+        late_pid = f"pid {outcomes[LATE][0].pid})"
+        expect_timeout(first, deadline_s, call, here, last, f"rank {LATE} (", late_pid, "in set_deadline")
     late = outcomes[LATE][0]
     expect(
         late,
@@ -75,16 +81,16 @@ def test_late_rank_fails_too(world_size: int, numel: int, tmp_path: Path) -> Non
         call,
         here,
         "had given up",
-        "waited ",  # 0.4 s, more where the machine is busy
+        "waited ",  # the deadline, more where the machine is busy
     )
     for first, second in outcomes:
         expect(second, CollectiveTimeout, (LATE,), "broke earlier on this rank", str(first.error))
 
 
-def stop_between_calls() -> Caught:
+def stop_between_calls(deadline_s: float) -> Caught:
     """Rank 1 is stopped before a collective, and continues when rank 0 has given up."""
     pids = pids_of_ranks()
-    set_deadline(DEADLINE_S)
+    set_deadline(deadline_s)
     if dist.get_rank() == LATE:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
@@ -97,18 +103,20 @@ def stop_between_calls() -> Caught:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_rank_is_stopped_between_calls(world_size: int) -> None:
-    outcomes = run_ranks(stop_between_calls, world_size)
+    deadline_s = deadline_of_test_s()
+    outcomes = run_ranks(stop_between_calls, world_size, deadline_s)
     for rank, outcome in enumerate(outcomes):
         if rank != LATE:
-            expect_timeout(outcome, "all_reduce(float32[4], SUM)", f"rank {LATE} (", f"pid {outcomes[LATE].pid})")
+            late = f"rank {LATE} (", f"pid {outcomes[LATE].pid})"
+            expect_timeout(outcome, deadline_s, "all_reduce(float32[4], SUM)", *late)
     assert type(outcomes[LATE].error) is CollectiveTimeout
     assert outcomes[LATE].error.culprits == (LATE,)
 
 
-def stop_within_calls(delay_s: float) -> Caught:
+def stop_within_calls(delay_s: float, deadline_s: float) -> Caught:
     """Rank 1 is stopped by rank 0 somewhere in a run of collectives of many steps."""
     pids = pids_of_ranks()
-    set_deadline(DEADLINE_S)
+    set_deadline(deadline_s)
     if dist.get_rank() == 0:
         threading.Timer(delay_s, os.kill, (pids[LATE], signal.SIGSTOP)).start()
     caught = attempt(lambda: [all_reduce(2_000_000) for _ in range(10_000)])
@@ -119,23 +127,24 @@ def stop_within_calls(delay_s: float) -> Caught:
 
 @pytest.mark.parametrize("delay_s", [0.02, 0.0307, 0.0411])
 def test_rank_is_stopped_within_a_call(delay_s: float) -> None:
-    for outcome in run_ranks(stop_within_calls, 3, delay_s):
+    for outcome in run_ranks(stop_within_calls, 3, delay_s, deadline_of_test_s()):
         assert type(outcome.error) is CollectiveTimeout, outcome
         assert outcome.error.culprits == (LATE,)
 
 
-def come_late_to_one_of_two_groups() -> tuple[Caught | None, Caught, bool]:
+def come_late_to_one_of_two_groups(deadline_s: float) -> tuple[Caught | None, Caught, bool]:
     """A deadline of one group says nothing about another."""
     short = dist.new_group()
-    short.set_timeout(timedelta(seconds=DEADLINE_S))
+    short.set_timeout(timedelta(seconds=deadline_s))
     waited = attempt(lambda: dist.barrier(short)) if dist.get_rank() != LATE else None
     works = group_works()
     return waited, attempt(lambda: dist.barrier(short)), works
 
 
 def test_groups_have_their_own_deadlines() -> None:
-    (waited, again, works), (_, late, works_too) = run_ranks(come_late_to_one_of_two_groups, 2)
-    expect_timeout(waited, "barrier()", "of ranks [0, 1]", "had not entered a collective yet")
+    deadline_s = deadline_of_test_s()
+    (waited, again, works), (_, late, works_too) = run_ranks(come_late_to_one_of_two_groups, 2, deadline_s)
+    expect_timeout(waited, deadline_s, "barrier()", "of ranks [0, 1]", "had not entered a collective yet")
     expect(again, CollectiveTimeout, (LATE,), "broke earlier")
     expect(late, CollectiveTimeout, (LATE,), "had given up")
     assert works
@@ -171,30 +180,32 @@ def meet_on_disk() -> int:
     return rank
 
 
-def never_come() -> Caught:
+def never_come(deadline_s: float) -> Caught:
     if meet_on_disk() == LATE:
         return Caught(None, 0.0, 0)
-    return attempt(lambda: lockstep.init(timeout=DEADLINE_S))
+    return attempt(lambda: lockstep.init(timeout=deadline_s))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_rank_never_comes_to_init(world_size: int) -> None:
-    outcomes = run_ranks(never_come, world_size, init=False)
+    deadline_s = deadline_of_test_s()
+    outcomes = run_ranks(never_come, world_size, deadline_s, init=False)
     for rank, outcome in enumerate(outcomes):
         if rank != LATE:
             assert type(outcome.error) is RendezvousError
-            assert f"rank {LATE} did not come within 0.4 s of rank {rank}" in str(outcome.error)
-            assert outcome.seconds < DEADLINE_S + limit_s(AT_ONCE_S)
+            assert f"rank {LATE} did not come within {deadline_s:g} s of rank {rank}" in str(outcome.error)
+            assert outcome.seconds < deadline_s + limit_s(AT_ONCE_S)
 
 
-def wait_for_rank_zero() -> Caught:
+def wait_for_rank_zero(deadline_s: float) -> Caught:
     if meet_on_disk() == 0:
         return Caught(None, 0.0, 0)
-    return attempt(lambda: lockstep.init(timeout=DEADLINE_S))
+    return attempt(lambda: lockstep.init(timeout=deadline_s))
 
 
 def test_rank_zero_never_comes_to_init() -> None:
-    _, waited = run_ranks(wait_for_rank_zero, 2, init=False)
+    deadline_s = deadline_of_test_s()
+    _, waited = run_ranks(wait_for_rank_zero, 2, deadline_s, init=False)
     assert type(waited.error) is RendezvousError
-    assert "rank 0 did not come within 0.4 s of rank 1. Is every rank running" in str(waited.error)
-    assert waited.seconds < DEADLINE_S + limit_s(AT_ONCE_S)
+    assert f"rank 0 did not come within {deadline_s:g} s of rank 1. Is every rank running" in str(waited.error)
+    assert waited.seconds < deadline_s + limit_s(AT_ONCE_S)
