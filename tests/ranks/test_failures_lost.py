@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from failing import AT_ONCE_S, Caught, attempt, expect, is_dead, kill_self, kill_self_soon, pids_of_ranks, wait_until
+from failing import AT_ONCE_S, Caught, attempt, expect, is_dead, kill_self, pids_of_ranks, wait_until
 from lockstep.errors import RankLost
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
@@ -123,11 +125,26 @@ def check_loss(how: str, world_size: int, victim: int) -> None:
         expect(second, RankLost, (victim,), "broke earlier on this rank", STORY[how])
 
 
+def kill_self_after_a_step() -> None:
+    """kill -9 from another thread, when the next collective of the caller has taken its first step, and waits."""
+    assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+    blocks = dist.group.WORLD.engine.team.blocks
+    word = blocks.step_words[blocks.rank]
+    before = blocks.words[word]
+
+    def strike() -> None:
+        wait_until(lambda: blocks.words[word] != before, "the step of this rank")
+        time.sleep(0.02)  # until it waits
+        kill_self()
+
+    threading.Thread(target=strike, daemon=True).start()
+
+
 def lose_one_inside(call: Callable[[], None]) -> tuple[Caught, Caught]:
     """Rank 1 is killed while it waits inside a collective, before anybody else has come."""
     pids = pids_of_ranks()
     if dist.get_rank() == 1:
-        kill_self_soon()
+        kill_self_after_a_step()
     else:
         wait_until(lambda: is_dead(pids[1]), "the death of rank 1")
     return attempt(call), attempt(wait_for_all)
@@ -190,7 +207,6 @@ def interrupt_a_call() -> tuple[Caught, Caught]:
     dist.barrier()
     if dist.get_rank() == 1:
         import _thread
-        import threading
 
         threading.Timer(0.05, _thread.interrupt_main).start()
         try:
