@@ -185,10 +185,11 @@ def test_any_source_outlives_a_leaver() -> None:
 
 def wait_in_vain(call: str, folder: str) -> Caught | tuple[Caught, bool]:
     """Rank 1 does something else: it sends with another tag, and then waits for the other to give up."""
-    done = Path(folder, "done")
+    sent, done = Path(folder, "sent"), Path(folder, "done")
     set_deadline(DEADLINE_S)
     if dist.get_rank() == 1:
         dist.send(zeros(5), 0, tag=3)
+        sent.touch()
         wait_until(done.exists, "rank 0's giving up")
         return attempt(lambda: dist.recv(zeros(), 0))
     calls = {
@@ -197,6 +198,7 @@ def wait_in_vain(call: str, folder: str) -> Caught | tuple[Caught, bool]:
         "send": lambda: dist.send(zeros(LARGE), 1, tag=2),
         "future": lambda: dist.irecv(zeros(), 1, tag=2).get_future().wait(),
     }
+    wait_until(sent.exists, "the message of rank 1")
     caught = attempt(calls[call])
     done.touch()
     return caught
@@ -217,23 +219,22 @@ def test_peer_is_late(call: str, tmp_path: Path) -> None:
     expect(late, CollectiveTimeout, (1,), "rank 0 (", "had given up", "tag=2")
 
 
-def wait_in_a_receive(folder: str) -> Caught:
+def wait_in_a_receive() -> Caught:
     """Rank 0 is in a receive that nobody answers while rank 1 is in a collective: rank 1 says so."""
-    done = Path(folder, "done")
     if dist.get_rank() == 0:
         return attempt(lambda: dist.recv(zeros(), 1))
-    dist.group.WORLD.set_timeout(timedelta(seconds=DEADLINE_S))
-    caught = attempt(lambda: dist.all_reduce(zeros()))
-    done.touch()
-    return caught
+    group = dist.group.WORLD
+    wait_until(lambda: group.engine.team.waiting(0) != "", "the receive of rank 0")
+    group.set_timeout(timedelta(seconds=DEADLINE_S))
+    return attempt(lambda: dist.all_reduce(zeros()))
 
 
-def test_collective_names_the_receive_that_a_rank_is_in(tmp_path: Path) -> None:
-    receiver, waiting = run_ranks(wait_in_a_receive, 2, str(tmp_path))
+def test_collective_names_the_receive_that_a_rank_is_in() -> None:
+    receiver, waiting = run_ranks(wait_in_a_receive, 2)
     assert type(waiting.error) is CollectiveTimeout
     text = str(waiting.error)
     assert "had not entered a collective yet, then in recv(float32[4], src=1, tag=0) at " in text
-    assert line_of(wait_in_a_receive, 4) in text
+    assert line_of(wait_in_a_receive, 3) in text
     assert type(receiver.error) is CollectiveTimeout
     assert "had given up" in str(receiver.error)
 
