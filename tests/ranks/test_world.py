@@ -249,7 +249,7 @@ def init_with_another_world_size() -> Caught:
     rank = env.RANK.get() or 0
     world_size = 3 if rank == 1 else 2
     store = dist.FileStore(os.path.join(env.LOCKSTEP_RENDEZVOUS.get() or "", "own"), -1)
-    return attempt(lambda: lockstep.init(rank=rank, world_size=world_size, store=store, timeout=1))
+    return attempt(lambda: lockstep.init(rank=rank, world_size=world_size, store=store, timeout=limit_s(5)))
 
 
 def test_world_sizes_differ() -> None:
@@ -264,7 +264,7 @@ def init_as_the_same_rank() -> Caught:
     store = dist.FileStore(os.path.join(env.LOCKSTEP_RENDEZVOUS.get() or "", "own"), -1)
 
     def init() -> None:
-        with lockstep.init(rank=rank, world_size=2, store=store, timeout=1):
+        with lockstep.init(rank=rank, world_size=2, store=store, timeout=limit_s(5)):
             pass
 
     return attempt(init)
