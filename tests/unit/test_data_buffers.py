@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset, default_collate
 from lockstep.data import DataLoader
 from lockstep.data.buffers import BufferPool, BufferReader
 from lockstep.shm.segment import Segment
+from lockstep.testing import limit_s
 
 pytestmark = [
     # What torch says on a machine with one core, and Python 3.12 of any fork.
@@ -102,6 +103,10 @@ class TestThroughLoader:
         assert last.unique().tolist() == [16.0, 17.0]
         del last
         assert mapped_buffers() == before
+        # torch closes the workers' queues in a thread, which may still be at it.
+        deadline = time.monotonic() + limit_s(10)
+        while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert len(os.listdir("/proc/self/fd")) <= descriptors
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
