@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lockstep.comm.messages import arrival
 from lockstep.comm.messages.notices import NoticeKind, notice_kind
 from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
+from lockstep.testing import limit_s
 from random_programs.runner import run_programs
 
 TIMEOUT_S = 20.0
@@ -34,6 +36,12 @@ def world(**options: Any) -> Iterator[lockstep.World]:
     """A world whose ranks do not wait for long."""
     with lockstep.init(**{"device": "cpu", "timeout": TIMEOUT_S, **options}) as opened:
         yield opened
+
+
+def set_deadline(opened: lockstep.World, seconds: float) -> None:
+    """Give the default group a deadline after everybody has come; collective."""
+    dist.barrier()
+    opened.process_group.set_timeout(timedelta(seconds=seconds))
 
 
 def listening() -> list[tuple[str, int]]:
@@ -393,8 +401,8 @@ def one_ahead(late: int) -> list[float]:
 
 def never_comes() -> dict[str, _Outcome]:
     """The last rank does not come in time."""
-    opened = lockstep.init(device="cpu", timeout=1.0)
-    dist.barrier()
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
+    set_deadline(opened, 1.0)
     if opened.rank == opened.world_size - 1:
         started = time.monotonic()
         while time.monotonic() - started < 1.5:

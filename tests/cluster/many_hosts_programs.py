@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from hosts_programs import TIMEOUT_S, raised_by, world
+from hosts_programs import TIMEOUT_S, raised_by, set_deadline, world
 from lockstep.comm.hosts import algorithms, first_ranks, pipeline
 from lockstep.shm.kernels import find_kernel
+from lockstep.testing import limit_s
 
 _Outcome = tuple[str, str, float, tuple[int, ...]]
 
@@ -166,9 +167,9 @@ def sums_of_two_groups() -> list[float]:
 
 def acts_in_the_middle(numel: int, culprit: int, after: int, how: str) -> _Outcome:
     """A rank dies or stops for long in the middle of a reduction, after so many messages of its own."""
-    opened = lockstep.init(device="cpu", timeout=1.0 if how == "stops" else TIMEOUT_S)
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.all_reduce(torch.ones(numel))
-    dist.barrier()
+    set_deadline(opened, 1.0 if how == "stops" else TIMEOUT_S)
     if opened.rank == culprit:
         _act_before_sending(opened, after, how)
 
