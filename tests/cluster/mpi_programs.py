@@ -226,7 +226,16 @@ def _abort_then(rank: int, call: Callable[[], Any]) -> None:
         call()
 
 
-def _cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
+def _await_errors(folder: str, name: str) -> None:
+    """Wait until every other rank has said that it raised."""
+    deadline = time.monotonic() + limit_s(20)
+    while len(list(Path(folder).glob(f"{name}, *"))) < dist.get_world_size() - 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name}: not every other rank has raised")
+        time.sleep(0.01)
+
+
+def _cases(rank: int, world_size: int, folder: str) -> dict[str, Callable[[], Any]]:
     """By name; in each the last rank is the odd one out. Two ranks that fit each other have the last word."""
     last = world_size - 1
     is_odd = rank == last
@@ -237,9 +246,9 @@ def _cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
         "left": lambda: _leave_then(rank, lambda: dist.all_reduce(_ones())),
         "aborted": lambda: _abort_then(rank, lambda: dist.all_reduce(_ones(40_001))),
         "aborted, message": lambda: _abort_then(rank, lambda: dist.recv(_ones(), last)),
-        "late": lambda: (time.sleep(1.5 if is_odd else 0.0), dist.all_reduce(_ones())),
-        "late barrier": lambda: (time.sleep(1.5 if is_odd else 0.0), dist.barrier()),
-        "late message": lambda: time.sleep(1.3) if is_odd else dist.recv(_ones(), last),
+        "late": lambda: (is_odd and _await_errors(folder, "late"), dist.all_reduce(_ones())),
+        "late barrier": lambda: (is_odd and _await_errors(folder, "late barrier"), dist.barrier()),
+        "late message": lambda: _await_errors(folder, "late message") if is_odd else dist.recv(_ones(), last),
         "message": lambda: dist.send(_ones(4), 0) if is_odd else rank == 0 and dist.recv(_ones(3), last),
         "interrupted": lambda: (
             _interrupted(lambda: dist.all_reduce(_ones())) if is_odd else (time.sleep(0.5), dist.all_reduce(_ones()))
@@ -249,17 +258,20 @@ def _cases(rank: int, world_size: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def troubles() -> dict[str, Described]:
-    """How each case ends on this rank; a new world for each."""
+def troubles(folder: str) -> dict[str, Described]:
+    """How each case ends on this rank; a new world for each. In the folder, ranks say that they have raised."""
     found = {}
     rank, world_size = env.OMPI_COMM_WORLD_RANK.get(), env.OMPI_COMM_WORLD_SIZE.get()
     assert rank is not None
     assert world_size is not None
-    for name, call in _cases(rank, world_size).items():
-        world = lockstep.init(backend="mpi", timeout=1.0 if "late" in name else 20.0)
+    for name, call in _cases(rank, world_size, folder).items():
+        world = lockstep.init(backend="mpi", timeout=limit_s(20))
         if name != "left":
             dist.barrier()
+        if "late" in name:
+            world.process_group.set_timeout(timedelta(seconds=1))
         found[name] = _attempt(call)
+        Path(folder, f"{name}, {rank}").touch()
         world.shutdown()
     return found
 
