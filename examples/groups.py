@@ -58,7 +58,7 @@ def main() -> None:
     dist.barrier()
     if rank == 0:
         print(f"groups agree among {size} process(es)")
-    dist.destroy_process_group()  # the last rank to get here removes the file: the next job would meet the old one in it
+    dist.destroy_process_group()  # the last rank to get here removes the file
 
 
 if __name__ == "__main__":
