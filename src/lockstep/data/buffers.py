@@ -102,11 +102,10 @@ class _Buffer:
 
     def let_go(self, reference: StorageWeakRef, num_forks: int) -> None:
         """The tensor is gone. See [Note: used again] and [Note: swapped]."""
-        if not reference.expired():  # type: ignore[no-untyped-call]
+        is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
+        if is_swapped:
             _swapped.append((self.segment, reference))
-            self.is_lost = True
-        elif num_forks != _forks.count:
-            self.is_lost = True
+        self.is_lost |= is_swapped or num_forks != _forks.count
         self.is_held = False
 
 
