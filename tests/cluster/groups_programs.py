@@ -6,10 +6,10 @@ import contextlib
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -22,17 +22,8 @@ _Raised = tuple[str, str, float, tuple[int, ...]]
 
 def _num_connections() -> int:
     """The connections of this process."""
-    established = {
-        fields[9]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for fields in map(str.split, Path(table).read_text().splitlines()[1:])
-        if fields[3] == "01"
-    }
-    found = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        if os.path.lexists(entry) and os.readlink(entry)[len("socket:[") : -1] in established:
-            found += 1
-    return found
+    sockets = psutil.Process().net_connections(kind="tcp")
+    return sum(socket.status == psutil.CONN_ESTABLISHED for socket in sockets)
 
 
 def connections(num_groups: int) -> dict[str, Any]:

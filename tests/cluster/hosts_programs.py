@@ -399,13 +399,13 @@ def one_ahead(late: int) -> list[float]:
         return found
 
 
-def never_comes() -> dict[str, _Outcome]:
+def never_comes(deadline_s: float) -> dict[str, _Outcome]:
     """The last rank does not come in time."""
     opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
-    set_deadline(opened, 1.0)
+    set_deadline(opened, deadline_s)
     if opened.rank == opened.world_size - 1:
         started = time.monotonic()
-        while time.monotonic() - started < 1.5:
+        while time.monotonic() - started < 1.5 * deadline_s:
             torch.ones(1000).sum()
     found = {"all_reduce": raised_by(lambda: dist.all_reduce(torch.ones(10)))}
     opened.shutdown()

@@ -165,13 +165,13 @@ def sums_of_two_groups() -> list[float]:
     return sorted(set(found))
 
 
-def acts_in_the_middle(numel: int, culprit: int, after: int, how: str) -> _Outcome:
+def acts_in_the_middle(numel: int, culprit: int, after: int, how: str, deadline_s: float = TIMEOUT_S) -> _Outcome:
     """A rank dies or stops for long in the middle of a reduction, after so many messages of its own."""
     opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.all_reduce(torch.ones(numel))
-    set_deadline(opened, 1.0 if how == "stops" else TIMEOUT_S)
+    set_deadline(opened, deadline_s)
     if opened.rank == culprit:
-        _act_before_sending(opened, after, how)
+        _act_before_sending(opened, after, how, stop_s=2.5 * deadline_s)
 
     def call() -> None:
         while True:
@@ -182,7 +182,7 @@ def acts_in_the_middle(numel: int, culprit: int, after: int, how: str) -> _Outco
     return found
 
 
-def _act_before_sending(opened: lockstep.World, after: int, how: str) -> None:
+def _act_before_sending(opened: lockstep.World, after: int, how: str, stop_s: float) -> None:
     team = opened.process_group.engine.team  # type: ignore[attr-defined]
     left = [after]
 
@@ -192,7 +192,7 @@ def _act_before_sending(opened: lockstep.World, after: int, how: str) -> None:
             if left[0] == -1:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(2.5)  # receives nothing meanwhile, as if it were stopped
+                time.sleep(stop_s)  # receives nothing meanwhile, as if it were stopped
             return send(*arguments)
 
         return act_and_send

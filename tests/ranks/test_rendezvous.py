@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -503,20 +504,18 @@ def test_step_on_one_host_opens_no_port(tmp_path: Path) -> None:
     assert outcomes == [(((rank, 3, rank, 3, 0), "lockstep", 12.0, []), set()) for rank in range(3)]
 
 
-def listen_in_own_step(place: Path, number: int) -> tuple[tuple[Topology | str, str, float, list[str]], set[str]]:
+def listen_in_own_step(
+    place: Path, number: int
+) -> tuple[tuple[Topology | str, str, float, list[str]], set[tuple[str, int]]]:
     before = own_listening()
     outcome = train_in_step(place, 1, number, {})
     return outcome, own_listening() - before
 
 
-def own_listening() -> set[str]:
-    """Where this process listens, as /proc writes it; other programs of this host open ports at any time."""
-    links = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            links.add(os.readlink(f"/proc/self/fd/{name}"))
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {words[1] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in links}
+def own_listening() -> set[tuple[str, int]]:
+    """Where this process listens; other programs of this host open ports at any time."""
+    sockets = psutil.Process().net_connections(kind="tcp")
+    return {tuple(socket.laddr) for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 def listen_in_step(place: Path, number: int) -> tuple[tuple[Topology | str, str, float, list[str]], set[str]]:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,18 +68,8 @@ def use_everything(folder: str) -> None:
 
 
 def open_sockets() -> list[str]:
-    """This process's sockets of the Internet, as /proc/net has them."""
-    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)]
-    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
-    found = []
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
-        found += [f"{table} {line}" for line in lines if line.split()[9] in inodes]
-    return found
-
-
-def _is_open(name: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{name}")
+    """This process's sockets of the Internet."""
+    return [str(one) for one in psutil.Process().net_connections(kind="inet")]
 
 
 def is_segment(line: str) -> bool:

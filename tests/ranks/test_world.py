@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,17 +33,8 @@ from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 def listening_ports() -> list[int]:
     """TCP ports that this process listens on."""
-    inodes = set()
-    for link in Path("/proc/self/fd").iterdir():
-        if link.is_symlink():
-            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
-    ports = []
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                ports.append(int(fields[1].rpartition(":")[2], 16))
-    return ports
+    sockets = psutil.Process().net_connections(kind="tcp")
+    return [socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN]
 
 
 def describe(world: lockstep.World) -> dict[str, Any]:

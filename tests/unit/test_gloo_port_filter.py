@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -24,22 +21,12 @@ from lockstep.torch_private.groups import gloo_group
 
 # Packets are dropped, so no answer comes: this only has to be longer than a connection takes.
 SOON_S = 0.3
-_LISTENS = "0A"
 
 
 def listening_ports(address: str) -> set[int]:
     """The ports at which this process listens at an address."""
-    links = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            links.add(os.readlink(f"/proc/self/fd/{name}"))
-    packed = ipaddress.ip_address(address).packed
-    words = struct.unpack(f"={len(packed) // 4}I", packed)
-    wanted = "".join(f"{word:08X}" for word in words)
-    table = "tcp" if len(words) == 1 else "tcp6"
-    found = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
-    own = [one[1].split(":") for one in found if one[3] == _LISTENS and f"socket:[{one[9]}]" in links]
-    return {int(port, 16) for place, port in own if place == wanted}
+    sockets = psutil.Process().net_connections(kind="tcp")
+    return {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.ip == address}
 
 
 @contextlib.contextmanager
