@@ -6,6 +6,9 @@ takes the place of pytest's dots; with `-v` or `-s` it keeps silent and pytest's
 `--minutes 7`, which is `make test`, leaves out the longest tests until the others fit. Those marked `core` stay: a
 short run, too, sees every part of the package at work.
 
+`--at-most 60` is for a run that will be cut: where the machine turns out to be too slow for all, the longest of the
+tests that are left are skipped until the others fit, those marked `core` last of all.
+
 What tests took is in durations.json beside this file, written by `make test-all ARGS=--store-durations` on a machine
 with nothing else to do; with fewer tests, it replaces what is stored of their files. It need not be exact: what the
 tests of this run have taken, over what they took then, is the pace of this machine; the rest is expected to keep it.
@@ -75,10 +78,25 @@ class Forecast:
         """This test is over."""
         self._done_s += self._left.pop(name, 0.0)
 
+    def skip(self, name: str) -> None:
+        """This test will not run: it tells nothing of the pace."""
+        self._left.pop(name, None)
+
+    def pace(self, elapsed_s: float) -> float:
+        """What takes a second in the store takes so many here, when the tests that are over have taken so long."""
+        return (elapsed_s + TRUSTED_S) / (self._done_s + TRUSTED_S)
+
     def left_s(self, elapsed_s: float) -> float:
         """Seconds until the end, when the tests that are over have taken so long together."""
-        pace = (elapsed_s + TRUSTED_S) / (self._done_s + TRUSTED_S)
-        return pace * sum(self._left.values())
+        return self.pace(elapsed_s) * sum(self._left.values())
+
+    def has_room(self, name: str, core: Set[str], elapsed_s: float, limit_s: float) -> bool:
+        """Whether the next test is among those that remain when the longest are skipped until the end is in time."""
+        if self.left_s(elapsed_s) <= limit_s - elapsed_s:
+            return True
+        if name not in self.stored:  # is short: it makes no room, until there is none
+            return elapsed_s < limit_s or name in core
+        return name in self.fitting(list(self._left), core, (limit_s - elapsed_s) / self.pace(elapsed_s))
 
     def share_done(self) -> float:
         """How much of the work is done, 0 … 1."""
@@ -211,6 +229,38 @@ class TimeLeft:
             self._terminal.rewrite("")
 
 
+class CutShort:
+    """Skips tests for which a run that will be cut has no time.
+
+    Args:
+        forecast: how long tests take.
+        limit_s: what the run may take.
+    """
+
+    def __init__(self, forecast: Forecast, limit_s: float) -> None:
+        self._forecast = forecast
+        self._limit_s = limit_s
+        self._core: set[str] = set()
+        self._start_s = 0.0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """What will run is known."""
+        self._core = {item.nodeid for item in session.items if item.get_closest_marker("core")}
+        self._forecast.begin([item.nodeid for item in session.items])
+        self._start_s = time.monotonic()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """A test is about to be set up."""
+        if not self._forecast.has_room(item.nodeid, self._core, time.monotonic() - self._start_s, self._limit_s):
+            self._forecast.skip(item.nodeid)
+            pytest.skip(f"this machine is too slow for all tests in {in_words(self._limit_s)} (--at-most)")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """A test is over."""
+        self._forecast.finish(nodeid)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options."""
     parser.addoption(
@@ -218,6 +268,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         metavar="N",
         help="leave out the longest tests, except those marked `core`, until the others fit, on a quiet machine",
+    )
+    parser.addoption(
+        "--at-most",
+        type=float,
+        metavar="N",
+        help="minutes the run may take: on a slow machine, skip the longest tests so that it does not take more",
     )
     parser.addoption(
         "--store-durations",
@@ -241,5 +297,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where pytest would write dots, say how far the run is."""
+    forecast = Forecast.read()
+    if config.option.at_most is not None:
+        config.pluginmanager.register(CutShort(forecast, 60 * config.option.at_most), "cut_short")
     if config.get_verbosity() < 0 and config.option.capture != "no":
-        config.pluginmanager.register(TimeLeft(config, Forecast.read()), "time_left_of_run")
+        config.pluginmanager.register(TimeLeft(config, forecast), "time_left_of_run")

@@ -171,7 +171,7 @@ def acts_in_the_middle(numel: int, culprit: int, after: int, how: str, deadline_
     dist.all_reduce(torch.ones(numel))
     set_deadline(opened, deadline_s)
     if opened.rank == culprit:
-        _act_before_sending(opened, after, how, stop_s=2.5 * deadline_s)
+        _act_before_sending(opened, after, how, stop_s=2 * deadline_s)
 
     def call() -> None:
         while True:

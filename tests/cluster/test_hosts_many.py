@@ -136,7 +136,7 @@ def test_who_dies_in_the_middle_is_named(hosts: Cluster, numel: int, culprit: in
 )
 def test_who_stops_in_the_middle_is_named_and_nobody_else(hosts: Cluster, numel: int, culprit: int, after: int) -> None:
     """Those who wait for a rank that waits for the one that stopped have the same deadline."""
-    deadline_s = limit_s(1.0)
+    deadline_s = min(3.0, limit_s(1.0))  # longer than a busy machine keeps a process waiting
     outcomes = hosts.run(programs.acts_in_the_middle, (1, 1, 1, 1), numel, culprit, after, "stops", deadline_s)
     for rank, (kind, said, seconds, culprits) in enumerate(outcomes):
         assert (kind, culprits) == ("CollectiveTimeout", (culprit,)), said

@@ -82,6 +82,26 @@ def test_the_longest_are_left_out_until_the_others_fit() -> None:
     assert forecast.fitting(names, {"a"}, 5.0) == {"a"}
 
 
+def test_a_run_that_will_be_cut_skips_the_longest_that_are_left() -> None:
+    forecast = Forecast({"first": 100.0, "a": 60.0, "b": 30.0, "c": 20.0})
+    forecast.begin(["first", "a", "b", "c", "short"])
+    assert all(forecast.has_room(name, set(), 0.0, 230.0) for name in ("first", "a", "b", "c", "short"))
+    forecast.finish("first")  # took twice as long: with the 10 s that are trusted, 220 s here for 110
+    elapsed_s = 210.0
+
+    def fitting(limit_s: float, *core: str) -> list[str]:
+        return [name for name in ("a", "b", "c", "short") if forecast.has_room(name, set(core), elapsed_s, limit_s)]
+
+    assert fitting(elapsed_s + 2.0 * 111) == ["a", "b", "c", "short"]
+    assert fitting(elapsed_s + 2.0 * 109) == ["b", "c", "short"]
+    assert fitting(elapsed_s + 2.0 * 49, "c") == ["c", "short"]
+    assert fitting(elapsed_s + 2.0 * 90, "a") == ["a", "c", "short"]
+    assert fitting(elapsed_s - 1.0, "a") == ["a"], "there is no time at all, and what is core runs all the same"
+    forecast.skip("a")
+    assert fitting(elapsed_s + 2.0 * 51) == ["a", "b", "c", "short"]
+    assert forecast.left_s(elapsed_s) == pytest.approx(2.0 * 50, rel=0.02), "what is skipped tells nothing of the pace"
+
+
 def test_stored_durations_are_read_again(tmp_path: Path) -> None:
     """Those of the files that ran anew; those of others stay."""
     path = tmp_path / "durations.json"
@@ -152,6 +172,20 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
     assert lengths[0] == 0
     assert lengths[-1] > 20
     assert re.search(r"\r +\r8 tests in \d+ s\r\n", text), "the bar is erased"
+
+
+def test_a_run_without_time(tmp_path: Path) -> None:
+    """All is skipped, with the reason; nothing hangs on what a fixture would have done."""
+    done = subprocess.run(
+        pytest_command(tmp_path, "--at-most=0", "-rs"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=limit_s(60),
+    )
+    assert done.returncode == 0
+    assert re.search(r"^SKIPPED \[8\] .*: this machine is too slow for all tests in 0 s", done.stdout, re.MULTILINE)
+    assert "8 skipped in " in done.stdout.splitlines()[-1]
 
 
 def test_a_short_run(tmp_path: Path) -> None:
