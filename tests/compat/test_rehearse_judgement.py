@@ -84,6 +84,7 @@ def test_a_value_that_its_root_reads_is_used() -> None:
     on_root, elsewhere = reduced(root=0), reduced(root=0, reads=0)
     assert ids(rank(0, on_root), rank(1, elsewhere)) == []
     assert ids(rank(0, elsewhere), rank(1, elsewhere)) == ["reduced-value-unused"]
+    assert ids(rank(0, elsewhere, finished=False), rank(1, elsewhere)) == []  # it failed before it could look
     once = reduced(instances=1, reads=0)
     assert ids(rank(0, once), rank(1, once)) == []  # perhaps the script was about to
 

@@ -22,6 +22,8 @@ def _named(*names: str) -> list[torch.dtype]:
 FLOATS = _named("float64", "float32", "float16", "bfloat16")
 FLOAT8 = _named("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 INTEGERS = _named("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+# with arithmetic, so that there is a mean
+COUNTS = _named("int8", "int16", "int32", "int64", "uint8")
 COMPLEX = _named("complex32", "complex64", "complex128")
 # Stored by torch, without arithmetic.
 OTHERS = _named("bits8", "bits16", "float4_e2m1fn_x2", "int1", "int4", "int7", "uint2", "uint7")
@@ -92,6 +94,7 @@ BITWISE = ("BAND", "BOR", "BXOR")
 OPS = {
     **dict.fromkeys([*FLOATS, *FLOAT8], (*ARITHMETIC, "AVG")),
     **dict.fromkeys([*INTEGERS, torch.bool], (*ARITHMETIC, *BITWISE)),
+    **dict.fromkeys(COUNTS, (*ARITHMETIC, *BITWISE, "AVG")),
     **dict.fromkeys(COMPLEX, ("SUM", "AVG")),
     **dict.fromkeys(OTHERS, ()),
 }
@@ -110,7 +113,10 @@ def operands(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def reduced(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What one process computes, element by element: integers exactly and then wrapped, narrow floats in float32."""
+    """What one process computes, element by element: integers exactly and then wrapped, narrow floats in float32.
+
+    The sum of a mean wraps as int64 does; its fraction is cut off, towards zero.
+    """
     dtype = tensors[0].dtype
     combine = {
         "SUM": lambda a, b: a + b,
@@ -129,8 +135,11 @@ def reduced(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.tensor([bool(value) for value in values])
     if dtype in INTEGERS:
-        info = torch.iinfo(dtype)
-        return torch.tensor([(value - info.min) % 2**info.bits + info.min for value in values], dtype=dtype)
+        info = torch.iinfo(torch.int64 if op == "AVG" else dtype)
+        wrapped = [(value - info.min) % 2**info.bits + info.min for value in values]
+        if op == "AVG":
+            wrapped = [abs(value) // WORLD_SIZE * (1 if value > 0 else -1) for value in wrapped]
+        return torch.tensor(wrapped, dtype=dtype)
     if op == "AVG":
         values = [value / WORLD_SIZE for value in values]
     return torch.tensor(values, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
@@ -163,6 +172,26 @@ def reduce_every_dtype() -> None:
 
 def test_reductions() -> None:
     run_ranks(reduce_every_dtype, WORLD_SIZE)
+
+
+def average_numbers_of_samples() -> tuple[list[int], list[int], list[str]]:
+    """As Lightning does to weigh what it logs."""
+    rank = dist.get_rank()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.all_reduce(whole := torch.tensor([2 * rank, 100 + 100 * rank], dtype=torch.uint8), dist.ReduceOp.AVG)
+        assert not caught
+        dist.all_reduce(cut := torch.tensor([rank, -rank]), dist.ReduceOp.AVG)
+    return whole.tolist(), cut.tolist(), [str(one.message) for one in caught]
+
+
+def test_means_of_integers_that_lose_a_fraction_say_so() -> None:
+    """A sum of 300 is more than uint8 has, and its mean is not."""
+    for whole, cut, said in run_ranks(average_numbers_of_samples, 2):
+        assert whole == [1, 150]
+        assert cut == [0, 0]
+        (text,) = said
+        assert text.startswith("AVG of integers over 2 ranks: means that are no whole numbers were cut off")
 
 
 def reduce_what_has_no_meaning() -> None:

@@ -296,8 +296,8 @@ OPS: list[tuple[ReduceOp.RedOpType, torch.dtype, str]] = [
     *[(op, dtype, "bitwise operations need an integer or bool dtype")
       for op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
       for dtype in (torch.float32, torch.bfloat16)],
-    *[(ReduceOp.AVG, dtype, "it needs a floating-point dtype; use SUM and divide as you see fit")
-      for dtype in (torch.int64, torch.uint8, torch.bool)],
+    *[(ReduceOp.AVG, dtype, "it needs numbers that can be divided; use SUM and divide as you see fit")
+      for dtype in (torch.uint16, torch.bool)],
 ]  # fmt: skip
 
 

@@ -39,6 +39,9 @@ def add_up() -> None:
     dist.all_reduce(tensor := of_rank(rank, 1, torch.float64), dist.ReduceOp.AVG)
     expected = sum(of_rank(peer, 1, torch.float64).to_dense() for peer in range(world_size)) / world_size
     torch.testing.assert_close(tensor.to_dense(), expected)
+    counts = [100 * torch.eye(3, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_reduce(tensor := counts[rank].to_sparse(), dist.ReduceOp.AVG)
+    assert torch.equal(tensor.to_dense(), counts[0]), "the sum of 300 is more than uint8 has"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -49,8 +52,8 @@ def test_add_up(world_size: int) -> None:
 def call_wrongly() -> None:
     with pytest.raises(InputTypeError, match="all_reduce of sparse tensors is SUM or AVG, got MAX"):
         dist.all_reduce(of_rank(1, 0, torch.float32), dist.ReduceOp.MAX)
-    with pytest.raises(InputTypeError, match="AVG of int64 tensors: it needs a floating-point dtype"):
-        dist.all_reduce(of_rank(1, 0, torch.int64), dist.ReduceOp.AVG)
+    with pytest.raises(InputTypeError, match="AVG of bool tensors: it needs numbers that can be divided"):
+        dist.all_reduce(of_rank(1, 0, torch.int64).bool(), dist.ReduceOp.AVG)
     with pytest.raises(InputTypeError, match="complex sparse tensors is not possible in place"):
         dist.all_reduce(of_rank(1, 0, torch.complex64))
     dense = torch.ones(5, 4)

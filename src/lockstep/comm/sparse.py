@@ -12,7 +12,7 @@ import torch
 
 from lockstep.comm.contract import Algorithms
 from lockstep.errors import InputError, InputTypeError
-from lockstep.shm.kernels import find_kernel, op_name
+from lockstep.shm.kernels import divide, find_kernel, op_name
 from lockstep.torch_private.autograd import base_of
 from lockstep.torch_private.tensors import num_specified
 
@@ -62,12 +62,13 @@ def all_reduce_sparse(algorithms: Algorithms, world_size: int, tensor: torch.Ten
     per_rank = counts.tolist()
     indices = _gather(algorithms, own.indices().t(), per_rank, timeout_s).t()
     values = _gather(algorithms, own.values(), per_rank, timeout_s)
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        values = values.to(torch.float32)
+    kernel = find_kernel(op, tensor.dtype)
+    if kernel.accumulate is not None:
+        values = values.to(kernel.accumulate)
     total = torch.sparse_coo_tensor(indices, values, tensor.shape, device="cpu", check_invariants=True).coalesce()
     values = total.values()
-    if op_name(op) == "AVG":
-        values = values / world_size
+    if kernel.divide:
+        divide(values, world_size)
     result = torch.sparse_coo_tensor(
         *(total.indices(), values.to(tensor.dtype), tensor.shape),
         device="cpu",

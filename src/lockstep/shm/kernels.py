@@ -7,10 +7,16 @@ every run gets the same bits, on whichever rank the addition runs.
 [Note: dtypes without arithmetic] torch stores unsigned integers of more than 8 bits, and hardly computes with
 them. Their bits can be added as signed numbers, because both wrap around; and compared as such with the highest bit
 turned over. 8-bit floats have no arithmetic at all and, like 16-bit ones, accumulate in float32.
+
+[Note: means of integers] torch.distributed leaves them to the backend. Gloo has no AVG; NCCL divides the sum and cuts
+the fraction off, and there are engines that count on it: Lightning's `self.log(…, sync_dist=True)` averages numbers of
+samples. AVG does as NCCL does, with two differences. The sum is made in int64, so that 200 and 100 of uint8 have the
+mean 150. And a fraction that was there and is lost is a warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +26,7 @@ from torch.distributed import ReduceOp
 
 from lockstep.errors import InputTypeError
 
-__all__ = ["Kernel", "find_kernel", "op_name"]
+__all__ = ["Kernel", "divide", "find_kernel", "op_name"]
 
 _Combine = Callable[..., torch.Tensor]
 
@@ -38,6 +44,7 @@ _ACCUMULATE: dict[torch.dtype, torch.dtype] = {
 _SIGNED = dict(zip(_dtypes("uint16", "uint32", "uint64"), (torch.int16, torch.int32, torch.int64), strict=False))
 # So many parts of so many bytes at most are copied into a matrix first: fewer calls of torch, and more bytes to move.
 _MANY_PARTS, _SMALL_PART_BYTES = 16, 4096
+_INTEGERS = _dtypes("uint8", "int8", "int16", "int32", "int64")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _NUMBERS = frozenset(
     (
@@ -87,7 +94,9 @@ class Kernel:
         if len(parts) >= _MANY_PARTS and out.numel() * out.element_size() <= _SMALL_PART_BYTES:
             rows = torch.stack(tuple(parts))
             total = self.reduce_rows(rows if self.accumulate is None else rows.to(self.accumulate))
-            out.copy_(total.div_(len(parts)) if self.divide else total)
+            if self.divide:
+                divide(total, len(parts))
+            out.copy_(total)
             return
         if self.accumulate is None:
             if len(parts) == 2 and not self.divide:
@@ -97,12 +106,12 @@ class Kernel:
             if result is not out:
                 out.copy_(result)
             if self.divide and len(parts) > 1:
-                out.div_(len(parts))
+                divide(out, len(parts))
             return
         wide = [part.to(self.accumulate) for part in parts]
         total = self._tree(wide, wide[0])
         if self.divide and len(parts) > 1:
-            total.div_(len(parts))
+            divide(total, len(parts))
         out.copy_(total)
 
     def reduce_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -133,6 +142,26 @@ class Kernel:
         right_parts = parts[middle:]
         right = right_parts[0] if len(right_parts) == 1 else self._tree(right_parts, torch.empty_like(out))
         return self.combine(left, right, out=out)
+
+
+def divide(total: torch.Tensor, count: int) -> None:
+    """Make a sum a mean, in place, for AVG. Local.
+
+    Args:
+        total: any shape; the sum of so many parts. Of integers, fractions are cut off: see [Note: means of integers].
+        count: of parts.
+    """
+    if total.is_floating_point() or total.is_complex():
+        total.div_(count)
+        return
+    mean = total.div(count, rounding_mode="trunc")
+    if not torch.equal(mean * count, total):
+        warnings.warn(
+            f"AVG of integers over {count} ranks: means that are no whole numbers were cut off, as NCCL does; reduce a "
+            "tensor of floats, or use SUM and divide, to get them whole",
+            stacklevel=2,
+        )
+    total.copy_(mean)
 
 
 def _as_signed(combine: _Combine, signed: torch.dtype) -> _Combine:
@@ -194,6 +223,8 @@ def find_kernel(op: Any, dtype: torch.dtype) -> Kernel:
     accumulate = _ACCUMULATE.get(dtype)
     if name in ("MIN", "MAX") and dtype not in _FLOAT8:
         accumulate = None
+    if name == "AVG" and dtype in _INTEGERS and dtype is not torch.int64:
+        accumulate = torch.int64
     if name == "PREMUL_SUM":
         # The factor belongs to this one call.
         return Kernel(name, _COMBINE[name], accumulate, factor=op.factor)
@@ -215,7 +246,9 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         problem = "bitwise operations need an integer or bool dtype"
     elif name in ("MIN", "MAX") and dtype.is_complex:
         problem = "complex numbers have no order; reduce torch.view_as_real(tensor) if you mean the parts"
-    elif name in ("AVG", "PREMUL_SUM") and not (is_float or dtype.is_complex):
-        problem = "it needs a floating-point dtype; use SUM and divide as you see fit"
+    elif name == "PREMUL_SUM" and not (is_float or dtype.is_complex):
+        problem = "it needs a floating-point dtype; use SUM and multiply as you see fit"
+    elif name == "AVG" and not (is_float or dtype.is_complex or dtype in _INTEGERS):
+        problem = "it needs numbers that can be divided; use SUM and divide as you see fit"
     if problem is not None:
         raise InputTypeError(f"{name} of {str(dtype).removeprefix('torch.')} tensors: {problem}")

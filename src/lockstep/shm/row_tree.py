@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.shm.kernels import Kernel
+from lockstep.shm.kernels import Kernel, divide
 
 __all__ = ["RowTree"]
 
@@ -64,6 +64,6 @@ class RowTree:
         total = left if self._is_converted else out
         combine(left, right, out=total)
         if kernel.divide:
-            total.div_(self._count)
+            divide(total, self._count)
         if total is not out:
             out.copy_(total)

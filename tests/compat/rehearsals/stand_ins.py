@@ -42,6 +42,16 @@ def devices_and_moves():
         host.cuda(2)
 
 
+def classes_in_annotations():
+    """Libraries are imported that speak of what they may never use."""
+    for kind in (torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.Stream, torch.device, torch.Generator):
+        assert isinstance(None, kind | None)
+        assert not isinstance(3, kind)
+    for make in (torch.cuda.CUDAGraph, lambda: torch.cuda.graph(None)):
+        with pytest.raises(NotImplementedError, match="records GPU kernels, of which a rehearsal has none"):
+            make()
+
+
 def modules_and_gradients():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
     optimizer = torch.optim.Adam(model.parameters())  # made before the model moves, and still right
@@ -235,6 +245,7 @@ if __name__ == "__main__":
     files_and_random_numbers()
     streams_and_memory()
     devices_and_moves()
+    classes_in_annotations()
     modules_and_gradients()
     casts()
     what_is_made_in_between()

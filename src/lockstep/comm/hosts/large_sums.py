@@ -15,6 +15,7 @@ from lockstep.comm.hosts.layout import is_summed_by_first_ranks, num_pieces_of_s
 from lockstep.comm.hosts.pipeline import Reduction
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.shm.algorithms import SharedMemoryAlgorithms, share_bounds
+from lockstep.shm.kernels import divide
 
 __all__ = ["LargeSums"]
 
@@ -34,7 +35,8 @@ class LargeSums:
 
     def fits(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
         """Whether a reduction of tensors of this size, the same on all ranks, is such a sum. Local."""
-        is_sum = reduction.kernel.combine is torch.add and tensor.dtype in _DTYPES and reduction.wire.is_exact
+        adds_as_it_is = reduction.kernel.combine is torch.add and reduction.dtype == tensor.dtype
+        is_sum = adds_as_it_is and tensor.dtype in _DTYPES and reduction.wire.is_exact
         num_bytes = tensor.numel() * tensor.element_size()
         return is_sum and is_summed_by_first_ranks(num_bytes)
 
@@ -114,7 +116,7 @@ class LargeSums:
                 team.wait_for_sum(under_way, timeout_s)
                 under_way = team.start_sum(pieces[number + 1], timeout_s) if number < last else None
                 if reduction.divisor != 1:
-                    piece.div_(reduction.divisor)
+                    divide(piece, reduction.divisor)
             spread(number)
 
 

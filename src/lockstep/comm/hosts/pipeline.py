@@ -43,7 +43,7 @@ from lockstep.comm.hosts.layout import halved_bytes
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.wire import WIRES, Wire
 from lockstep.shm.algorithms import share_bounds
-from lockstep.shm.kernels import Kernel
+from lockstep.shm.kernels import Kernel, divide
 
 __all__ = ["Reduction", "reduce_pipelined"]
 
@@ -101,7 +101,7 @@ class Reduction:
         target = out if out.dtype == self.dtype else torch.empty_like(sums[0])
         self.kernel.reduce(sums, target)
         if self.divisor != 1:
-            target.div_(self.divisor)
+            divide(target, self.divisor)
         if target is not out:
             out.copy_(target)
 
@@ -116,7 +116,7 @@ class Reduction:
         """
         self._tree(sums, own)
         if self.divisor != 1:
-            own.div_(self.divisor)
+            divide(own, self.divisor)
 
     def _tree(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
         """The tree of `Kernel.reduce`, in which each result takes the place of a part: of `own`, where that is one."""

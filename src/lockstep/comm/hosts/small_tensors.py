@@ -17,7 +17,7 @@ import torch
 
 from lockstep.comm.hosts.pipeline import Reduction
 from lockstep.comm.hosts.team import HostsTeam
-from lockstep.shm.kernels import Kernel
+from lockstep.shm.kernels import Kernel, divide
 
 __all__ = ["SmallTensorAlgorithms"]
 
@@ -49,10 +49,11 @@ class SmallTensorAlgorithms:
         """
         reduction = Reduction.by(kernel, tensor.dtype, self._team)
         is_one_tree = reduction.wire.is_exact and self._team.layout.is_one_tree
-        if is_one_tree and kernel.combine is torch.add and kernel.factor is None and tensor.dtype in _DTYPES_OF_NUMPY:
+        adds_as_it_is = kernel.combine is torch.add and kernel.factor is None and reduction.dtype == tensor.dtype
+        if is_one_tree and adds_as_it_is and tensor.dtype in _DTYPES_OF_NUMPY:
             self._add_by_numpy(tensor, timeout_s)
             if reduction.divisor != 1:
-                tensor.div_(reduction.divisor)
+                divide(tensor, reduction.divisor)
             return
         self._attach(tensor if kernel.factor is None else tensor.clone().mul_(kernel.factor), timeout_s)
         rows = self._attached(tensor, self._by_host)
@@ -62,7 +63,7 @@ class SmallTensorAlgorithms:
             rows = self._sums_of_hosts(rows, reduction)
         result = reduction.kernel.reduce_rows(rows)
         if reduction.divisor != 1:
-            result.div_(reduction.divisor)
+            divide(result, reduction.divisor)
         tensor.copy_(result)
 
     def _add_by_numpy(self, tensor: torch.Tensor, timeout_s: float) -> None:

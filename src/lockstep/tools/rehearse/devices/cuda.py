@@ -290,8 +290,10 @@ def install() -> None:
         for module in (torch.cuda.memory, torch.cuda.random):
             if hasattr(module, name):
                 replace(module, name, value)
-    for name in ("CUDAGraph", "graph", "make_graphed_callables"):
-        replace(torch.cuda, name, _refuse(name))
+    replace(torch.cuda, "make_graphed_callables", _refuse("make_graphed_callables"))
+    for name in ("CUDAGraph", "graph"):  # stay classes: annotations say `CUDAGraph | None`
+        original = getattr(torch.cuda, name)
+        replace(torch.cuda, name, type(name, (original,), {"__new__": _refuse(name), "__module__": "torch.cuda"}))
     for name, value in _accelerator().items():
         replace(torch.accelerator, name, value)
     # What torch's own code asks, FSDP2 to choose the devices of its mesh.

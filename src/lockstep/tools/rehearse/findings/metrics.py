@@ -15,9 +15,10 @@ _MIN_TIMES = 2
 def _thrown_away(job: RehearsedJob) -> Iterator[Finding]:
     """Nothing on any rank that gets the result ever looks at it."""
     for sites, seen in job.by_sites("reduced").items():
-        getters = [
-            event.data for process, event in seen if event.data["root"] is None or event.data["root"] == process.rank
-        ]
+        received = [(process, event.data) for process, event in seen if event.data["root"] in (None, process.rank)]
+        if not all(process.finished for process, _ in received):
+            continue  # who failed may have meant to look later
+        getters = [data for _, data in received]
         instances = sum(data["instances"] for data in getters)
         if (
             instances
