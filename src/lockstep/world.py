@@ -119,7 +119,7 @@ class World:
 
         Raises:
             ModelError: a `lockstep.DataLoader` gave each rank its part of the batches, nobody averaged gradients, and
-                the ranks hold different models now (`drift.py`). The world is left all the same.
+                the ranks hold different models now (`drift`). The world is left all the same.
         """
         try:
             # An error on its way out must not be replaced by one that only follows from it.

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import drift, network_interfaces
+from lockstep import network_interfaces
 from lockstep.comm.hosts import handshake, link_store
 from lockstep.comm.hosts.discovery import _Listener, _RankInfo, _read_first, _read_reached
 from lockstep.comm.hosts.gloo_setup import _read_ready
@@ -43,6 +43,7 @@ from lockstep.comm.messages.message_team import MESSAGE_BYTES, MessageTeam
 from lockstep.comm.messages.notices import MessageControlBlocks, forward_notices, join_notices
 from lockstep.comm.mpi.group import _Member
 from lockstep.compat.legacy.choice import Choice
+from lockstep.drift import comparison
 from lockstep.errors import (
     InputError,
     LaunchError,
@@ -570,7 +571,9 @@ def parsers(folder: Path) -> dict[str, Parser]:
             text_of(_Member.decode), [_Member(0, 2, own_identity()).encode().encode()], (RendezvousError,)
         ),
         "drift": Parser(
-            text_of(drift._read_summaries), [b'[{"shapes": [[2, 3]], "now": "ab", "synced": ["cd"]}]'], (ValueError,)
+            text_of(comparison._read_summaries),
+            [b'[{"shapes": [[2, 3]], "now": "ab", "synced": ["cd"]}]'],
+            (ValueError,),
         ),
         "questions": Parser(read_questions, [f" {'0' * 32}  {'a' * 32} ".encode()]),
         "coming": Parser(read_coming, [f"{'0' * 32} {coming.seal('coming/1', '1')}".encode()]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.nn.functional import mse_loss
 
 import lockstep
 from ddp_checks import warnings_of_lockstep
-from lockstep import drift
+from lockstep import env
+from lockstep.drift import comparison, watch
 from lockstep.errors import LockstepError, ModelError
 from lockstep.testing import run_ranks
 
@@ -107,6 +109,63 @@ def bare_with_metrics() -> tuple[list[str], str]:
 
 def test_collectives_of_something_else_do_not_excuse_it() -> None:
     assert all(error.startswith("ModelError") for _, error in run_ranks(bare_with_metrics, 2, init=False))
+
+
+def with_torchs_sampler(
+    model: nn.Module,
+    after_backward: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+    epochs: int = 1,
+    **sampler: Any,
+) -> None:
+    """A loop of torch's tutorials."""
+    split = torch.utils.data.DistributedSampler(samples(), **sampler)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    for epoch in range(epochs):
+        split.set_epoch(epoch)
+        for inputs, targets in torch.utils.data.DataLoader(samples(), batch_size=3, sampler=split):
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            after_backward()
+            optimizer.step()
+            after_step()
+
+
+def bare_with_torchs_sampler() -> tuple[list[str], str]:
+    return outcome_of(lambda: with_torchs_sampler(make_model()))
+
+
+def bare_with_a_loss_to_show() -> tuple[list[str], str]:
+    """The loss of each step is reduced, as engines that know no lockstep group do."""
+    return outcome_of(lambda: with_torchs_sampler(make_model(), after_step=lambda: dist.all_reduce(torch.ones(1))))
+
+
+@pytest.mark.parametrize("body", [bare_with_torchs_sampler, bare_with_a_loss_to_show])
+def test_an_unwrapped_model_beside_torchs_sampler(body: Callable[[], Any]) -> None:
+    first, second = run_ranks(body, 2, init=False)
+    (warning,) = first[0]
+    assert "while torch's DistributedSampler gives each rank its own part of the data" in warning
+    assert "2 parameter(s) that it steps (weight, bias)" in warning
+    assert second[0] == []
+    for _, error in (first, second):
+        assert error.startswith("ModelError: the 2 ranks have trained different models")
+        assert error.endswith("give each sampler num_replicas=1 and rank=0")
+
+
+def without_a_world(store: str) -> list[str]:
+    """The group of a script that knows torch.distributed alone."""
+    with warnings_of_lockstep() as told:
+        rank, world_size = env.RANK.get(), env.WORLD_SIZE.get()
+        dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        with_torchs_sampler(make_model())
+        dist.destroy_process_group()
+    return [text for text in told if WARNING in text]
+
+
+def test_a_script_of_torch_hears_of_it_too(tmp_path: Path) -> None:
+    first, second = run_ranks(without_a_world, 2, str(tmp_path / "store"), init=False)
+    assert len(first) == 1
+    assert second == []
 
 
 def fail_after_training() -> None:
@@ -231,7 +290,30 @@ def without_a_loader() -> None:
         optimizer.step()
 
 
+def with_torch_and_its_sampler() -> None:
+    with_torchs_sampler(nn.parallel.DistributedDataParallel(make_model()))
+
+
+def by_hand_with_torchs_sampler() -> None:
+    model = make_model()
+    with_torchs_sampler(model, lambda: average([each.grad for each in model.parameters() if each.grad is not None]))
+
+
+def parameters_by_hand() -> None:
+    """After each step, and not gradients before it."""
+    model = make_model()
+    with_torchs_sampler(model, after_step=lambda: average([each.data for each in model.parameters()]))
+
+
+def with_a_sampler_of_one_rank() -> None:
+    with_torchs_sampler(make_model(), num_replicas=1, rank=0)
+
+
 INNOCENT = [
+    (with_torch_and_its_sampler, "lockstep"),
+    (by_hand_with_torchs_sampler, "lockstep"),
+    (parameters_by_hand, "lockstep"),
+    (with_a_sampler_of_one_rank, "lockstep"),
     (with_lockstep, "lockstep"),
     (with_lockstep, "gloo"),
     (without_averaging_on_purpose, "lockstep"),
@@ -289,11 +371,11 @@ def test_parameters_averaged_now_and_then_are_no_error() -> None:
 
 
 def one_trains_alone() -> str:
-    patience, drift._PATIENCE_S = drift._PATIENCE_S, 0.2
+    patience, comparison._PATIENCE_S = comparison._PATIENCE_S, 0.2
     try:
         return outcome_of(lambda: train_bare() if dist.get_rank() == 0 else None)[1]
     finally:
-        drift._PATIENCE_S = patience
+        comparison._PATIENCE_S = patience
 
 
 def test_a_rank_that_suspects_nothing_is_not_waited_for() -> None:
@@ -386,10 +468,10 @@ def test_batches_that_the_ranks_do_not_divide_need_an_engine_that_weights_them(b
 
 def test_optimizers_step_on_when_the_watched_group_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector has taken the group, and no other is open: there is nobody to compare with."""
-    monkeypatch.setattr(drift, "_watched", lambda: None)
+    monkeypatch.setattr(watch, "_watched", lambda: None)
     assert dist.group.WORLD is None
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     parameter.sum().backward()
-    drift._before_step(optimizer, (), {})
-    drift._after_step(optimizer, (), {})
+    watch._before_step(optimizer, (), {})
+    watch._after_step(optimizer, (), {})

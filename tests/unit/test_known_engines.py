@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import drift
+from lockstep.drift import engines as drift
 
 
 class Engine(torch.nn.Module):

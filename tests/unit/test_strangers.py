@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 import pytest
 import torch.distributed as dist
 
-from lockstep import drift, env
+from lockstep import env
 from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.comm.mpi.group import _Member
+from lockstep.drift import comparison
 from lockstep.errors import LaunchError, RendezvousError, SetupError
 from lockstep.launch.hosts.clients import _address, connected_to
 from lockstep.launch.hosts.options import parse_conf
@@ -270,13 +271,13 @@ def test_ranks_that_compare_models_believe_no_stranger(monkeypatch: pytest.Monke
     forged = said.replace("same", "other")
     for key in ("lockstep/drift/g/1", "lockstep/drift/g/attempt0/parameters1", "lockstep/drift/g/attempt0/parameters0"):
         shared.set(key, forged)
-    monkeypatch.setattr("lockstep.drift.default_store", lambda: shared)
+    monkeypatch.setattr("lockstep.drift.comparison.default_store", lambda: shared)
     found: dict[int, Any] = {}
 
     def end(rank: int) -> None:
         group = SimpleNamespace(group_name="g")
         world = SimpleNamespace(process_group=group, rank=rank, world_size=2)
-        found[rank] = drift._exchange(said, world)  # type: ignore[arg-type]
+        found[rank] = comparison._exchange(said, world)  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=end, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -289,7 +290,7 @@ def test_ranks_that_compare_models_believe_no_stranger(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("text", ["{}", "[1]", '[{"a": 1}]', '[{"shapes": [], "now": 1, "synced": []}]', "[" * 9000])
 def test_summary_that_no_rank_makes_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        drift._read_summaries(text)
+        comparison._read_summaries(text)
 
 
 @pytest.mark.parametrize(

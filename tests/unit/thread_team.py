@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from lockstep import batch, drift
+from lockstep import batch
 from lockstep.comm.backend import EngineProcessGroup, is_default_group, make_group, ranks_of
 from lockstep.comm.deadlock import forget_other_callers
 from lockstep.comm.flight_recorder import FlightRecorder
@@ -28,6 +28,7 @@ from lockstep.comm.messages.message_engine import MessageEngine
 from lockstep.comm.messages.message_mailbox import MessageMailbox
 from lockstep.comm.messages.message_team import MessageTeam, Parts
 from lockstep.comm.wording import describe_group
+from lockstep.drift import watch
 from lockstep.shm.liveness import Watch, own_identity
 from lockstep.shm.sync import next_look
 from lockstep.testing import limit_s
@@ -204,7 +205,7 @@ def _threads_are_ranks() -> Iterator[None]:
         multi_threaded_pg._uninstall_threaded_pg()
         forget_other_callers()
         batch.reset()
-        drift._forget()  # the groups are gone: nobody's optimizers are watched any more
+        watch._forget()  # the groups are gone: nobody's optimizers are watched any more
 
 
 def run_threads(body: Callable[[int], Any], world_size: int) -> list[Any]:

@@ -17,10 +17,12 @@ from typing import Any
 from lockstep.after_import import call_after_import
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 
-__all__ = ["ensure"]
+__all__ = ["call_with_default_group", "ensure"]
 
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
+# What layers above do when this process makes a default group of ours.
+_with_default_group: list[Callable[[], None]] = []
 # Functions of layers above that register something with torch.
 _registrars: list[Callable[[ModuleType], None]] = []
 
@@ -29,7 +31,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     """Make a group of shared memory, for torch."""
     from lockstep.comm.creation import create
 
-    _warn_if_untested(options)
+    _note(options)
     return create(options, backend_options)
 
 
@@ -37,15 +39,24 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
     """Make a group over MPI, for torch."""
     from lockstep.comm.mpi.group import create
 
-    _warn_if_untested(options)
+    _note(options)
     return create(options, backend_options)
 
 
-def _warn_if_untested(options: Any) -> None:
+def _note(options: Any) -> None:
+    """A group is about to be made."""
     if not options.global_ranks_in_group:  # the default group
         from lockstep.comm import torch_version
 
         torch_version.warn_if_untested(sys.modules["torch"].__version__, options.group_rank)
+        for callback in _with_default_group:
+            callback()
+
+
+def call_with_default_group(callback: Callable[[], None]) -> None:
+    """Have this called whenever the process makes a default group of ours. Local."""
+    if callback not in _with_default_group:
+        _with_default_group.append(callback)
 
 
 def _register(module: ModuleType) -> None:

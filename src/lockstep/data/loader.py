@@ -29,7 +29,7 @@ from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_orde
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import SeededDataset, TensorSource, WatchedCollate, WorkerInit, identity, make_source
-from lockstep.drift import watch_optimizers
+from lockstep.drift.watch import watch_optimizers
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
 

@@ -15,7 +15,7 @@ creates one LBFGS in every process, and leaves a loss alone that is already a me
 never call `LBFGS.step`, or may pass it another closure than it was given.
 
 Only engines that the closure has called count: others may wait for the garbage collector, which runs at another moment
-on each rank ([Note: engines that are gone] in `drift.py`).
+on each rank ([Note: engines that are gone] in `drift/engines.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep import batch
-from lockstep.drift import AveragingModule, engines_of, engines_used, latest_use
+from lockstep.drift.engines import AveragingModule, engines_of, engines_used, latest_use
 from lockstep.parallel.losses import find_origin
 from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import version_of

@@ -29,7 +29,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
 from lockstep.batch import BatchShare
-from lockstep.drift import engines, note_use
+from lockstep.drift.engines import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel import joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model

@@ -8,7 +8,7 @@ from types import FrameType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
-from lockstep.drift import is_engine
+from lockstep.drift.engines import is_engine
 from lockstep.errors import InputTypeError, ModelError
 
 __all__ = ["check_module", "check_not_inside_torch"]

@@ -2,7 +2,7 @@
 
 The parts: nesting.py (wrapped twice), undivided.py (data that nobody splits), strays.py (gradients that came past the
 engine), parameter_changes.py (parameters that the engine does not know), closures.py (losses by which an optimizer
-decides), and drift.py below this package (no engine at all).
+decides), and `drift` below this package (no engine at all).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep import seeding
-from lockstep.drift import note_engine
+from lockstep.drift.engines import note_engine
 from lockstep.parallel import closures, parameter_changes, strays
 from lockstep.parallel.undivided import warn_of_undivided_data
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lockstep.drift import describe_step, engines
+from lockstep.drift.engines import engines
+from lockstep.drift.watch import describe_step
 from lockstep.errors import ModelError
 from lockstep.torch_private.autograd import innermost_transform
 
@@ -36,7 +37,7 @@ def install() -> None:
 def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     found = [engine.changes.look() for engine in engines()]  # all count their looks
     if any(found):
-        gc.collect()  # what waits for that, on some ranks, averages nothing; see `drift.py`
+        gc.collect()  # what waits for that, on some ranks, averages nothing; see `drift/engines.py`
         for engine in engines():
             engine.changes.refuse(optimizer)
 

@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.drift import describe_step, digest, engines, engines_of
+from lockstep.drift.comparison import digest
+from lockstep.drift.engines import engines, engines_of
+from lockstep.drift.watch import describe_step
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.rank_zero import collective_device
@@ -53,7 +55,7 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     if not _is_suspicious(optimizer):
         return
-    gc.collect()  # see [Note: engines that are gone] in `drift.py`
+    gc.collect()  # see [Note: engines that are gone] in `drift/engines.py`
     own = engines_of(optimizer)
     for engine in own:
         if engine.awaits_gradients:

@@ -233,6 +233,10 @@ def find_kernel(op: Any, dtype: torch.dtype) -> Kernel:
     return kernel
 
 
+def _can_scale(name: str, dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex or (name == "AVG" and dtype in _INTEGERS)
+
+
 def _check_dtype(name: str, dtype: torch.dtype) -> None:
     if name not in _COMBINE:
         raise InputTypeError(f"reduce op {name} is not supported; use one of {', '.join(_COMBINE)}")
@@ -246,9 +250,7 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         problem = "bitwise operations need an integer or bool dtype"
     elif name in ("MIN", "MAX") and dtype.is_complex:
         problem = "complex numbers have no order; reduce torch.view_as_real(tensor) if you mean the parts"
-    elif name == "PREMUL_SUM" and not (is_float or dtype.is_complex):
-        problem = "it needs a floating-point dtype; use SUM and multiply as you see fit"
-    elif name == "AVG" and not (is_float or dtype.is_complex or dtype in _INTEGERS):
+    elif name in ("AVG", "PREMUL_SUM") and not _can_scale(name, dtype):
         problem = "it needs numbers that can be divided; use SUM and divide as you see fit"
     if problem is not None:
         raise InputTypeError(f"{name} of {str(dtype).removeprefix('torch.')} tensors: {problem}")

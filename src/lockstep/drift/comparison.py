@@ -1,0 +1,154 @@
+"""Parameters that ranks compare when they leave their world.
+
+[Note: comparison at the end] When the world is left without an error, ranks that suspect optimizers compare their
+parameters, and raise `ModelError` if those differ. They meet in the store, not in a collective: a rank that has left
+already, or suspects nothing, must neither hang the others nor make their call a mismatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.comm.backend import engine_of, nonce_of
+from lockstep.comm.group_nonce import agree_on_nonce
+from lockstep.comm.group_setup import BootstrapStore
+from lockstep.errors import ModelError
+from lockstep.torch_private.groups import default_store
+from lockstep.torch_private.stores import PrefixStore
+from lockstep.world import World
+
+__all__ = ["Suspect", "compare", "digest"]
+
+# How long a rank with suspected optimizers waits at its end for what the others have to say.
+_PATIENCE_S = 5.0
+# How long rank 0, which may be the host of the store, stays for others to read it.
+_STAY_S = 2.0
+
+
+class Suspect(Protocol):
+    """An optimizer whose parameters nobody averages, as far as is known.
+
+    Attributes:
+        parameters: that it steps.
+        label: its class and the user's line.
+        synced: hashes of the parameters at points where somebody may have averaged them.
+        advice: what to write instead.
+        undo: what to write where each rank is to train a model of its own.
+    """
+
+    parameters: list[torch.Tensor]
+    label: str
+    synced: Any
+
+    @property
+    def advice(self) -> str:
+        """What to write instead."""
+
+    @property
+    def undo(self) -> str:
+        """What to write where each rank is to train a model of its own."""
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    """A hash of the tensors' bytes, with shapes and dtypes. Local."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        dense = tensor.detach()
+        dense = dense.coalesce().to_dense() if dense.is_sparse else dense
+        state.update(f"{dense.dtype}{list(dense.shape)}".encode())
+        flat = dense.contiguous().cpu().reshape(-1)
+        if flat.numel() > 0:
+            state.update(flat.view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def compare(world: World, suspects: Sequence[Suspect]) -> None:
+    """Raise if suspected optimizers hold different parameters on each rank. See [Note: comparison at the end].
+
+    Args:
+        world: that is about to be left.
+        suspects: of this rank, at least one.
+
+    Raises:
+        ModelError: they do.
+    """
+    own = [_summary(record) for record in suspects]
+    by_rank = _exchange(json.dumps(own), world)
+    if by_rank is None or any(_shapes(other) != _shapes(own) for other in by_rank):
+        return
+    for number, record in enumerate(suspects):
+        entries = [other[number] for other in by_rank]
+        was_averaged = set.intersection(*(set(entry["synced"]) for entry in entries))
+        if len({entry["now"] for entry in entries}) > 1 and not was_averaged:
+            raise ModelError(
+                f"the {world.world_size} ranks have trained different models: {record.label} stepped "
+                f"{len(record.parameters)} parameter(s) that nobody averaged, and they differ between ranks now. "
+                f"{record.advice}. If each rank is to train a model of its own, {record.undo}"
+            )
+
+
+def _summary(record: Suspect) -> dict[str, Any]:
+    return {
+        "shapes": [list(parameter.shape) for parameter in record.parameters],
+        "now": digest(record.parameters),
+        "synced": list(record.synced),
+    }
+
+
+def _shapes(summaries: list[Any]) -> list[Any]:
+    return [summary["shapes"] for summary in summaries]
+
+
+def _exchange(text: str, world: World) -> list[Any] | None:
+    """What each rank says; None where one of them says nothing soon, or what no rank says. Collective."""
+    try:
+        group = world.process_group
+        store: Any = group.get_group_store() if engine_of(group) is not None else default_store()
+        if store is None:
+            return None
+        name = group.group_name
+        below, scope = PrefixStore(f"lockstep/drift/{name}", store), ("drift", name)
+        nonce = nonce_of(group)
+        if nonce is None:
+            unsealed = BootstrapStore(below, *scope)
+            nonce = agree_on_nonce(unsealed, world.rank, range(world.world_size), _PATIENCE_S)
+        sealed = BootstrapStore(below, *scope, nonce=nonce)
+        said = sealed.share("parameters", world.rank, world.world_size, text, _PATIENCE_S)
+        found = None if said is None else [_read_summaries(one) for one in said]
+    except (RuntimeError, AttributeError, ValueError):
+        return None  # A rank is not there any more, or has taken the store with it.
+    with contextlib.suppress(RuntimeError):
+        if world.rank == 0:  # It may hold the store, and stays until all have read.
+            sealed.share("has read ", world.rank, world.world_size, "", _STAY_S)
+        else:
+            sealed.set(f"has read {world.rank}", "")
+    return found
+
+
+def _read_summaries(text: str) -> list[Any]:
+    """What `_summary` made of each optimizer of a rank.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("no summary") from None
+    is_known = isinstance(found, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("shapes"), list)
+        and isinstance(one.get("now"), str)
+        and isinstance(one.get("synced"), list)
+        and all(isinstance(digest, str) for digest in one["synced"])
+        for one in found
+    )
+    if not is_known:
+        raise ValueError("no summary")
+    return list(found)
