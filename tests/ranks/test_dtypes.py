@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_checks import warnings_of_lockstep
 from lockstep.errors import InputTypeError
 from lockstep.testing import run_ranks
 
@@ -177,12 +178,11 @@ def test_reductions() -> None:
 def average_numbers_of_samples() -> tuple[list[int], list[int], list[str]]:
     """As Lightning does to weigh what it logs."""
     rank = dist.get_rank()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_of_lockstep() as told:
         dist.all_reduce(whole := torch.tensor([2 * rank, 100 + 100 * rank], dtype=torch.uint8), dist.ReduceOp.AVG)
-        assert not caught
+        assert not told
         dist.all_reduce(cut := torch.tensor([rank, -rank]), dist.ReduceOp.AVG)
-    return whole.tolist(), cut.tolist(), [str(one.message) for one in caught]
+    return whole.tolist(), cut.tolist(), told
 
 
 def test_means_of_integers_that_lose_a_fraction_say_so() -> None:

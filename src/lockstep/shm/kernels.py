@@ -16,7 +16,6 @@ mean 150. And a fraction that was there and is lost is a warning.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from lockstep.errors import InputTypeError
+from lockstep.log import get_logger, warn_once
 
 __all__ = ["Kernel", "divide", "find_kernel", "op_name"]
+
+_logger = get_logger(__name__)
 
 _Combine = Callable[..., torch.Tensor]
 
@@ -156,10 +158,10 @@ def divide(total: torch.Tensor, count: int) -> None:
         return
     mean = total.div(count, rounding_mode="trunc")
     if not torch.equal(mean * count, total):
-        warnings.warn(
+        warn_once(
+            _logger,
             f"AVG of integers over {count} ranks: means that are no whole numbers were cut off, as NCCL does; reduce a "
             "tensor of floats, or use SUM and divide, to get them whole",
-            stacklevel=2,
         )
     total.copy_(mean)
 
