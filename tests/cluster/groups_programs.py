@@ -16,6 +16,7 @@ import torch.distributed as dist
 import lockstep
 from hosts_programs import TIMEOUT_S, raised_by, world
 from lockstep.comm.hosts.gloo_connections import GlooConnections
+from lockstep.testing import limit_s
 
 _Raised = tuple[str, str, float, tuple[int, ...]]
 
@@ -107,7 +108,7 @@ def made_again() -> list[float]:
 
 def lose_one(culprit: int) -> dict[str, _Raised]:
     """A rank is killed while the others are in two of its groups at once; a third group is without it."""
-    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     group, others = dist.new_group(), dist.new_group([rank for rank in range(opened.world_size) if rank != culprit])
     dist.all_reduce(torch.ones(1), group=group)
     dist.barrier()

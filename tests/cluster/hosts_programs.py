@@ -34,7 +34,7 @@ TIMEOUT_S = 20.0
 @contextlib.contextmanager
 def world(**options: Any) -> Iterator[lockstep.World]:
     """A world whose ranks do not wait for long."""
-    with lockstep.init(**{"device": "cpu", "timeout": TIMEOUT_S, **options}) as opened:
+    with lockstep.init(**{"device": "cpu", "timeout": limit_s(TIMEOUT_S), **options}) as opened:
         yield opened
 
 
@@ -312,7 +312,7 @@ def mismatches() -> dict[str, _Outcome]:
 
 def lose_one(culprit: int, how: str) -> dict[str, _Outcome]:
     """One rank dies or fails while the others wait for it: in a collective, or in the middle of one."""
-    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.all_reduce(torch.ones(100))
     dist.barrier()
     if opened.rank == culprit:
@@ -353,7 +353,7 @@ def before_handing_on(world: lockstep.World, action: Callable[[], object]) -> No
 
 def leaves_after_its_part(slow: int) -> str:
     """Ranks go as soon as their collective is over, while one is slow that hands on their notices to others."""
-    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.barrier()
     if opened.rank == slow:
         before_handing_on(opened, lambda: time.sleep(0.3))
@@ -364,7 +364,7 @@ def leaves_after_its_part(slow: int) -> str:
 
 def dies_handing_on(culprit: int) -> _Outcome:
     """One rank tells all that it has come, and dies before it hands on what others told it. They do not tell all."""
-    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.barrier()
     arrival._PATIENCE_S = TIMEOUT_S
     team = opened.process_group.engine.team  # type: ignore[attr-defined]
@@ -414,7 +414,7 @@ def never_comes(deadline_s: float) -> dict[str, _Outcome]:
 
 def lose_partner(culprit: int) -> dict[str, _Outcome]:
     """A receive from a rank of another host, which is killed."""
-    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.barrier()
     if opened.rank == culprit:
         os.kill(os.getpid(), signal.SIGKILL)

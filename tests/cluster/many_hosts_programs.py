@@ -139,7 +139,7 @@ def large_sums() -> dict[str, Any]:
 
 def sum_without_descriptors(starved: int) -> _Outcome:
     """The first large sum of a group, while a rank has few descriptors left."""
-    opened = lockstep.init(device="cpu", timeout=TIMEOUT_S)
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.barrier()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if opened.rank == starved:
