@@ -1,7 +1,9 @@
 """Ranks that drift apart: optimizers that step parameters which nobody averages.
 
+General layout, from the bottom up:
+
 * `engines`: the engines of this process, and what they average.
-* `watch`: looks at the steps of optimizers, and warns.
 * `gradients`: whether anything is communicated between a gradient and the step that uses it.
 * `comparison`: parameters that ranks compare when they leave their world.
+* `watch`: looks at the steps of optimizers, and warns.
 """
