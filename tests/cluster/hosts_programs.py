@@ -314,6 +314,7 @@ def lose_one(culprit: int, how: str) -> dict[str, _Outcome]:
     """One rank dies or fails while the others wait for it: in a collective, or in the middle of one."""
     opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     dist.all_reduce(torch.ones(100))
+    dist.all_reduce(torch.ones(2_000_000))  # makes connections, which is another moment to die in
     dist.barrier()
     if opened.rank == culprit:
         if how == "killed":
