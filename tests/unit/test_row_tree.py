@@ -20,7 +20,7 @@ def matrix_of(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 OPERATIONS = [(op, dtype) for dtype in DTYPES for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX)]
-MEANS = [(ReduceOp.AVG, dtype) for dtype in DTYPES if dtype.is_floating_point]
+MEANS = [(ReduceOp.AVG, dtype) for dtype in (*DTYPES, torch.int64) if dtype.is_floating_point or dtype.is_signed]
 
 
 @pytest.mark.parametrize(("op", "dtype"), [*OPERATIONS, *MEANS])

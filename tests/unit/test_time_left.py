@@ -124,14 +124,18 @@ def pytest_command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, *arguments, str(folder)]
 
 
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = pytest_command(folder, *arguments)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit_s(60))
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(time_left.__file__).parent), "TERM": "xterm", "COLUMNS": "100"}
 
 
 def test_plain_lines_where_nothing_moves(tmp_path: Path) -> None:
     """Failures at once, a line at the end, then pytest's own summary; no dots."""
-    command = pytest_command(tmp_path)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit_s(60))
+    done = run_pytest(tmp_path)
     assert done.returncode == 1
     before, _, after = done.stdout.partition("= ERRORS =")
     lines = before.splitlines()
@@ -145,8 +149,7 @@ def test_plain_lines_where_nothing_moves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["-v", "-s"])
 def test_pytests_own_progress_where_more_is_to_be_seen(option: str, tmp_path: Path) -> None:
-    command = pytest_command(tmp_path, option)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit_s(60))
+    done = run_pytest(tmp_path, option)
     assert "8 tests" not in done.stdout
     assert "test_suite.py ...F.Esx" in done.stdout or option == "-s"
 
@@ -176,13 +179,7 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
 
 def test_a_run_without_time(tmp_path: Path) -> None:
     """All is skipped, with the reason; nothing hangs on what a fixture would have done."""
-    done = subprocess.run(
-        pytest_command(tmp_path, "--at-most=0", "-rs"),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=limit_s(60),
-    )
+    done = run_pytest(tmp_path, "--at-most=0", "-rs")
     assert done.returncode == 0
     assert re.search(r"^SKIPPED \[8\] .*: this machine is too slow for all tests in 0 s", done.stdout, re.MULTILINE)
     assert "8 skipped in " in done.stdout.splitlines()[-1]
@@ -192,17 +189,10 @@ def test_a_short_run(tmp_path: Path) -> None:
     """With a store of its own, which a first run writes: the long test is left out, and says so."""
     own = f"import pathlib, time_left\ntime_left.STORED = pathlib.Path({str(tmp_path / 'd.json')!r})\n"
     (tmp_path / "conftest.py").write_text(own + "time_left.STORED_FROM_S = 0.0\n")
-    command = pytest_command(tmp_path, "--store-durations")
-    subprocess.run(command, env=environment(), capture_output=True, timeout=limit_s(60))
+    run_pytest(tmp_path, "--store-durations")
     stored = json.loads((tmp_path / "d.json").read_text())
     assert len(stored) == 8
     (tmp_path / "d.json").write_text(json.dumps(stored | {"test_suite.py::test_one[3]": 500.0}))
-    done = subprocess.run(
-        pytest_command(tmp_path, "--minutes=8", "--no-summary"),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=limit_s(60),
-    )
+    done = run_pytest(tmp_path, "--minutes=8", "--no-summary")
     assert re.match(r"7 tests, about \d+ s \(1 others are left out\)\n", done.stdout)
     assert "FAILED" not in done.stdout
