@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.functional import mse_loss
 import lockstep
 from ddp_checks import warnings_of_lockstep
 from lockstep import env
-from lockstep.drift import comparison, watch
+from lockstep.drift import comparison, engines, watch
 from lockstep.errors import LockstepError, ModelError
 from lockstep.testing import run_ranks
 
@@ -59,6 +60,7 @@ def average(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> No
 
 def outcome_of(body: Callable[[], None], backend: str = "lockstep") -> tuple[list[str], str]:
     """What was warned of drift while `body` ran in a world, and the error with which the world was left."""
+    engines._engines = []  # those of earlier tests, which this worker may hold
     error = ""
     with warnings_of_lockstep() as told:
         try:
@@ -166,6 +168,27 @@ def test_a_script_of_torch_hears_of_it_too(tmp_path: Path) -> None:
     first, second = run_ranks(without_a_world, 2, str(tmp_path / "store"), init=False)
     assert len(first) == 1
     assert second == []
+
+
+def bare_behind_an_engine_that_is_gone() -> tuple[list[str], str]:
+    def body() -> None:
+        gone = lockstep.DistributedDataParallel(make_model())
+        gone.itself = gone  # type: ignore[assignment]  # only the garbage collector finds it
+        del gone
+        train_bare()
+
+    gc.disable()
+    try:
+        return outcome_of(body)
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_is_gone_excuses_nothing() -> None:
+    first, second = run_ranks(bare_behind_an_engine_that_is_gone, 2, init=False)
+    (warning,) = first[0]
+    assert "2 parameter(s) that it steps (weight, bias)" in warning
+    assert all(error.startswith("ModelError") for _, error in (first, second))
 
 
 def fail_after_training() -> None:

@@ -256,15 +256,24 @@ def _suspect(optimizer: Optimizer, record: _Record) -> None:
 
 def _look_beside_engines(optimizer: Optimizer, record: _Record) -> None:
     """See [Note: beside an engine]."""
-    averaged = {id(parameter) for engine in engines() for parameter in engine.module.parameters()}
-    stepped = [parameter for parameter in _parameters_with_gradient(optimizer) if not _is_sharded(parameter)]
-    alone = [parameter for parameter in stepped if id(parameter) not in averaged]
-    if not averaged or not alone:
+    if not _beside_engines(optimizer)[1]:
+        return
+    gc.collect()  # see [Note: engines that are gone] in `engines.py`
+    stepped, alone = _beside_engines(optimizer)
+    if not alone:
         return
     record.parameters, record.label, record.is_beside = alone, describe_step(optimizer), True
+    record.stop()
     _suspects.append(record)
     if len(alone) < len(stepped):
         _warn_of(record, optimizer)
+
+
+def _beside_engines(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What it steps, without what is sharded, and of that what no engine has; the latter empty without an engine."""
+    averaged = {id(parameter) for engine in engines() for parameter in engine.module.parameters()}
+    stepped = [parameter for parameter in _parameters_with_gradient(optimizer) if not _is_sharded(parameter)]
+    return stepped, [parameter for parameter in stepped if averaged and id(parameter) not in averaged]
 
 
 def _look_at_batch(optimizer: Optimizer) -> None:
