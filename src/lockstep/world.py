@@ -118,8 +118,9 @@ class World:
         """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost.
 
         Raises:
-            ModelError: a `lockstep.DataLoader` gave each rank its part of the batches, nobody averaged gradients, and
-                the ranks hold different models now (`drift`). The world is left all the same.
+            ModelError: a `lockstep.DataLoader` or torch's DistributedSampler gave each rank its part of the data,
+                nobody averaged gradients, and the ranks hold different models now (`drift`). The world is left all the
+                same.
         """
         try:
             # An error on its way out must not be replaced by one that only follows from it.

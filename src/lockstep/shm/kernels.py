@@ -50,7 +50,8 @@ _INTEGERS = _dtypes("uint8", "int8", "int16", "int32", "int64")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _NUMBERS = frozenset(
     (
-        *_dtypes("float64", "float32", "bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128"),
+        *_dtypes("float64", "float32", "bool", "complex64", "complex128"),
+        *_INTEGERS,
         *_ACCUMULATE,
         *_SIGNED,
     )
