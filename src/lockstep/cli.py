@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import lockstep
 from lockstep.launch.signals import ends_by_ctrl_c
+from lockstep.launch.standard_streams import fill_closed
 
 __all__ = ["main"]
 
@@ -129,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the job, or 2 for what cannot be started, after one line on stderr.
     """
+    fill_closed()
     with ends_by_ctrl_c():
         from lockstep.launch.command import exit_code_of
     return exit_code_of(lambda: _dispatch(sys.argv[1:] if arguments is None else arguments))

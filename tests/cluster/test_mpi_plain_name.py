@@ -55,6 +55,16 @@ def test_plain_name_reaches_our_group(program: tuple[str, ...]) -> None:
 
 
 @needs_mpi
+def test_error_is_printed_where_no_launcher_of_ours_is(tmp_path: Path) -> None:
+    """Also one that our launcher would show in one line."""
+    script = tmp_path / "script.py"
+    script.write_text("from lockstep.errors import BackendUnavailable; raise BackendUnavailable('nothing to talk by')")
+    done = mpirun(2, ("-m", "lockstep", "run", str(script)))
+    assert done.returncode == 1
+    assert "lockstep.errors.BackendUnavailable: nothing to talk by" in done.stderr
+
+
+@needs_mpi
 @NEEDS_NO_MPI
 def test_our_launcher_alone_makes_no_mpi_job(tmp_path: Path) -> None:
     """Taking each rank for an MPI job of its own would train N models."""

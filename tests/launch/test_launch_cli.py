@@ -140,6 +140,8 @@ def test_options_end_where_the_script_begins() -> None:
     assert split(["--nproc", "2", "-m", "a.b", "-m"]) == (["--nproc", "2", "-m"], "a.b", ("-m",))
     assert split(["--nproc=2", "x.py", "--", "y"]) == (["--nproc=2"], "x.py", ("--", "y"))
     assert split(["--no-prefix", "--", "-odd.py"]) == (["--no-prefix"], "-odd.py", ())
+    assert split(["-n4", "x.py"]) == (["-n4"], "x.py", ())
+    assert split(["--no-prefix", "-ma.b", "-m"]) == (["--no-prefix", "-m"], "a.b", ("-m",))
     assert split(["--help"]) == (["--help"], None, ())
     assert split([]) == ([], None, ())
 

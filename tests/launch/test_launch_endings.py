@@ -44,6 +44,7 @@ note(f'rank{RANK}')
 """
 )
 INTERRUPTED = re.compile(r"lockstep: Ctrl-C: the ranks were told to stop[^\n]*\n")
+LAUNCH_FIRST = ("lockstep.launch", "lockstep.launch.signals", "lockstep.launch.standard_streams")
 MEMBERS = ("rank", "child", "stubborn", "regrouped", "detached")
 
 
@@ -210,7 +211,7 @@ def test_little_is_imported_before_ctrl_c_is_looked_after() -> None:
     command = [sys.executable, "-S", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     ours = "lockstep lockstep.after_import lockstep.cli lockstep.comm lockstep.comm.names lockstep.comm.registration"
-    assert done.stdout.split() == [*ours.split(), "lockstep.launch", "lockstep.launch.signals"]
+    assert done.stdout.split() == [*ours.split(), *LAUNCH_FIRST]
 
 
 @pytest.mark.parametrize("error", ["ValueError('half')", "KeyboardInterrupt"])
@@ -253,6 +254,57 @@ except KeyboardInterrupt:
     assert process.returncode == 130
     assert INTERRUPTED.fullmatch(err)
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+
+
+def test_ctrl_c_that_ends_the_reader_too_leaves_the_grace(launches: Launches) -> None:
+    """As in `lockstep run … | tee log`: the next line of a rank has no reader."""
+    script = launches.script(
+        NOTE_PID
+        + """
+try:
+    note('rank0')
+    time.sleep(60)
+except KeyboardInterrupt:
+    note('heard0')
+    while not os.path.exists('go'):
+        time.sleep(0.005)
+    print('saving', flush=True)
+    time.sleep(0.3)
+    note('saved0')
+"""
+    )
+    process = launches.start("--nproc", "1", "--grace", "60", script, bufsize=0)
+    launches.pids("rank0")
+    process.send_signal(signal.SIGINT)
+    launches.pids("heard0")
+    assert process.stdout is not None
+    process.stdout.close()
+    (launches.folder / "go").touch()
+    assert process.wait(timeout=limit_s(30)) == 130
+    assert (launches.folder / "saved0").exists()
+
+
+def test_signals_of_one_hangup_leave_the_grace(launches: Launches) -> None:
+    """`timeout` sends its signal twice, a terminal that goes away hangs up twice: nobody has asked to hurry."""
+    script = launches.script(
+        NOTE_PID
+        + """
+def save(*_):
+    time.sleep(0.3)
+    note('saved0')
+    sys.exit(0)
+signal.signal(signal.SIGHUP, save)
+signal.signal(signal.SIGTERM, save)
+note('rank0')
+time.sleep(60)
+"""
+    )
+    process = launches.start("--nproc", "1", "--grace", "60", script)
+    launches.pids("rank0")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)  # another, because two of a kind may become one
+    assert process.wait(timeout=limit_s(30)) in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+    assert (launches.folder / "saved0").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
@@ -302,6 +354,7 @@ while True:
     process.send_signal(signal.SIGINT)
     launches.pids("heard0")
     assert process.poll() is None
+    time.sleep(0.1)  # as long as fingers need
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=limit_s(5))
     assert process.returncode == 130

@@ -350,18 +350,20 @@ def test_own_frames_are_kept_on_request(launches: Launches) -> None:
     assert "worker.py" in summary_of(done.stderr)
 
 
-def test_exception_in_a_forked_child_is_not_the_ranks(launches: Launches) -> None:
+@pytest.mark.parametrize("error", ["ValueError", "lockstep.errors.RendezvousError"])
+def test_exception_in_a_forked_child_is_not_the_ranks(launches: Launches, error: str) -> None:
     script = launches.script(
-        """
+        f"""
+        import lockstep.errors
         pid = os.fork()
         if pid == 0:
-            raise ValueError('of the child')
+            raise {error}('of the child')
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         """
     )
     done = launches.run("--nproc", "1", script)
     assert (done.returncode, done.stdout) == (0, "[0] 1\n")
-    assert "[0] ValueError: of the child\n" in done.stderr
+    assert f"[0] {error}: of the child\n" in done.stderr
 
 
 # What torch says to scripts for GPUs, where there is none or where it is built without CUDA.

@@ -223,6 +223,21 @@ def test_hosts_come_and_go(launches: Launches) -> None:
     ]
 
 
+def test_log_of_a_killed_launcher_is_kept_by_who_takes_its_ranks(launches: Launches) -> None:
+    hosts = Hosts(launches, "1:2")
+    script = launches.script(WORK + "wait('never')")
+    first = hosts.start(0, "--nproc", "1", "--log-dir", "logs", script)
+    number, _ = wait_for_round(launches, 1)
+    second = hosts.start(1, "--nproc", "1", "--log-dir", "logs", script)
+    number, _ = wait_for_round(launches, 2, after=number)
+    first.kill()
+    wait_for_round(launches, 1, after=number)
+    second.send_signal(signal.SIGTERM)
+    assert end_of(second)[0] == 143
+    lines = (launches.folder / "logs/rank0.log").read_text().splitlines()
+    assert [json.loads(line)[0]["WORLD_SIZE"] for line in lines if line.startswith("[")] == ["1", "2", "1"]
+
+
 def wait_for_round(launches: Launches, world_size: int, after: int = -1) -> tuple[int, list[int]]:
     """The number of the first round behind `after` with so many ranks that all have begun, and their pids."""
 

@@ -7,7 +7,10 @@ import fcntl
 import io
 import os
 import select
+import shlex
 import struct
+import subprocess
+import sys
 import termios
 import threading
 import tty
@@ -243,6 +246,21 @@ def test_terminal_of_one_stream_only(launches: Launches) -> None:
     os.close(write_fd)
     assert process.communicate(timeout=limit_s(30))[0] == "[0] False True False\n"
     os.close(read_fd)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_no_error(launches: Launches, closed: str) -> None:
+    """What is opened next would get their numbers: output would go into the launcher's own pipes."""
+    text = "print('line'); print('line', file=sys.stderr); open(f'ended{RANK}', 'w').write(sys.stdin.read())"
+    command = shlex.join([sys.executable, "-m", "lockstep", "run", "--nproc", "2", launches.script(text)])
+    shell = ["sh", "-c", f"exec {command} {closed}"]
+    streams = {"env": launches.environment(), "capture_output": True, "stdin": subprocess.DEVNULL, "text": True}
+    done = subprocess.run(shell, cwd=launches.folder, timeout=limit_s(60), **streams)
+    assert (done.returncode, (launches.folder / "ended1").exists()) == (0, True), done.stderr
+    lines = "[0] line\n[1] line\n"
+    assert "".join(sorted(done.stdout.splitlines(True))) == ("" if "1>" in closed else lines)
+    if "2>" not in closed:
+        assert lines in "".join(sorted(done.stderr.splitlines(True)))
 
 
 def test_bar_in_a_notebook_is_overwritten() -> None:

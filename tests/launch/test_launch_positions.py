@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -279,3 +280,23 @@ def test_plain_torch_on_gloo_gets_the_same_summary(launches: Launches) -> None:
         f"all_reduce #1 of {group} at script.py:10, and its process is stopped; rank 0 was in all_reduce #3 of {group} "
         "at script.py:19"
     )
+
+
+def test_rank_that_gloo_lost_without_an_error_is_the_root_cause(launches: Launches) -> None:
+    """gloo says that a connection was closed, and not by whom."""
+    script = launches.script(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group('gloo')
+        dist.all_reduce(torch.ones(3))  # line 5
+        if RANK != 1:
+            dist.all_reduce(torch.ones(3))  # line 7
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 1
+    assert re.match(
+        r"lockstep: rank 1 \(pid N\) ended \(exit code 0\) after all_reduce #1 at script.py:5 while other ranks still "
+        "needed it",
+        opening_of(done.stderr),
+    ), done.stderr

@@ -232,6 +232,12 @@ def test_log_dir_gets_one_file_per_rank(launches: Launches) -> None:
         assert (launches.folder / f"logs/rank{rank}.log").read_text() == f"out {rank}\nerr {rank}\n"
 
 
+def test_command_line_of_torchrun_on_one_host(launches: Launches) -> None:
+    launches.script("print(os.environ['WORLD_SIZE'], *sys.argv[1:])", name="01_train.py")
+    done = launches.run("--standalone", "--nproc-per-node", "1", "-m", "01_train", "--lr", "1")
+    assert (done.returncode, done.stdout) == (0, "[0] 1 --lr 1\n"), done.stderr
+
+
 def test_launcher_listens_on_no_port(launches: Launches) -> None:
     script = launches.script(NOTE_PID + "note('rank'); time.sleep(60)")
     process = launches.start("--nproc", "1", script)

@@ -575,6 +575,12 @@ def nothing_drawn(_: Any) -> float:
         (torch.Generator, lambda generator: float(torch.rand((), generator=generator))),
         (lambda: random.Random(0), nothing_drawn),
         (random.SystemRandom, nothing_drawn),  # of which there is no state
+        # The process-wide ones, by another name.
+        (lambda: random, nothing_drawn),
+        (lambda: random._inst, nothing_drawn),
+        (lambda: np.random, nothing_drawn),
+        (lambda: np.random.mtrand._rand, nothing_drawn),
+        (lambda: torch.default_generator, nothing_drawn),
     ],
 )
 def test_a_dataset_that_draws_from_a_generator_of_its_own_is_warned_of(

@@ -42,7 +42,7 @@ from lockstep.compat.legacy import choice
 from lockstep.compat.legacy.spelling import find_spelling
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
-from lockstep.launch.hosts.options import add_arguments, hosts_from
+from lockstep.launch.hosts.options import OPTIONS, add_arguments, hosts_from
 from lockstep.launch.hosts.start import start_on_hosts
 from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
@@ -128,7 +128,6 @@ def _make_parser() -> _Parser:
     parser.add_argument("--logdir", metavar="DIR", help="write the output to DIR/rank<r>.log")
     parser.add_argument(*_spellings("--log_dir"), metavar="DIR", help="the same, with -r")
     parser.add_argument("-r", "--redirects", default="0", metavar="WHAT", help="other than 0: write files to --log_dir")
-    parser.add_argument("--standalone", action="store_true", help="one host, which is the default")
     parser.add_argument(*_spellings("--max_restarts"), type=int, metavar="K", help="start all ranks again, K times")
     parser.add_argument(
         *_spellings("--shutdown_timeout"), dest="grace_s", type=float, metavar="SECONDS", help="SIGTERM to SIGKILL"
@@ -211,11 +210,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _host_options(chosen: argparse.Namespace) -> argparse.Namespace:
     """What `hosts_from` reads, with the defaults of torch's launcher; what it leaves are fields of `LaunchConfig`."""
-    names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr")
-    options = argparse.Namespace(**{name: getattr(chosen, name) for name in (*names, "master_addr", "master_port")})
+    options = argparse.Namespace(**{name: getattr(chosen, name) for name in (*OPTIONS, "master_addr", "master_port")})
     options.max_restarts = chosen.max_restarts
     if chosen.standalone:
-        options.nnodes, options.rdzv_endpoint = "1", None
+        return options
     if options.rdzv_endpoint is not None:
         # torch's launcher takes the address for its static rendezvous alone.
         options.master_addr = options.master_port = None

@@ -64,7 +64,10 @@ def split_at_script(arguments: Sequence[str], flags: Collection[str]) -> tuple[l
             return list(arguments[:index]), *_head_and_tail(arguments[index + 1 :])
         if not word.startswith("-") or word == "-":
             break
-        index += 1 if word in flags or "=" in word else 2
+        if word.startswith("-m") and "-m" in flags and len(word) > 2:  # `-mpackage.train`, as Python takes it
+            return [*arguments[:index], "-m"], word[2:], tuple(arguments[index + 1 :])
+        has_value = "=" in word or (word[1] != "-" and len(word) > 2)  # `-n4`
+        index += 1 if word in flags or has_value else 2
     return list(arguments[:index]), *_head_and_tail(arguments[index:])
 
 

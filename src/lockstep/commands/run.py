@@ -29,6 +29,7 @@ _FLAGS = frozenset(
         "--all-bars",
         "-h",
         "--help",
+        "--standalone",
         "--slurm",
         "--dry-run",
         "--requeue",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,8 @@ class OwnGenerators:
             )
 
     def _find(self, value: Any, name: str, depth: int) -> None:
-        if isinstance(value, random.SystemRandom):  # has no state
+        # A module is nobody's own (`self.rng = random`), nor are the generators behind its functions.
+        if isinstance(value, random.SystemRandom | ModuleType) or any(value is one for one in _process_wide()):
             return
         if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
             self._found[name] = value
@@ -73,6 +74,12 @@ class OwnGenerators:
         elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
             for attribute, item in list(getattr(value, "__dict__", {}).items()):
                 self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)
+
+
+def _process_wide() -> tuple[Any, ...]:
+    """The generators that the loader seeds before each sample."""
+    python, numpy = getattr(random.random, "__self__", None), getattr(np.random.random_sample, "__self__", None)
+    return python, numpy, torch.default_generator
 
 
 def _state(generator: Any) -> Any:

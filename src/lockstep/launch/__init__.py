@@ -2,7 +2,7 @@
 
 General layout:
 
-* `support`: whether processes can be started and watched here.
+* `support`: whether processes can be started and watched here; `standard_streams`: what of it a shell has closed.
 * `reaper`: finds and kills every process of a job; also the program that does so when
   the launcher itself was killed.
 * `attempt_folder`, `free_port`: the private folder of one attempt, and the port of its rank 0.

@@ -13,6 +13,10 @@ STOPPING
 KILLED
    │ all ranks have exited; this may follow any phase
 GONE      the sweep kills what ranks left behind, and pids are released
+
+[Note: one wish, two signals] `timeout` signals the launcher and then its whole group; a terminal that goes away hangs
+up the shell, which hangs up its jobs, and then the foreground group. So a signal soon after the first is no second
+interrupt, but for a second Ctrl-C, which a person presses.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ from lockstep.launch.reaper import Reaper, sweep
 
 __all__ = ["Attempt", "AttemptPhase"]
 
+# [Note: one wish, two signals] Seconds after an interrupt; fingers are not as fast as the second.
+_SAME_WISH_S = 1.0
+_SAME_CTRL_C_S = 0.05
 # How long to wait for processes to go after a SIGKILL before giving up on them (uninterruptible sleep).
 _KILL_TIMEOUT_S = 10.0
 
@@ -72,6 +79,7 @@ class Attempt:
         self.exits: dict[int, RankExit] = {}
         self.interrupted_by: int | None = None
         self.is_cut_short = False
+        self._interrupted_at_s = 0.0  # monotonic
         self._on_failure: Callable[[], None] | None = on_failure
         self._folder = folder
         self._reaper = reaper
@@ -147,8 +155,14 @@ class Attempt:
         return not self._alive
 
     def interrupt(self, number: int) -> None:
-        """Ask all ranks to end by this signal; a second call, or one while they are being stopped, kills them."""
-        self.interrupted_by = self.interrupted_by or number
+        """Ask all ranks to end by this signal; a second call, or one while they are being stopped, kills them.
+
+        But see [Note: one wish, two signals].
+        """
+        if self._is_same_wish(number):
+            return
+        if self.interrupted_by is None:
+            self.interrupted_by, self._interrupted_at_s = number, time.monotonic()
         # A failure that came before the interrupt counts, whichever of the two is read first.
         for rank in sorted(self._alive):
             self._on_exit(self._processes[rank])
@@ -157,6 +171,12 @@ class Attempt:
             self._stop(number)
         else:
             self.kill()
+
+    def _is_same_wish(self, number: int) -> bool:
+        if self.interrupted_by is None:
+            return False
+        is_ctrl_c = number == self.interrupted_by == signal.SIGINT
+        return time.monotonic() - self._interrupted_at_s < (_SAME_CTRL_C_S if is_ctrl_c else _SAME_WISH_S)
 
     def settle(self) -> None:
         """Give the ranks `settle_s` to notice that a rank here or elsewhere has failed, and then ask them to stop."""

@@ -127,7 +127,7 @@ def resolve_nproc(nproc: int | str, variables: Mapping[str, str]) -> int:
 def _has_module(name: str) -> bool:
     """Whether the outermost package of a dotted name can be found; imports nothing."""
     outermost = name.partition(".")[0]
-    if not outermost.isidentifier():
+    if not outermost or os.sep in outermost:
         return False
     # `python -m` looks in the current folder first, where a console script does not look.
     if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd()]) is not None:

@@ -197,7 +197,10 @@ class LocalWorkers:
     def _on_breakage(self) -> None:
         assert self._relay is not None
         os.eventfd_read(self._relay.broken_fd)
-        self.attempt.interrupt(signal.SIGTERM)
+        # Ctrl-C in `lockstep run … | tee log` ends tee as well: the ranks then have their grace, without a reader.
+        self._on_signals()
+        if self.attempt.is_undisturbed:
+            self.attempt.interrupt(signal.SIGTERM)
 
     def _drain(self, relay: Relay, may_wait: bool) -> int | None:
         """Let the relay pass on the rest of the output.

@@ -15,7 +15,7 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class LogFolder:
-    """The files rank<r>.log of a job in one folder. They begin empty, and restarts are appended.
+    """The files rank<r>.log of a job in one folder. They begin empty with the job; what comes later is appended.
 
     Args:
         path: the folder; made if it is missing.
@@ -25,8 +25,12 @@ class LogFolder:
         self._path = path
         self._fds: dict[int, int] = {}
 
-    def open(self, ranks: Iterable[int]) -> None:
+    def open(self, ranks: Iterable[int], *, has_begun: bool = False) -> None:
         """Make sure that these ranks have files; those that this job has opened before go on where they are.
+
+        Args:
+            ranks: of this host.
+            has_begun: the job had ranks before: files that are there may be theirs, written by another launcher.
 
         Raises:
             LaunchError: the folder cannot be written.
@@ -37,7 +41,7 @@ class LogFolder:
             for rank in ranks:
                 if rank not in self._fds:
                     path = os.path.join(self._path, f"rank{rank}.log")
-                    self._fds[rank] = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
+                    self._fds[rank] = os.open(path, _FLAGS | (0 if has_begun else os.O_TRUNC), 0o666)
         except OSError as error:
             raise LaunchError(f"log_dir {self._path!r} cannot be written: {error}; name another folder") from error
         if is_first:

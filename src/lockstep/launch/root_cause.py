@@ -7,7 +7,7 @@ other ranks were at that moment.
 [Note: whose failure it is] A rank that raises is not always the one to look at. `RankLost` and what gloo says of a
 closed connection are secondary failures: they sort behind all others. A timeout is raised by the ranks that waited, so
 the summary begins with the rank that did not come. A rank that ended in the middle with exit code 0 has failed if
-others say that they lost it.
+others say that they lost it, or, where they cannot say whom they lost, if it is behind them.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def find_first_failure(
     ]
     failures.sort(key=lambda failure: failure._order)
     if failures and failures[0].report is not None and failures[0].report.secondary:
-        ended = [exits[rank] for rank in failures[0].report.culprits if rank in exits and exits[rank].code == 0]
+        lost = failures[0].report.culprits or find_missing(known, failures[0].rank)  # gloo names nobody
+        ended = [exits[rank] for rank in lost if rank in exits and exits[rank].code == 0]
         failures[:0] = [RankFailure(one, None, known, is_blamed=True) for one in ended if one.rank not in reports]
     return failures
 

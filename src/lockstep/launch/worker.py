@@ -188,11 +188,11 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
     if not keep_all:
         trace = up_to_user(trace) if is_own(error) else without_own(trace)
     is_plain = _has_plain_hook()
-    # The hook of another library may do more than print.
-    if is_plain and not keep_all:
-        is_quiet = is_quiet or is_expected(error) or (may_report and env.LOCKSTEP_SHOWS_ERRORS.get() is True)
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
     if may_report and rank is not None and folder is not None:
+        # The launcher shows the report. The hook of another library may do more than print.
+        if is_plain and not keep_all:
+            is_quiet = is_quiet or is_expected(error) or env.LOCKSTEP_SHOWS_ERRORS.get() is True
         try:
             capture(error, trace, rank).write(Path(folder))
         except OSError as problem:

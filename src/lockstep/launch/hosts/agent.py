@@ -160,7 +160,7 @@ class HostAgent(SimpleElasticAgent):
             token=rendezvous.token_of_ranks(),
         )
         if self._logs is not None:
-            self._logs.open(environment.ranks)
+            self._logs.open(environment.ranks, has_begun=rendezvous.number > 0)
         self._workers.start(environment)
         return {rank - first.global_rank: pid for rank, pid in self._workers.attempt.pids.items()}
 

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from lockstep.errors import LaunchError
 from lockstep.secret import Secret
 
-__all__ = ["HostsConfig", "add_arguments", "hosts_from", "parse_conf", "parse_endpoint", "parse_nnodes"]
+__all__ = ["OPTIONS", "HostsConfig", "add_arguments", "hosts_from", "parse_conf", "parse_endpoint", "parse_nnodes"]
+
+# What `add_arguments` adds, by the names that argparse gives it.
+OPTIONS = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr", "standalone")
 
 # The default ports of torchrun: of --master-port and of --rdzv-endpoint.
 _DEFAULT_PORT = 29500
@@ -187,6 +190,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         default="1",
         help="number of hosts, or MIN:MAX; each runs `lockstep run` with the same options (default: %(default)s)",
     )
+    parser.add_argument("--standalone", action="store_true", help="this host alone, which is the default")
     parser.add_argument("--node-rank", "--node_rank", type=int, metavar="R", help="number of this host, from 0")
     parser.add_argument(
         "--rdzv-endpoint",
@@ -225,8 +229,9 @@ def hosts_from(options: argparse.Namespace) -> HostsConfig | None:
         LaunchError: names the option, what it got and what it takes.
     """
     given = vars(options)
-    names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr")
-    nnodes, node_rank, endpoint, run_id, backend, conf, local_addr = (given.pop(name) for name in names)
+    nnodes, node_rank, endpoint, run_id, backend, conf, local_addr, is_standalone = (given.pop(one) for one in OPTIONS)
+    if is_standalone:
+        nnodes, node_rank, endpoint = "1", None, None
     least, most = parse_nnodes(nnodes)
     if node_rank is not None and not 0 <= node_rank < most:
         raise LaunchError(
