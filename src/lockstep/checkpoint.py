@@ -25,10 +25,12 @@ Files are ordinary `torch.save` archives that `torch.load(..., weights_only=True
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import io
 import os
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -267,7 +269,7 @@ def _check_loadable(value: object, place: str) -> None:
     """Refuse at saving what could not be loaded: a checkpoint that nobody can read is worse than none."""
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict) or (type(value) is Counter and _loads_counters()):
         assert isinstance(value, dict)
         for key, item in value.items():
             if type(key) not in (str, int, float, bool, type(None)):
@@ -282,6 +284,19 @@ def _check_loadable(value: object, place: str) -> None:
             f"checkpoint.save: {place} is a {type(value).__module__}.{type(value).__qualname__}, which a safe load "
             "refuses; save tensors, numbers, strings, and dicts or lists of them"
         )
+
+
+@functools.cache
+def _loads_counters() -> bool:
+    """Whether this torch reads back the milestones of its own MultiStepLR."""
+    file = io.BytesIO()
+    torch.save(Counter(), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except UnpicklingError:
+        return False
+    return True
 
 
 def _all_gather(state: torch.Tensor) -> list[torch.Tensor]:

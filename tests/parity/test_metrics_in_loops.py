@@ -155,3 +155,35 @@ def evaluate_by_torch() -> list[float]:
 def test_the_loader_of_torch_is_not_taken_for_the_filler_of_another(world_size: int) -> None:
     for errors in run_ranks(evaluate_by_torch, world_size):
         assert max(errors) <= TOLERANCE, errors
+
+
+def evaluate_by_torch_through_the_engine() -> float:
+    """One row for each batch, which is the size of a filler of the training loader's last batch."""
+    engine, training = lockstep.DistributedDataParallel(make_model()), lockstep.DataLoader(dataset(7), 6)
+    for x, y in training:
+        nn.functional.cross_entropy(engine(x), y).backward()
+    engine.eval()
+    values = Values()
+    with torch.no_grad():
+        for x, y in torch.utils.data.DataLoader(dataset(), 1):
+            values.update(engine(x), y)
+    return values.error(engine.module)
+
+
+def evaluate_what_is_computed_from_batches() -> float:
+    """The last share of the evaluation's loader is the size of a filler of the training loader's last batch."""
+    engine, training = lockstep.DistributedDataParallel(make_model()), lockstep.DataLoader(dataset(7), 6)
+    for x, y in training:
+        nn.functional.cross_entropy(engine(x), y).backward()
+    engine.eval()
+    values = Values()
+    with torch.no_grad():
+        for x, y in lockstep.DataLoader(dataset(), 3, evaluation=True):
+            values.update(engine(x * 1.0), y)
+    return values.error(engine.module)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("loop", [evaluate_by_torch_through_the_engine, evaluate_what_is_computed_from_batches])
+def test_one_row_is_not_taken_for_a_filler(loop: Callable[[], float], world_size: int) -> None:
+    assert max(run_ranks(loop, world_size)) <= TOLERANCE

@@ -455,6 +455,60 @@ def test_parameters_beside_an_engine_that_nobody_averages_are_an_error_at_the_en
         assert "such as the criterion; or average their gradients" in text
 
 
+def train_against_attacks(*, averages: bool, num_steps: int) -> None:
+    """Each batch is attacked by an optimizer of its own, as in adversarial training."""
+    model = lockstep.DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attacks = []  # kept, as the last one is by a script at its end
+    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
+        delta = torch.zeros_like(inputs, requires_grad=True)
+        attack = torch.optim.SGD([delta], lr=0.01)
+        attacks.append(attack)
+        for _ in range(num_steps):
+            attacked = model if averages else model.module
+            attack.zero_grad()
+            mse_loss(attacked(inputs + delta), targets).neg().backward()
+            attack.step()
+        optimizer.zero_grad()
+        mse_loss(model(inputs + delta.detach()), targets).backward()
+        optimizer.step()
+
+
+def attacked(averages: bool, num_steps: int) -> tuple[list[str], str]:
+    return outcome_of(lambda: train_against_attacks(averages=averages, num_steps=num_steps))
+
+
+@pytest.mark.parametrize(("averages", "num_steps"), [(True, 1), (True, 3), (False, 3)])
+def test_optimizers_of_inputs_are_nobodys_model(averages: bool, num_steps: int) -> None:
+    assert run_ranks(attacked, 2, averages, num_steps, init=False) == [([], "")] * 2
+
+
+def train_two_of_which_one_is_wrapped() -> None:
+    """The critic, which nobody wraps, steps several times for each step of the other."""
+    model, critic = lockstep.DistributedDataParallel(make_model()), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
+        for _ in range(5):
+            of_critic.zero_grad()
+            mse_loss(critic(inputs), targets).backward()
+            of_critic.step()
+        optimizer.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def two_of_which_one_is_wrapped() -> tuple[list[str], str]:
+    return outcome_of(train_two_of_which_one_is_wrapped)
+
+
+def test_an_unwrapped_model_beside_a_wrapped_one() -> None:
+    (told, error), (_, other_error) = run_ranks(two_of_which_one_is_wrapped, 2, init=False)
+    assert len(told) == 1
+    for text in (error, other_error):
+        assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
+
+
 def test_parameters_beside_an_engine_that_somebody_averages_are_fine() -> None:
     assert run_ranks(beside, 2, 2, True, init=False) == [([], "")] * 2
     (told, error), _ = run_ranks(beside, 2, 1, True, init=False)

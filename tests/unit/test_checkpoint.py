@@ -7,12 +7,14 @@ import os
 import pickle
 import signal
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from lockstep import checkpoint
 from lockstep.errors import CheckpointError, InputError, InputTypeError
@@ -49,6 +51,38 @@ def test_everything_that_may_be_saved_comes_back(tmp_path: Path) -> None:
         assert torch.equal(actual, expected)
     assert torch.equal(loaded.pop("parameter"), state.pop("parameter"))
     assert loaded == state
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda own: lr_scheduler.LambdaLR(own, lambda epoch: 0.5),
+    "MultiplicativeLR": lambda own: lr_scheduler.MultiplicativeLR(own, lambda epoch: 0.5),
+    "StepLR": lambda own: lr_scheduler.StepLR(own, 2),
+    "MultiStepLR": lambda own: lr_scheduler.MultiStepLR(own, [1, 3]),
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "LinearLR": lr_scheduler.LinearLR,
+    "ExponentialLR": lambda own: lr_scheduler.ExponentialLR(own, 0.9),
+    "CosineAnnealingLR": lambda own: lr_scheduler.CosineAnnealingLR(own, 5),
+    "PolynomialLR": lr_scheduler.PolynomialLR,
+    "CyclicLR": lambda own: lr_scheduler.CyclicLR(own, 0.1, 0.2),
+    "OneCycleLR": lambda own: lr_scheduler.OneCycleLR(own, 0.2, 10),
+    "CosineAnnealingWarmRestarts": lambda own: lr_scheduler.CosineAnnealingWarmRestarts(own, 3),
+    "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
+    "ChainedScheduler": lambda own: lr_scheduler.ChainedScheduler([lr_scheduler.MultiStepLR(own, [1])]),
+    "SequentialLR": lambda own: lr_scheduler.SequentialLR(
+        own, [lr_scheduler.ConstantLR(own), lr_scheduler.MultiStepLR(own, [1])], milestones=[2]
+    ),
+    "SWALR": lambda own: torch.optim.swa_utils.SWALR(own, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_may_be_saved(tmp_path: Path, name: str) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9)
+    scheduler = SCHEDULERS[name](optimizer)
+    optimizer.step()
+    scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
+    checkpoint.save(tmp_path, {"scheduler": scheduler.state_dict()}, step=1)
+    assert checkpoint.load(tmp_path) == {"scheduler": scheduler.state_dict()}
 
 
 def test_the_name_holds_step_and_checksum(tmp_path: Path) -> None:

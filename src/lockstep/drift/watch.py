@@ -20,6 +20,10 @@ temperature) is easily left out of the model, and its optimizer steps are not qu
 communicates. So optimizers in programs with engines are suspected of what they step that no engine has: with a warning
 if they step an engine's parameters, too. Sharded parameters are those of others.
 
+[Note: short lives] Attacks on the inputs, inner loops of meta-learning and searches for latents make optimizers that
+step tensors of one batch and are gone with it; those differ between ranks on purpose. So beside an engine an optimizer
+of other tensors must have outlived two steps of the engine's optimizers before it is suspected, or have made very many.
+
 [Note: uneven batches] Of a batch that the ranks do not divide, a rank may hold more samples than another, or a filler.
 Our engine weights them; torch's, FSDP, Horovod's optimizer and an all_reduce by hand count each rank alike. So a step
 behind such a batch is warned of, unless an engine of ours is there, or the script has used what weights a loss
@@ -70,6 +74,9 @@ _ADVICE_BESIDE = (
     "such as the criterion; or average their gradients before each step by dist.all_reduce"
 )
 _LOOKS = 3
+# See [Note: short lives].
+_ENGINE_STEPS_OUTLIVED = 2
+_VERY_MANY_STEPS = 500
 
 
 class _Splitter(NamedTuple):
@@ -103,6 +110,10 @@ class _Record:
         synced: hashes of the parameters before steps that had a collective since the last one.
         is_beside: it is suspected beside an engine; see [Note: beside an engine].
         looks_left: steps after which it is looked for parameters that no engine has.
+        has_engine: an engine averages some of what it steps.
+        engine_steps: how many steps optimizers with engines had made before its first.
+        num_steps: its own.
+        was_quiet: one of them was; see [Note: quiet steps].
         num_weighed: how often the script had asked how samples count, at its last step.
         lone: looks whether its gradients are this rank's alone; None where they are an engine's, or in parts.
         splitter: what gives ranks different data.
@@ -116,9 +127,21 @@ class _Record:
         self.synced: deque[str] = deque(maxlen=_MAX_SYNCED)
         self.is_beside = False
         self.looks_left = _LOOKS
+        self.has_engine = False
+        self.engine_steps = _num_engine_steps
+        self.num_steps = 0
+        self.was_quiet = False
         self.num_weighed = 0
         self.lone: LoneGradients | None = None
         self.splitter = _splitter
+
+    @property
+    def lives_long(self) -> bool:
+        """See [Note: short lives]."""
+        if self.has_engine or (_num_engine_steps == 0 and not engines()):
+            return True
+        outlived = _num_engine_steps - self.engine_steps
+        return outlived >= _ENGINE_STEPS_OUTLIVED or self.num_steps >= _VERY_MANY_STEPS
 
     @property
     def advice(self) -> str:
@@ -138,6 +161,7 @@ class _Record:
 
 _records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
 _suspects: deque[_Record] = deque(maxlen=_MAX_SUSPECTS)
+_num_engine_steps = 0  # of optimizers whose parameters an engine averages
 _is_installed = False
 _watched: weakref.ref[dist.ProcessGroup] | None = None  # the default group over which data is split
 _splitter = _LOADER
@@ -220,25 +244,38 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if record.version == version_of(first):
         return
     record.version = version_of(first)
+    _count_step(record)
     marker = _communication()
     is_quiet, record.marker = marker == record.marker, marker
+    record.was_quiet = record.was_quiet or is_quiet
     weighed, record.num_weighed = batch.num_weighed() != record.num_weighed, batch.num_weighed()
     if not is_quiet and not weighed and not engines():
         _look_at_batch(optimizer)
     if not record.parameters:
-        _look_at_parameters(optimizer, record, is_quiet)
+        _look_at_parameters(optimizer, record)
+
+
+def _count_step(record: _Record) -> None:
+    global _num_engine_steps
+    record.num_steps += 1
+    _num_engine_steps += record.has_engine
 
 
 def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> _Record:
     record = _records[optimizer] = _Record()
-    if not engines_of(optimizer) and not _is_sharded(first):
+    if len(_records) == 1 and engines():
+        gc.collect()  # see [Note: engines that are gone] in `engines.py`
+    record.has_engine = bool(engines_of(optimizer))
+    if not record.has_engine and not _is_sharded(first):
         record.lone = LoneGradients(first, _communication)
     return record
 
 
-def _look_at_parameters(optimizer: Optimizer, record: _Record, is_quiet: bool) -> None:
+def _look_at_parameters(optimizer: Optimizer, record: _Record) -> None:
+    if not record.lives_long:
+        return
     is_alone = record.lone is not None and record.lone.note_step()
-    if (is_quiet or is_alone) and not engines_of(optimizer):
+    if (record.was_quiet or is_alone) and not engines_of(optimizer):
         _suspect(optimizer, record)
     elif record.looks_left:
         record.looks_left -= 1
@@ -345,8 +382,8 @@ def _compare_at_shutdown(world: World) -> None:
 
 
 def _forget() -> None:
-    global _watched
-    _watched = None
+    global _watched, _num_engine_steps
+    _watched, _num_engine_steps = None, 0
     for record in _records.values():
         record.stop()
     _suspects.clear()

@@ -350,7 +350,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if with_gradients and self._world_size > 1:
             feed = self._feeding.resolve(inputs, self.training, syncing, not join_config_of(self).enable)
         else:
-            share = self._feeding.look(inputs)
+            share = self._feeding.look(inputs, self.training)
             feed = PLAIN if share is None else Feed(share=share)
         batch.note_forward(feed.share)
         return feed

@@ -125,8 +125,14 @@ class Feeding:
         self._rank = group.rank()
         self._parts = Parts()
 
-    def look(self, inputs: Any) -> BatchShare | None:
-        """The share of a forward pass that needs no weight, if it can be told without asking others. Local."""
+    def look(self, inputs: Any, trains: bool) -> BatchShare | None:
+        """The share of a forward pass that needs no weight, if it can be told without asking others. Local.
+
+        Args:
+            inputs: positional and keyword arguments of the model.
+            trains: the model is in training mode. In evaluation mode one row may be data of another loader, so a size
+                does not make it a filler; the loop tells which batch is in hand.
+        """
         held = batch.held()
         if held is not None:
             return held
@@ -135,7 +141,8 @@ class Feeding:
             return tags[0][1].share
         divisions = batch.divisions(self._rank, self._world_size)
         shares = [division.share(self._rank) for division in self._matches(divisions, _sizes_of(inputs))]
-        return shares[0] if len({share.local_samples for share in shares}) == 1 else None
+        is_sure = len({share.local_samples for share in shares}) == 1 and (trains or shares[0].local_samples > 0)
+        return shares[0] if is_sure else None
 
     def resolve(self, inputs: Any, trains: bool, syncs: bool, joins_none: bool) -> Feed:
         """What a forward pass with gradients holds. Local; where a size does not say it, with a question.
