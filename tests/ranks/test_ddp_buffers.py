@@ -7,7 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_checks import assert_averaged, assert_same_on_all_ranks, backends, clear, data, mlp, num_collectives, twins
+from ddp_checks import (
+    assert_averaged,
+    assert_same_on_all_ranks,
+    backends,
+    clear,
+    data,
+    error_of,
+    mlp,
+    num_collectives,
+    twins,
+)
 from lockstep import DistributedDataParallel
 from lockstep.testing import run_ranks
 
@@ -137,3 +147,32 @@ def test_saved_buffers_may_be_overwritten(backend: str) -> None:
 
 def test_buffers_cost_no_collective() -> None:
     assert run_ranks(ride_along, 2) == [1, 1]
+
+
+class Table(nn.Module):
+    """A table that grows with the longest sample, as of rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > len(self.table):
+            self.register_buffer("table", torch.ones(len(inputs)), persistent=False)
+        return self.linear(inputs[:, None])[:, 0] * self.table[: len(inputs)]
+
+
+def grow_a_buffer() -> str:
+    model = DistributedDataParallel(Table())
+    model(torch.ones(2)).sum().backward()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model(torch.ones(5))
+    return str(error_of(model(torch.ones(2)).sum().backward))
+
+
+def test_buffers_of_different_sizes_are_named() -> None:
+    for error in run_ranks(grow_a_buffer, 2):
+        assert "DistributedDataParallel's buffers, whose sizes have changed" in error
+        assert "broadcast_buffers=False" in error

@@ -101,6 +101,65 @@ def test_steps_by_what_autograd_grad_returns_are_an_error_unless_somebody_averag
     assert run_ranks(step_by_autograd_grad, 2, True) == ["", ""]
 
 
+def look_behind_the_backward_pass() -> int:
+    """One rank shows what the model makes of something, with a graph, before all step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(mlp().double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(data(2, 4)).square().mean().backward()
+        if dist.get_rank() == 0:
+            model.eval()
+            model(data(1, 4))
+            model.train()
+        optimizer.step()
+    assert_same_on_all_ranks(*model.parameters())
+    return num_collectives()
+
+
+def test_one_rank_may_look_at_the_model_before_the_step() -> None:
+    """The optimizer then starts no collective on that rank alone."""
+    one, *others = run_ranks(look_behind_the_backward_pass, 3)
+    assert others == [one] * 2
+
+
+def attribute(kind: str) -> str:
+    """One rank wants gradients of inputs from a model in evaluation mode, now and then, of what it likes."""
+    model = DistributedDataParallel(nn.Linear(4, 1).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs in DataLoader(TensorDataset(torch.ones(27, 4, dtype=torch.float64)), 8):
+        if dist.get_rank() == 0:
+            model.eval()
+            some = inputs[0][:3] if kind == "slice" else torch.ones(5, 4, dtype=torch.float64)
+            chosen = some.requires_grad_()
+            torch.autograd.grad(model(chosen).sum(), chosen)
+            model.train()
+        optimizer.zero_grad()
+        model(inputs[0].detach()).mean().backward()
+        optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["slice", "other"])
+def test_gradients_of_inputs_in_evaluation_mode_are_a_ranks_own_business(kind: str) -> None:
+    assert run_ranks(attribute, 2, kind) == [""] * 2
+
+
+def train_in_evaluation_mode(kind: str) -> str:
+    model = DistributedDataParallel(nn.Linear(4, 1).double()).eval()
+    for inputs in DataLoader(TensorDataset(torch.ones(27, 4, dtype=torch.float64)), 8):
+        some = inputs[0][:3] if kind == "slice" else torch.ones(5, 4, dtype=torch.float64)
+        output = model(some)  # no error yet
+        return str(error_of(output.mean().backward))
+    return "no batch"
+
+
+@pytest.mark.parametrize(("kind", "words"), [("slice", "takes 3 of the 4 samples"), ("other", "cannot tell how many")])
+def test_gradients_of_parameters_in_evaluation_mode_are_not(kind: str, words: str) -> None:
+    assert all(words in error for error in run_ranks(train_in_evaluation_mode, 2, kind))
+
+
 def step_behind_no_sync(averages: bool) -> list[str]:
     """The last window of an epoch is cut short, and the script steps by what there is."""
     model = DistributedDataParallel(mlp().double())
@@ -232,6 +291,70 @@ def regularise() -> list[int]:
 
 def test_equal_gradients_are_fine_and_soon_not_compared_any_more() -> None:
     assert run_ranks(regularise, 2) == [[1, 1, 1, 0, 0]] * 2
+
+
+def put_means_into_a_loss(is_alone: bool) -> str:
+    """A penalty on what `backward(create_graph=True)` has left in `.grad`, with and without a loss beside it."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+    model(data(2, 4)).square().mean().backward(create_graph=True)
+    penalty = sum((each.grad.square().sum() for each in model.parameters()), torch.zeros(()))
+    loss = penalty if is_alone else model(data(2, 4)).mean() + penalty
+    model.zero_grad()
+    return str(error_of(loss.backward))
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_loss_of_means_is_an_error(is_alone: bool) -> None:
+    for error in run_ranks(put_means_into_a_loss, 2, is_alone):
+        assert "a loss contains `.grad` of a model's parameters" in error
+
+
+def keep_a_graph_for_nothing() -> None:
+    """Nobody uses the graph: training goes on as without one."""
+    one, other = twins(mlp())
+    for each, create_graph in ((one, True), (other, False)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            each(data(2, 4)).square().mean().backward(create_graph=create_graph)
+            if each is other:
+                for parameter in other.parameters():
+                    parameter.grad = mean_over_ranks(parameter.grad)
+            nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            optimizer.step()
+    for mine, yours in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, yours)
+
+
+def test_a_graph_that_nobody_uses_changes_nothing() -> None:
+    run_ranks(keep_a_graph_for_nothing, 2)
+
+
+def step_within_the_backward_pass(world_size: int) -> tuple[str, bool]:
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+    model = DistributedDataParallel(mlp().double())
+    before = [each.detach().clone() for each in model.parameters()]
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(step)
+    backward = model(data(2, 4)).square().mean().backward
+    error = "" if world_size == 1 else str(error_of(backward))
+    if world_size == 1:
+        backward()
+    changed = [not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)]
+    return error, all(changed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_within_the_backward_pass_are_an_error_on_several_ranks(world_size: int) -> None:
+    for error, changed in run_ranks(step_within_the_backward_pass, world_size, world_size):
+        assert ("steps within the backward pass, by this rank's own gradients" in error) == (world_size > 1)
+        assert changed == (world_size == 1)
 
 
 def second_pass_through_gradients() -> str:

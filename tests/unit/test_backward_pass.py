@@ -26,7 +26,7 @@ MOVES: dict[str, Callable[[BackwardPass], None]] = {
     "begin": lambda backward: backward.begin(2, early=False),
     "wait": lambda backward: backward.wait([0]),
     "average": BackwardPass.average,
-    "finish": BackwardPass.finish,
+    "finish": lambda backward: backward.finish([]),
     "abandon": BackwardPass.abandon,
 }
 
@@ -86,7 +86,7 @@ def test_a_task_begins_once() -> None:
     backward = BackwardPass()
     backward.begin(7, early=True)
     backward.average()
-    backward.finish()
+    backward.finish([])
     with pytest.raises(ModelError, match=r"begin\(\) of a backward pass that is idle"):
         backward.begin(7, early=True)
     backward.begin(8, early=False)
@@ -104,7 +104,7 @@ def test_which_gradients_are_known_not_to_be_averaged() -> None:
     backward.begin(1, early=True)
     backward.average()
     assert backward.has_strayed
-    backward.finish()
+    backward.finish([])
     assert not backward.has_strayed
 
 

@@ -458,8 +458,12 @@ class Engine:
 
     # ---- symmetric memory ----------------------------------------------------------------------
 
-    def allocate(self, part_bytes: int) -> Region:
+    def allocate(self, part_bytes: int, purpose: str = "symmetric_empty") -> Region:
         """A region of symmetric memory with `part_bytes` for each rank. Collective.
+
+        Args:
+            part_bytes: the same on all ranks.
+            purpose: how errors call it.
 
         Raises:
             SharedMemoryError: on every rank, if it cannot be had.
@@ -469,8 +473,8 @@ class Engine:
             raise InputError(f"{self.recorder.group_name} has no symmetric memory; use a lockstep group")
         made: list[Region] = []
         self._submit(
-            ("symmetric_empty", part_bytes),
-            lambda: f"symmetric_empty({part_bytes} bytes)",
+            (purpose, part_bytes),
+            lambda: f"{purpose}({part_bytes} bytes)",
             lambda timeout_s: made.append(self.team.allocate(part_bytes, timeout_s)),
             [],
             False,

@@ -28,14 +28,16 @@ rank that has joined (`joined.py`) averages zeros, wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
+import torch
 from torch.autograd.graph import Node
 
 from lockstep.errors import ModelError
 from lockstep.parallel.claims import Claims, join_claims
+from lockstep.torch_private.autograd import version_of
 
 __all__ = ["NO_SIGNS", "BackwardPass", "Phase", "StraySigns"]
 
@@ -61,7 +63,8 @@ class StraySigns(NamedTuple):
     Attributes:
         have_strayed: some came outside of all forward passes.
         have_accumulated: some came that were not to be averaged.
-        lacks_backward: the last forward pass has had no backward pass: no hook tells of `torch.autograd.grad`.
+        lacks_backward: the last forward pass has had no backward pass, and there was none before it either since the
+            last step: no hook tells of `torch.autograd.grad`.
     """
 
     have_strayed: bool = False
@@ -90,6 +93,7 @@ class BackwardPass:
         roots: of the last forward pass that may have a backward pass, the outputs that none has come to yet, by
             number. Nothing in the graph may hold this object: it would never be freed.
         awaited: indices of parameters that a backward pass left to another one.
+        steps_within: an optimizer has stepped within a backward pass, and may have taken the gradients away.
         num_open: forward passes since the last averaging; see [Note: open forward passes] in `claims.py`.
     """
 
@@ -100,6 +104,9 @@ class BackwardPass:
         self.roots: dict[int, Node] = {}
         self.awaited: list[int] = []
         self.num_open = 0
+        self.steps_within = False
+        self._is_extra = False  # the means were there when the forward pass began: one rank may look at the model then
+        self._averaged: tuple[torch.Tensor, int] | None = None  # a parameter with a mean, and its version then
         self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
         self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
 
@@ -111,13 +118,17 @@ class BackwardPass:
     @property
     def signs(self) -> StraySigns:
         """What speaks for gradients that no backward pass has averaged."""
-        lacks_backward = self.phase is Phase.READY and not self.has_accumulated
+        lacks_backward = self.phase is Phase.READY and not self.has_accumulated and not self._is_extra
         return StraySigns(self.has_strayed, self.has_accumulated, lacks_backward)
 
     @property
     def has_signs(self) -> bool:
-        """Whether any of `signs` holds, or gradients are awaited: what every step of an optimizer asks."""
-        return self.has_strayed or self.has_accumulated or self.phase is Phase.READY or bool(self.awaited)
+        """Whether to look closer, at `signs` and others: what every step of an optimizer asks."""
+        return self.has_strayed or self.has_accumulated or self.phase is not Phase.IDLE or bool(self.awaited)
+
+    def _holds_means(self) -> bool:
+        """Whether there are means that no optimizer has stepped by."""
+        return self._averaged is not None and version_of(self._averaged[0]) == self._averaged[1]
 
     @property
     def has_claims(self) -> bool:
@@ -128,6 +139,7 @@ class BackwardPass:
         """A forward pass begins whose backward pass averages."""
         self._go("ready", Phase.READY, self.phase in (Phase.IDLE, Phase.READY))
         self.is_accumulating = False
+        self._is_extra = self._holds_means()
 
     def accumulate(self) -> None:
         """A forward pass begins whose backward pass does not average."""
@@ -149,9 +161,11 @@ class BackwardPass:
         """The gradients of all parameters go out, and the ranks meet."""
         self.phase = Phase.AVERAGING
 
-    def finish(self) -> None:
-        """The means are there."""
+    def finish(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The means are there, in the gradients of these parameters."""
         self._go("finish", Phase.IDLE, self.phase is Phase.AVERAGING)
+        averaged = next((each for each in parameters if each.grad is not None), None)
+        self._averaged = None if averaged is None else (averaged, version_of(averaged))
         self.has_strayed = self.has_accumulated = False
 
     def abandon(self) -> None:

@@ -451,7 +451,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        missing = self._reducer.missing()
+        missing = [] if self._backward.steps_within else self._reducer.missing()
         if self._missing.come_later(missing, self.find_unused_parameters):
             return
         self._missing.check(missing, self.find_unused_parameters)
@@ -513,6 +513,24 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def awaits_gradients(self) -> bool:
         """Whether a backward pass has left gradients to another one, and none have been averaged."""
         return bool(self._backward.awaited)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward pass runs whose gradients this engine averages."""
+        return self._backward.is_under_way and self._backward.begun_task == current_graph_task_id()
+
+    def refuse_step_within(self, step: str) -> None:
+        """An optimizer steps while the backward pass runs, as by hooks of parameters. Local.
+
+        Raises:
+            ModelError: on several ranks: nothing is averaged yet.
+        """
+        if self._world_size > 1:
+            raise ModelError(
+                f"{step}: the optimizer steps within the backward pass, by this rank's own gradients: "
+                "DistributedDataParallel averages them at its end. Step after backward()"
+            )
+        self._backward.steps_within = True
 
     def refuse_step(self, step: str) -> None:
         """An optimizer steps although gradients are awaited. Local.

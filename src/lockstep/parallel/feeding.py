@@ -14,6 +14,9 @@ Where a rank went by a size, a claim travels with the gradients and is compared 
 understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
 them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
 one collective more, and a backward pass that could not begin before those of the others.
+
+[Note: gradients of an evaluation] In evaluation mode a script may want gradients of inputs, of a few samples and on one
+rank only (saliency maps, attacks). What does not fit together then is an error only if gradients reach parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +33,7 @@ from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import InputError, InputTypeError
-from lockstep.parallel.parts import Parts, describe_share
+from lockstep.parallel.parts import Parts, Slice, describe_share, slice_of
 from lockstep.tree import tensors_in
 
 __all__ = ["PLAIN", "Feed", "Feeding", "Question", "add_up", "count_samples"]
@@ -45,14 +48,14 @@ class Feed:
         share: of the global batch; None where it is of none.
         claim: what all ranks must have understood alike; "" where there is nothing to compare.
         is_certain: the claim comes from a tag or from the user, not from a size.
-        question: what the ranks must ask each other before the weight is known; None where it is.
+        question: what must be asked before the weight is known; None where it is.
     """
 
     weight: float = 1.0
     share: BatchShare | None = None
     claim: str = ""
     is_certain: bool = False
-    question: Question | None = None
+    question: Question | Deferred | None = None
 
     @property
     def is_uneven(self) -> bool:
@@ -86,6 +89,17 @@ class Question:
         rows = rows.to(self.device, non_blocking=True)
         dist.all_reduce(rows, group=self.group)
         return self.follow(rows)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """What is looked into once gradients reach parameters. See [Note: gradients of an evaluation]."""
+
+    find: Callable[[], Feed]
+
+    def ask(self) -> Feed:
+        """Collective, if what it finds has a question."""
+        return self.find().settled()
 
 
 def count_samples(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
@@ -130,8 +144,7 @@ class Feeding:
 
         Args:
             inputs: positional and keyword arguments of the model.
-            trains: the model is in training mode. In evaluation mode one row may be data of another loader, so a size
-                does not make it a filler; the loop tells which batch is in hand.
+            trains: the model is in training mode.
         """
         held = batch.held()
         if held is not None:
@@ -141,8 +154,9 @@ class Feeding:
             return tags[0][1].share
         divisions = batch.divisions(self._rank, self._world_size)
         shares = [division.share(self._rank) for division in self._matches(divisions, _sizes_of(inputs))]
-        is_sure = len({share.local_samples for share in shares}) == 1 and (trains or shares[0].local_samples > 0)
-        return shares[0] if is_sure else None
+        return (
+            shares[0] if len({share.local_samples for share in shares}) == 1 and _is_sure(shares[0], trains) else None
+        )
 
     def resolve(self, inputs: Any, trains: bool, syncs: bool, joins_none: bool) -> Feed:
         """What a forward pass with gradients holds. Local; where a size does not say it, with a question.
@@ -155,8 +169,22 @@ class Feeding:
             joins_none: ranks do not leave at different times (`join`).
 
         Raises:
-            InputError: it cannot be told, or the inputs are of several batches.
+            InputError: it cannot be told, or the inputs are of several batches. In evaluation mode it is raised when
+                gradients reach parameters.
         """
+        try:
+            return self._resolve(inputs, trains, syncs, joins_none)
+        except InputError as error:
+            if trains:
+                raise
+            refusal = error.with_traceback(None)  # which would keep the inputs
+
+        def refuse() -> NoReturn:
+            raise refusal
+
+        return Feed(question=Deferred(refuse))
+
+    def _resolve(self, inputs: Any, trains: bool, syncs: bool, joins_none: bool) -> Feed:
         held = batch.held()
         if held is not None:
             return self._of_share(held, syncs and joins_none)
@@ -165,11 +193,13 @@ class Feeding:
             return self._of_tags(tags, trains, syncs, joins_none)
         sizes = _sizes_of(inputs)
         if not (joins_none and batch.must_ask(self._rank, self._world_size)):
-            return self._by_size(sizes, lambda: _show(inputs))
+            feed = self._by_size(sizes, lambda: _show(inputs))
+            return feed if _is_sure(feed.share, trains) else Feed(question=Deferred(lambda: feed))
         shown = _show(inputs)  # now: the question must not keep the inputs
         matches = self._matches(batch.divisions(self._rank, self._world_size), sizes)
         shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
-        known = shares.popitem()[1] if len(shares) == 1 else None
+        known = next(iter(shares.values())) if len(shares) == 1 else None
+        known = known if _is_sure(known, trains) else None
         rows = {each.rows(self._rank) for each in matches}
         return self._ask(rows, lambda of_ranks: self._by_size(sizes, lambda: shown, tuple(of_ranks.tolist())), known)
 
@@ -237,14 +267,20 @@ class Feeding:
                     "Call the model on each of them, or say how many samples its loss is the mean over: "
                     "`with model.samples(n):`"
                 )
-        num_parts = self._parts.add(tags[0]) if self._world_size > 1 else 1
         feed = self._of_share(share, syncs and joins_none)
-        if num_parts > 1:
-            feed = replace(feed, claim=f"{feed.claim} in {num_parts} parts")
+        piece = slice_of(*tags[0])
+        if piece is not None and not trains:
+            return Feed(share=share, question=Deferred(lambda: self._cut(feed, piece)))
+        if piece is not None:
+            feed = self._cut(feed, piece)
         may_be_alone = feed.question is None and share.rows and joins_none
         if may_be_alone and batch.must_ask(self._rank, self._world_size):
             return self._ask({share.rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
         return feed
+
+    def _cut(self, feed: Feed, piece: Slice) -> Feed:
+        num_parts = self._parts.add(piece)
+        return feed if num_parts == 1 else replace(feed, claim=f"{feed.claim} in {num_parts} parts")
 
     def _matches(self, divisions: Sequence[Division], sizes: set[int]) -> list[Division]:
         """The divisions with one of these sizes on this rank, one of each number of samples."""
@@ -262,6 +298,15 @@ class Feeding:
             f"{known}. Say how many samples the loss on this rank is the mean over: `with model.samples(n): model(…)` "
             "(0 where lockstep.is_filler(batch)); or pass drop_last=True and a batch_size that the ranks divide"
         )
+
+
+def _is_sure(share: BatchShare | None, trains: bool) -> bool:
+    """Whether inputs that have the size of this share may be taken for it.
+
+    In evaluation mode one row, which is the size of a filler, may be data of any other loader. The loop tells then
+    which batch is in hand.
+    """
+    return trains or share is None or share.local_samples > 0
 
 
 def _of_equal(sizes: set[int]) -> Feed:

@@ -9,18 +9,43 @@ weighting a slice by its own size: what one process would have had in its slice 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from lockstep.batch import BatchShare, Tag
 from lockstep.errors import InputError
 
-__all__ = ["Parts", "describe_share"]
+__all__ = ["Parts", "Slice", "describe_share", "slice_of"]
 
 
 def describe_share(share: BatchShare) -> str:
     """`batch 3 of epoch 0: 128 samples`: the form in which errors name a batch."""
     return f"{share.name}: {share.global_samples} samples" if share.name else f"{share.global_samples} samples"
+
+
+class Slice(NamedTuple):
+    """Some of the samples of a batch, as a tensor shows them.
+
+    Attributes:
+        of: the batch, in words.
+        rows: how many samples.
+        of_rows: how many samples of the batch this rank holds.
+        offset: of the slice's first element in the memory of the batch.
+    """
+
+    of: str
+    rows: int
+    of_rows: int
+    offset: int
+
+
+def slice_of(tensor: torch.Tensor, tag: Tag) -> Slice | None:
+    """What this view of a tensor that came with a batch takes of it; None where it takes all. Local."""
+    rows = _rows_of(tensor, tag)
+    if rows is None or rows == tag.rows:
+        return None
+    return Slice(describe_share(tag.share), rows, tag.rows, int(tensor.storage_offset()))
 
 
 class Parts:
@@ -32,31 +57,27 @@ class Parts:
     def __init__(self) -> None:
         self._open: dict[str, _Part] = {}
 
-    def add(self, found: tuple[torch.Tensor, Tag]) -> int:
-        """A forward pass on that tensor begins. Returns into how many parts its batch is cut.
+    def add(self, piece: Slice) -> int:
+        """A forward pass takes that slice. Returns into how many parts its batch is cut.
 
         Raises:
             InputError: the parts cannot add up to the mean over the batch.
         """
-        tensor, tag = found
-        rows = _rows_of(tensor, tag)
-        if rows is None or rows == tag.rows:
-            return 1
-        what = describe_share(tag.share)
-        part = self._open.setdefault(what, _Part(rows, tag.rows, set()))
-        if not rows or tag.rows % rows or rows != part.rows:
+        rows, of_rows = piece.rows, piece.of_rows
+        part = self._open.setdefault(piece.of, _Part(rows, of_rows, set()))
+        if not rows or of_rows % rows or rows != part.rows:
             raise InputError(
-                f"this forward pass takes {rows} of the {tag.rows} samples that this rank holds of {what}. Parts of a "
-                "batch must have one size on every rank, and be the whole of it. For micro-batches let the loader make "
-                "them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean over: "
-                "`with model.samples(n):`"
+                f"this forward pass takes {rows} of the {of_rows} samples that this rank holds of {piece.of}. Parts of "
+                "a batch must have one size on every rank, and be the whole of it. For micro-batches let the loader "
+                "make them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean "
+                "over: `with model.samples(n):`"
             )
-        part.offsets.add(int(tensor.storage_offset()))
-        if len(part.offsets) * rows == tag.rows:
-            del self._open[what]
+        part.offsets.add(piece.offset)
+        if len(part.offsets) * rows == of_rows:
+            del self._open[piece.of]
         elif len(self._open) > self._MAX_OPEN:
             self._give_up()
-        return tag.rows // rows
+        return of_rows // rows
 
     def _give_up(self) -> None:
         what, part = next(iter(self._open.items()))

@@ -42,6 +42,7 @@ from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.divergence import DivergenceCheck
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.graph import accumulating_node
+from lockstep.parallel.second_order import without_way_back
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
@@ -99,6 +100,8 @@ class Reducer:
         self._own_memory = set() if always_views or views.can_renew else set(range(len(self._parameters)))
         self._given: dict[int, torch.Tensor] = {}  # `.grad` of before this pass that others hold, too
         self._copied_back: set[int] = set()  # of those in `_left`
+        self._keeps_graph = False  # the backward pass was asked for a graph of its own (create_graph)
+        self._with_graph: set[int] = set()  # whose gradients came with one
         self._out: set[int] = set()
         self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
@@ -203,6 +206,8 @@ class Reducer:
             gradients.append(gradient)
             parameter.grad = view
         self._check_dense(indices, gradients)
+        if self._keeps_graph:
+            self._with_graph.update(index for index, each in zip(indices, gradients, strict=True) if each.requires_grad)
         with torch.no_grad():
             if self._hook is None:
                 for position in self._transport.fill(bucket, offsets, views, gradients):
@@ -290,7 +295,8 @@ class Reducer:
         early = self._may_go_early and self._hook is None and not self._out
         # With create_graph, a second gradient would not be written into the bucket but replace it.
         are_none = all(parameter.grad is None for parameter in self._parameters)
-        early = early and not torch.is_grad_enabled() and are_none
+        self._keeps_graph = torch.is_grad_enabled()
+        early = early and not self._keeps_graph and are_none
         if self._backward.phase is not Phase.WAITING:
             self._given.clear()
             if not are_none and not self._always_views:
@@ -309,6 +315,7 @@ class Reducer:
         self._out.clear()
         self._versions.clear()
         self._left.clear()
+        self._with_graph.clear()
         self._copied_back.clear()
         for _, future in self._hook_futures:
             with contextlib.suppress(RuntimeError):
@@ -390,7 +397,10 @@ class Reducer:
             self._parameters[index].grad = self._views[index]
         self._left.clear()
         self._out.clear()
-        self._backward.finish()
+        for index in self._with_graph:
+            self._parameters[index].grad = without_way_back(self._views[index])
+        self._with_graph.clear()
+        self._backward.finish(self._parameters)
         self._divergence.compare(samples, is_first_only=some_have_joined or self._hook is not None)
 
     def _copy_back(self) -> None:

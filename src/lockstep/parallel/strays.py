@@ -30,6 +30,7 @@ from lockstep.drift.watch import describe_step
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.rank_zero import collective_device
+from lockstep.torch_private.autograd import current_graph_task_id
 
 __all__ = ["install"]
 
@@ -53,6 +54,9 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise if this optimizer steps strayed gradients that differ between ranks. Collective where some strayed."""
     if not any(engine.has_signs for engine in engines()):
         return
+    if current_graph_task_id() != -1:
+        _refuse_within(optimizer)
+        return
     if not _is_suspicious(optimizer):
         return
     gc.collect()  # see [Note: engines that are gone] in `drift/engines.py`
@@ -72,6 +76,12 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 "alone; and where a loss contains gradients (create_graph=True), call backward() once, on the whole "
                 "loss"
             )
+
+
+def _refuse_within(optimizer: Optimizer) -> None:
+    for engine in engines_of(optimizer):
+        if engine.is_in_backward:
+            engine.refuse_step_within(describe_step(optimizer))
 
 
 def _is_suspicious(optimizer: Optimizer) -> bool:

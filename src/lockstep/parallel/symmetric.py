@@ -264,6 +264,13 @@ class SymmetricTransport:
         return f"DistributedDataParallel's gradient averaging({len(self._plans)} buckets: {', '.join(sizes)}{failed})"
 
 
+# Where one rank comes with other buffers than before, and the others do not, the mismatch shows this.
+_BUFFERS = (
+    "DistributedDataParallel's buffers, whose sizes have changed (where each rank has buffers of its own, such as a "
+    "table that grows with its longest sample, pass broadcast_buffers=False)"
+)
+
+
 class _BufferMail:
     """Memory through which the first rank's buffers reach the others. Collective to make.
 
@@ -281,7 +288,7 @@ class _BufferMail:
             offsets.append(total)
             num_bytes = buffer.numel() * buffer.element_size()
             total += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
-        source = engine.allocate(max(total, 1)).parts[0]
+        source = engine.allocate(max(total, 1), _BUFFERS).parts[0]
         self._views = [
             source[offset : offset + buffer.numel() * buffer.element_size()].view(buffer.dtype).view(buffer.shape)
             for offset, buffer in zip(offsets, buffers, strict=True)
