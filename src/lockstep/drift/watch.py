@@ -17,12 +17,8 @@ parameters at one of those points, somebody does average them, and the differenc
 
 [Note: beside an engine] A criterion with parameters of its own (a margin head, weights of several losses, a
 temperature) is easily left out of the model, and its optimizer steps are not quiet, because the model's engine
-communicates. So optimizers in programs with engines are suspected of what they step that no engine has: with a warning
-if they step an engine's parameters, too. Sharded parameters are those of others.
-
-[Note: short lives] Attacks on the inputs, inner loops of meta-learning and searches for latents make optimizers that
-step tensors of one batch and are gone with it; those differ between ranks on purpose. So beside an engine an optimizer
-of other tensors must have outlived two steps of the engine's optimizers before it is suspected, or have made very many.
+communicates. So optimizers in programs with engines are suspected of what they step that no engine has ([Note: short
+lives] in `record.py`): with a warning if they step an engine's parameters, too. Sharded parameters are those of others.
 
 [Note: uneven batches] Of a batch that the ranks do not divide, a rank may hold more samples than another, or a filler.
 Our engine weights them; torch's, FSDP, Horovod's optimizer and an all_reduce by hand count each rank alike. So a step
@@ -38,7 +34,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,6 +53,7 @@ from lockstep.comm.callsite import make_locator, site_text
 from lockstep.drift.comparison import compare, digest
 from lockstep.drift.engines import engines, engines_of, parameters_of
 from lockstep.drift.gradients import LoneGradients
+from lockstep.drift.record import LOADER, SAMPLER, Record, Splitter
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import open_groups, sequence_number_of
@@ -67,104 +64,12 @@ __all__ = ["describe_step", "watch_optimizers", "watch_samplers"]
 _logger = get_logger(__name__)
 
 _MAX_SUSPECTS = 4  # their parameters are kept alive
-_MAX_SYNCED = 16
-_ADVICE = "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop"
-_ADVICE_BESIDE = (
-    "Have the model that lockstep.DistributedDataParallel wraps hold them, and its forward() call what they belong to, "
-    "such as the criterion; or average their gradients before each step by dist.all_reduce"
-)
-_LOOKS = 3
-# See [Note: short lives].
-_ENGINE_STEPS_OUTLIVED = 2
-_VERY_MANY_STEPS = 500
-
-
-class _Splitter(NamedTuple):
-    """What gives ranks different data.
-
-    Attributes:
-        deed: what it does, as a sentence.
-        undo: what to write where ranks are to train models of their own.
-    """
-
-    deed: str
-    undo: str
-
-
-_LOADER = _Splitter(
-    "lockstep.DataLoader gives each rank its own part of every batch", "give each loader rank=0 and world_size=1"
-)
-_SAMPLER = _Splitter(
-    "torch's DistributedSampler gives each rank its own part of the data", "give each sampler num_replicas=1 and rank=0"
-)
-
-
-class _Record:
-    """What one optimizer did.
-
-    Attributes:
-        marker: how much this process had communicated at its last step.
-        version: of its first parameter then. Steps of subclasses call those of their parents, and both call the hooks.
-        parameters: those it steps, once it is suspected.
-        label: its class and the user's line.
-        synced: hashes of the parameters before steps that had a collective since the last one.
-        is_beside: it is suspected beside an engine; see [Note: beside an engine].
-        looks_left: steps after which it is looked for parameters that no engine has.
-        has_engine: an engine averages some of what it steps.
-        engine_steps: how many steps optimizers with engines had made before its first.
-        num_steps: its own.
-        was_quiet: one of them was; see [Note: quiet steps].
-        num_weighed: how often the script had asked how samples count, at its last step.
-        lone: looks whether its gradients are this rank's alone; None where they are an engine's, or in parts.
-        splitter: what gives ranks different data.
-    """
-
-    def __init__(self) -> None:
-        self.marker: object = None
-        self.version = -1
-        self.parameters: list[torch.Tensor] = []
-        self.label = ""
-        self.synced: deque[str] = deque(maxlen=_MAX_SYNCED)
-        self.is_beside = False
-        self.looks_left = _LOOKS
-        self.has_engine = False
-        self.engine_steps = _num_engine_steps
-        self.num_steps = 0
-        self.was_quiet = False
-        self.num_weighed = 0
-        self.lone: LoneGradients | None = None
-        self.splitter = _splitter
-
-    @property
-    def lives_long(self) -> bool:
-        """See [Note: short lives]."""
-        if self.has_engine or (_num_engine_steps == 0 and not engines()):
-            return True
-        outlived = _num_engine_steps - self.engine_steps
-        return outlived >= _ENGINE_STEPS_OUTLIVED or self.num_steps >= _VERY_MANY_STEPS
-
-    @property
-    def advice(self) -> str:
-        """What to write instead."""
-        return _ADVICE_BESIDE if self.is_beside else _ADVICE
-
-    @property
-    def undo(self) -> str:
-        """What to write where each rank is to train a model of its own."""
-        return self.splitter.undo
-
-    def stop(self) -> None:
-        """Watch no more of it than is needed at the end."""
-        if self.lone is not None:
-            self.lone.stop()
-
-
-_records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
-_suspects: deque[_Record] = deque(maxlen=_MAX_SUSPECTS)
+_records: WeakKeyDictionary[Optimizer, Record] = WeakKeyDictionary()
+_suspects: deque[Record] = deque(maxlen=_MAX_SUSPECTS)
 _num_engine_steps = 0  # of optimizers whose parameters an engine averages
 _is_installed = False
 _watched: weakref.ref[dist.ProcessGroup] | None = None  # the default group over which data is split
-_splitter = _LOADER
+_splitter = LOADER
 _searched: weakref.ref[dist.ProcessGroup] | None = None  # the default group beside which samplers were looked for
 _find_line = make_locator()
 
@@ -179,7 +84,7 @@ def watch_optimizers(world_size: int) -> None:
     group = dist.group.WORLD
     if world_size == 1 or group is None or group.size() != world_size or _is_watching():
         return
-    _watch(group, _LOADER)
+    _watch(group, LOADER)
 
 
 def watch_samplers() -> None:
@@ -192,7 +97,7 @@ def watch_samplers() -> None:
         check_at_shutdown(_compare_at_shutdown)
 
 
-def _watch(group: dist.ProcessGroup, splitter: _Splitter) -> None:
+def _watch(group: dist.ProcessGroup, splitter: Splitter) -> None:
     global _watched, _splitter
     _forget()  # what belongs to a world that was left by an error
     _watched, _splitter = weakref.ref(group), splitter
@@ -217,7 +122,7 @@ def _begins_to_watch() -> bool:
     # Not isinstance, which asks objects that import or compute something when they are asked.
     for each in gc.get_objects():
         if issubclass(type(each), DistributedSampler) and getattr(each, "num_replicas", None) == world_size:
-            _watch(group, _SAMPLER)
+            _watch(group, SAMPLER)
             return True
     return False
 
@@ -255,24 +160,23 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         _look_at_parameters(optimizer, record)
 
 
-def _count_step(record: _Record) -> None:
+def _count_step(record: Record) -> None:
     global _num_engine_steps
     record.num_steps += 1
     _num_engine_steps += record.has_engine
 
 
-def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> _Record:
-    record = _records[optimizer] = _Record()
-    if len(_records) == 1 and engines():
+def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> Record:
+    if not _records and engines():
         gc.collect()  # see [Note: engines that are gone] in `engines.py`
-    record.has_engine = bool(engines_of(optimizer))
+    record = _records[optimizer] = Record(_splitter, _num_engine_steps, has_engine=bool(engines_of(optimizer)))
     if not record.has_engine and not _is_sharded(first):
         record.lone = LoneGradients(first, _communication)
     return record
 
 
-def _look_at_parameters(optimizer: Optimizer, record: _Record) -> None:
-    if not record.lives_long:
+def _look_at_parameters(optimizer: Optimizer, record: Record) -> None:
+    if not record.lives_long(_num_engine_steps):
         return
     is_alone = record.lone is not None and record.lone.note_step()
     if (record.was_quiet or is_alone) and not engines_of(optimizer):
@@ -282,7 +186,7 @@ def _look_at_parameters(optimizer: Optimizer, record: _Record) -> None:
         _look_beside_engines(optimizer, record)
 
 
-def _suspect(optimizer: Optimizer, record: _Record) -> None:
+def _suspect(optimizer: Optimizer, record: Record) -> None:
     """See [Note: quiet steps]."""
     record.parameters = list(parameters_of(optimizer))
     record.label = describe_step(optimizer)
@@ -291,7 +195,7 @@ def _suspect(optimizer: Optimizer, record: _Record) -> None:
     _warn_of(record, optimizer)
 
 
-def _look_beside_engines(optimizer: Optimizer, record: _Record) -> None:
+def _look_beside_engines(optimizer: Optimizer, record: Record) -> None:
     """See [Note: beside an engine]."""
     if not _beside_engines(optimizer)[1]:
         return
@@ -333,7 +237,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return type(parameter) not in (torch.Tensor, torch.nn.Parameter)
 
 
-def _warn_of(record: _Record, optimizer: Optimizer) -> None:
+def _warn_of(record: Record, optimizer: Optimizer) -> None:
     if dist.get_rank() == 0:
         warn_once(
             _logger,

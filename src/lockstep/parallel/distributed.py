@@ -514,23 +514,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Whether a backward pass has left gradients to another one, and none have been averaged."""
         return bool(self._backward.awaited)
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward pass runs whose gradients this engine averages."""
-        return self._backward.is_under_way and self._backward.begun_task == current_graph_task_id()
-
-    def refuse_step_within(self, step: str) -> None:
-        """An optimizer steps while the backward pass runs, as by hooks of parameters. Local.
-
-        Raises:
-            ModelError: on several ranks: nothing is averaged yet.
-        """
-        if self._world_size > 1:
-            raise ModelError(
-                f"{step}: the optimizer steps within the backward pass, by this rank's own gradients: "
-                "DistributedDataParallel averages them at its end. Step after backward()"
-            )
-        self._backward.steps_within = True
+    def note_step_within(self) -> bool:
+        """An optimizer steps while a backward pass runs. Returns whether gradients were to be averaged first. Local."""
+        is_within = self._backward.is_under_way and self._backward.begun_task == current_graph_task_id()
+        if is_within and self._world_size == 1:
+            self._backward.steps_within = True
+        return is_within and self._world_size > 1
 
     def refuse_step(self, step: str) -> None:
         """An optimizer steps although gradients are awaited. Local.

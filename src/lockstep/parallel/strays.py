@@ -79,9 +79,12 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _refuse_within(optimizer: Optimizer) -> None:
-    for engine in engines_of(optimizer):
-        if engine.is_in_backward:
-            engine.refuse_step_within(describe_step(optimizer))
+    """Raise if this optimizer steps, as by hooks of parameters, what the backward pass that runs is to average."""
+    if any(engine.note_step_within() for engine in engines_of(optimizer)):
+        raise ModelError(
+            f"{describe_step(optimizer)}: the optimizer steps within the backward pass, by this rank's own gradients: "
+            "DistributedDataParallel averages them at its end. Step after backward()"
+        )
 
 
 def _is_suspicious(optimizer: Optimizer) -> bool:
