@@ -142,8 +142,9 @@ class Update:
         """Gradients are asked for next: let them be those of the mean over all ranks, and unscaled."""
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """The parameters whose gradients `step` goes by."""
-        return [parameter for parameter in module.parameters() if parameter.grad is not None]
+        """The parameters whose gradients `step` goes by: of the module, those that the optimizer steps."""
+        stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return [each for each in module.parameters() if each.grad is not None and id(each) in stepped]
 
     def step(self) -> None:
         """Change the parameters."""
@@ -453,6 +454,7 @@ class Trainer:
         window = ledger.window_samples
         if not window:
             self.optimizer.zero_grad()
+            self.model.zero_grad()  # also what it does not step
         loss = self.loss_fn(self.model, data)
         ledger.add(loss, share)
         # As a part of a full window of micro-batches as large as its first; exactly 1 without accumulation.

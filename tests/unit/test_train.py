@@ -142,6 +142,22 @@ def test_clipping_sees_the_gradient_of_the_whole_window() -> None:
     assert seen.losses != pytest.approx(reference_losses(3, 6), rel=1e-3)
 
 
+def test_clipping_goes_by_what_is_stepped() -> None:
+    """A part of the model, as where a head is trained: gradients of the rest are in no norm, and do not pile up."""
+
+    def losses(clip_norm: float, freeze: bool) -> list[float]:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.Linear(4, 1)).double()
+        net[0].requires_grad_(not freeze)
+        model, seen = lockstep.DistributedDataParallel(net), Collector()
+        optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+        loader = lockstep.DataLoader(dataset(), batch_size=4, seed=5)
+        Trainer(model, optimizer, loader, mean_loss, clip_norm=clip_norm, callbacks=[seen]).fit(2)
+        return seen.losses
+
+    assert losses(0.3, freeze=False) == losses(0.3, freeze=True) != losses(10, freeze=True)
+
+
 def test_drop_last_ends_the_epoch_with_a_full_window() -> None:
     seen = train_collecting(2, 3, accumulate=3, drop_last=True)
     assert [one.samples for one in seen.steps] == [9, 9]
