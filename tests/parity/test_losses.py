@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from lockstep.metrics import Mean, synchronize
+from lockstep import batch
+from lockstep.metrics import Accuracy, Mean, synchronize
 from lockstep.parallel import loss_kinds
 from lockstep.testing import limit_s, run_ranks
 
@@ -129,6 +131,77 @@ def terms_with_divisors_of_their_own(site: Site) -> None:
     steps(site, loss_of)
 
 
+def statistics_with_a_graph(site: Site) -> None:
+    """A spread of the scores: each rank makes something else of the mean, and another gradient comes back to it."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        scores = model(x).mean(1)
+        center = site.mean(scores[:, 0].sum(), len(x))
+        return site.mean((scores[:, 0] - center).square().sum(), len(x)) + (scores[:, 1] * center).mean()
+
+    steps(site, loss_of)
+    site.values.clear()  # the last term's mean is this rank's
+
+
+def a_temperature(site: Site) -> None:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        scores, labels = model(x)[:, 1], y[:, 1].clamp(min=0)
+        center = site.mean(scores.sum(), scores.numel())
+        spread = site.mean((scores - center).square().sum(), scores.numel()).sqrt()
+        return cross_entropy(scores / spread, labels)
+
+    steps(site, loss_of)
+    site.values.clear()
+
+
+class Tagger(nn.Module):
+    """Returns its loss, as models of Hugging Face do."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.net, self.site = make_model(), site
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.site.mean(sum_of_words(self.net(x), y), (y != IGNORED).sum())
+
+
+def a_loss_within_the_model(site: Site) -> None:
+    model = site.wrap(Tagger(site))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for x, y in site.loader(22, 6):
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        site.values.append(loss.item())
+        optimizer.step()
+
+
+def totals_of_which_some_have_no_graph(site: Site) -> None:
+    """A rank without a word makes a total of nothing."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits, has_words = model(x), bool((y != IGNORED).any())
+        total = sum_of_words(logits, y) if has_words else torch.zeros((), dtype=torch.float64)
+        loss = site.mean(total, (y != IGNORED).sum())
+        return loss + 0.0 * logits.sum() if has_words else loss.detach() * 0 + loss + 0.0 * logits.sum()
+
+    steps(site, loss_of, 24, 4)
+
+
+def through_a_gradient(site: Site) -> None:
+    """A penalty on the gradient of a mean, which each rank goes on computing with."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        scores = model(x).mean(1)[:, 0]
+        center = site.mean(scores.sum(), len(x))
+        (slope,) = torch.autograd.grad(site.mean((scores - center).square().sum(), len(x)), x, create_graph=True)
+        share = 1 if site.alone else dist.get_world_size()
+        return site.mean((slope / share).square().sum(), len(x))
+
+    steps(site, loss_of, 18, 6)
+
+
 def accumulated(site: Site) -> None:
     """Each micro-batch by its own count; the last window and its last batch are smaller."""
     model = site.wrap(make_model())
@@ -167,12 +240,66 @@ def accumulated_without_averaging(site: Site) -> None:
 def measured(site: Site) -> None:
     """Evaluation and metrics by words."""
     model = site.wrap(make_model())
-    metric = Mean()
+    metrics = Mean(), Mean()
     with torch.no_grad():
         for x, y in site.loader(23, 8, evaluation=True):
-            count = int((y != IGNORED).sum())
-            metric.update(sum_of_words(model(x), y) / max(count, 1), weight=count)
-    site.values.append(metric.compute() if site.alone else synchronize(metric)[0])
+            count = (y != IGNORED).sum()
+            logits = model(x).flatten(0, 1)
+            for weight, metric in zip((int(count), count), metrics, strict=True):
+                metric.update(cross_entropy(logits, y.flatten(), ignore_index=IGNORED), weight=weight)
+    site.values += [metric.compute() for metric in metrics] if site.alone else synchronize(*metrics)
+
+
+def measured_by_words(site: Site) -> None:
+    """Words are laid in a row, of fillers too."""
+    model = site.wrap(make_model())
+    accuracy, loss = Accuracy(), Mean()
+    for x, y in site.loader(22, 6):
+        logits = model(x).flatten(0, 1)
+        accuracy.update(logits, y.flatten())
+        loss.update(cross_entropy(logits, y.flatten().clamp(min=0), reduction="none"))
+    site.values += [accuracy.compute(), loss.compute()] if site.alone else synchronize(accuracy, loss)
+
+
+class Perplexity(Mean):
+    def update(self, logits: Tensor, labels: Tensor) -> None:  # type: ignore[override]
+        super().update(cross_entropy(logits, labels))
+
+    def from_sums(self, sums: Sequence[float]) -> float:
+        return math.exp(super().from_sums(sums))
+
+
+def measured_by_a_metric_of_another(site: Site) -> None:
+    """The loss that the parent's update gets does not tell which batch it is of; the labels do."""
+    perplexity = Perplexity()
+    site.model = model = make_model()
+    with torch.no_grad():
+        for x, y in site.loader(23, 6, evaluation=True):
+            perplexity.update(model(x)[:, 0], y[:, 0].clamp_(min=0))
+    site.values.append(perplexity.compute() if site.alone else synchronize(perplexity)[0])
+
+
+def evaluated_within_the_loop(site: Site) -> None:
+    """An evaluation behind the last batch, which is a filler on some ranks; and totals behind the loop."""
+    model = site.wrap(make_model())
+    seen = torch.zeros((), dtype=torch.float64)
+    total = count = 0
+    loader = site.loader(22, 6)
+    for number, (x, _) in enumerate(loader):
+        if site.alone or not lockstep.is_filler(x):
+            total, count = total + float(x.sum()), count + len(x)
+        if number + 1 == len(loader):
+            model.eval()
+            inner = torch.zeros((), dtype=torch.float64)
+            rows = [torch.empty(0, dtype=torch.float64)]
+            with torch.no_grad():
+                for other, _ in site.loader(23, 6, evaluation=True):
+                    inner += model(other).sum()
+                    rows.append(other.sum((1, 2)))
+            seen = site.mean(inner, sum(map(len, rows)))
+            everybodys = torch.cat(rows) if site.alone else lockstep.all_gather(torch.cat(rows))
+            site.values += [len(everybodys), everybodys.sum().item()]
+    site.values += [seen.item(), site.mean(torch.tensor(total, dtype=torch.float64), count).item()]
 
 
 LOSSES = {
@@ -184,9 +311,15 @@ LOSSES = {
         a_masked_mean,
         a_sum,
         terms_with_divisors_of_their_own,
+        statistics_with_a_graph,
+        a_temperature,
+        a_loss_within_the_model,
         accumulated,
         accumulated_without_averaging,
         measured,
+        measured_by_words,
+        measured_by_a_metric_of_another,
+        evaluated_within_the_loop,
     )
 }
 
@@ -207,6 +340,20 @@ def differences() -> dict[str, float]:
 def test_losses_are_those_of_one_process(world_size: int) -> None:
     for found in run_ranks(differences, world_size, timeout=limit_s(120)):
         assert {name: what for name, what in found.items() if not what <= TOLERANCE} == {}
+
+
+def in_a_fresh_process(program: Callable[[Site], None]) -> float:
+    batch.reset()  # else sizes of earlier loaders make ranks ask each other what a forward pass holds
+    alone, ranks = Site(alone=True), Site(alone=False)
+    for site in (alone, ranks):
+        program(site)
+    return (ranks.result() - alone.result()).abs().max().item()
+
+
+@pytest.mark.parametrize("program", [totals_of_which_some_have_no_graph, through_a_gradient])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_further_losses(program: Callable[[Site], None], world_size: int) -> None:
+    assert max(run_ranks(in_a_fresh_process, world_size, program)) <= TOLERANCE
 
 
 # ---- what each rank computes over the data of all --------------------------------------------------
@@ -237,6 +384,35 @@ def contrast_over_all_ranks() -> float:
                 site.values.clear()
             worst = max(worst, (ranks.result() - alone.result()).abs().max().item())
     return worst
+
+
+def match_pairs() -> float:
+    """Each row against all: its own place among them is the answer; labels of all ranks tell who belongs together."""
+    worst = 0.0
+    for count, batch_size in ((23, 6), (7, 3), (24, 6)):
+        alone, ranks = Site(alone=True), Site(alone=False)
+        for site in (alone, ranks):
+            rank = 0 if site.alone else dist.get_rank()
+            gather = (lambda rows: rows) if site.alone else lockstep.all_gather
+
+            def loss_of(model: nn.Module, x: Tensor, y: Tensor, gather: Any = gather, rank: int = rank) -> Tensor:
+                own, classes = model(x).mean(1), y[:, 0].clamp(min=0) % 2
+                everybodys, labels = gather(own), gather(classes)
+                owners = gather(torch.full((len(own),), rank))
+                place = ((owners < rank).sum() + torch.arange(len(own))).clamp(max=len(owners) - 1)
+                scores = own @ everybodys.t()
+                alike = (classes[:, None] == labels).double()
+                return cross_entropy(scores, place) - (alike * scores.log_softmax(1)).sum(1).mean()
+
+            steps(site, loss_of, count, batch_size)
+            site.values.clear()
+        worst = max(worst, (ranks.result() - alone.result()).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_labels_and_places_of_gathered_rows(world_size: int) -> None:
+    assert max(run_ranks(match_pairs, world_size)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

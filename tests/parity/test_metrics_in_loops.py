@@ -138,6 +138,27 @@ def test_a_scalar_behind_a_look_ahead_needs_its_weight(world_size: int) -> None:
     assert world_size > 1 or isinstance(outcome, InputError)
 
 
+def two_batches_in_a_step(with_weights: bool) -> float:
+    """The loss of the first batch is measured when the second has gone through the engine."""
+    values, engine = Values(), lockstep.DistributedDataParallel(make_model())
+    pairs = zip(lockstep.DataLoader(dataset(), 6), lockstep.DataLoader(dataset(16), 4), strict=True)
+    for (x, y), (u, _) in pairs:
+        loss = nn.functional.cross_entropy(engine(x), y)
+        (loss + engine(u).square().mean()).backward()
+        values.loss.update(loss.item(), **({"weight": len(y)} if with_weights else {}))
+    return abs(synchronize(values.loss)[0] - expected(engine.module)[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_number_of_one_of_two_batches_needs_its_weight(world_size: int) -> None:
+    assert max(run_ranks(two_batches_in_a_step, world_size, True)) <= TOLERANCE
+    outcomes = run_ranks(two_batches_in_a_step, world_size, False, expect_errors=True)
+    assert all(isinstance(outcome, lockstep.LockstepError) for outcome in outcomes), outcomes
+    told = [str(outcome) for outcome in outcomes if isinstance(outcome, InputError)]  # who holds as many of both cannot
+    assert told
+    assert all("Mean.update(loss, weight=len(labels))" in text for text in told)
+
+
 def evaluate_by_torch() -> list[float]:
     """torch's loader gives every rank all data, while the training loader's last batch is a filler on some."""
     model, found = make_model(), []

@@ -32,8 +32,10 @@ from lockstep.batch.hand import (
     held,
     hold,
     in_hand,
+    latest_forward,
     latest_iteration,
     note_forward,
+    of_a_value,
 )
 from lockstep.batch.plans import Division, LoaderToken, divisions, must_ask, register
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
@@ -58,6 +60,7 @@ __all__ = [
     "in_hand",
     "is_filler",
     "is_marked",
+    "latest_forward",
     "latest_iteration",
     "mark",
     "marks_tell_shares",
@@ -66,6 +69,7 @@ __all__ = [
     "note_forward",
     "note_weighed",
     "num_weighed",
+    "of_a_value",
     "purge",
     "register",
     "reset",

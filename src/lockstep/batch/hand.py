@@ -5,7 +5,12 @@ at. It takes the batch of the engine's forward pass, if there was one since the 
 yielded last, unless the loop may be working on another: an earlier batch of the same iteration is still in memory, two
 iterations take turns, or the number of updates is not that of the batches. Then there are several candidates, and who
 cannot do without an answer asks the user. A loop that fetches ahead works on its last batches when the iteration is
-over: fewer updates have come by then than there were batches.
+over: fewer updates have come by then than there were batches. Where several forward passes have come since the loader
+yielded last, on batches of which this rank holds different numbers of samples, all of them are candidates.
+
+[Note: values without a metric] `lockstep.mean` and the like are handed values without a graph, once for each batch or
+once for all, and keep no count of updates. So behind an iteration such a value is of everything, unless about as many
+were asked for as there were batches. And behind an evaluation inside of a training loop it is of the evaluation.
 """
 
 from __future__ import annotations
@@ -30,12 +35,16 @@ __all__ = [
     "held",
     "hold",
     "in_hand",
+    "latest_forward",
     "latest_iteration",
     "note_forward",
+    "of_a_value",
     "reset",
 ]
 
 _counter = itertools.count(1)
+# A loop does not fetch more batches ahead; see [Note: values without a metric].
+_MOST_AHEAD = 4
 # Earlier batches of one iteration that may still be in memory; a loop that keeps more than that keeps all.
 _MAX_KEPT = 256
 _FEW_TAGS = 16
@@ -50,6 +59,7 @@ class Iteration:
     Attributes:
         num_batches: yielded so far.
         latest: the share of the batch yielded last; None before the first.
+        num_values: how often it was asked for the batch of a value (`of_a_value`).
     """
 
     # Those that have yielded and are not over; the one that yielded last is at the end.
@@ -58,7 +68,9 @@ class Iteration:
 
     def __init__(self) -> None:
         self.num_batches = 0
+        self.num_values = 0
         self.latest: BatchShare | None = None
+        self._ended = 0
         self._began = next(_counter)
         self._yielded = self._began
         self._storages: list[StorageWeakRef] = []  # of the batch yielded last
@@ -96,7 +108,7 @@ class Iteration:
             Iteration._open.remove(self)
             Iteration._closed = self
             self.latest = None if self.latest is None else self.latest.remembered()
-            _note_event()
+            self._ended = _note_event()
         self._kept.clear()
         self._all.clear()
 
@@ -123,18 +135,22 @@ def _in_memory(storages: list[StorageWeakRef]) -> bool:
 
 
 class _Local(threading.local):
+    depth = 0  # of forward passes of engines that are under way
     held: BatchShare | None = None  # by the user's word
     active: BatchShare | None = None  # of the forward pass under way
 
 
 _local = _Local()
 _forward: tuple[int, BatchShare | None] = (0, None)  # when the last forward pass of an engine was, and of which batch
+# Of the forward passes since the last event, by number of samples: the latest is the last.
+_forwards: dict[int, BatchShare] = {}
 _last_event = 0  # when an iteration yielded or was over
 
 
 def _note_event() -> int:
     global _last_event
     _last_event = next(_counter)
+    _forwards.clear()
     return _last_event
 
 
@@ -165,10 +181,12 @@ class _Active:
     @left_out(with_what_it_calls=True)
     def __enter__(self) -> None:
         self._before, _local.active = _local.active, self._share
+        _local.depth += 1
 
     @left_out(with_what_it_calls=True)
     def __exit__(self, *_: object) -> None:
         _local.active = self._before
+        _local.depth -= 1
 
 
 @left_out(with_what_it_calls=True)
@@ -190,7 +208,18 @@ def active_share(in_backward: bool) -> BatchShare | None:
 def note_forward(share: BatchShare | None) -> None:
     """An engine begins a forward pass on that share; None where it cannot tell. Local."""
     global _forward
-    _forward = (next(_counter), None if share is None else share.remembered())
+    share = None if share is None else share.remembered()
+    _forward = (next(_counter), share)
+    if share is not None:
+        _forwards.pop(share.local_samples, None)
+        _forwards[share.local_samples] = share
+
+
+def latest_forward() -> BatchShare | None:
+    """The share of the engine's forward passes since a loader yielded last; None if several, or within one. Local."""
+    if _local.depth or _forward[0] < _last_event or len(_forwards) != 1:
+        return None
+    return next(iter(_forwards.values()))
 
 
 def current() -> BatchShare | None:
@@ -204,6 +233,7 @@ def reset() -> None:
     Iteration._open.clear()
     Iteration._closed = None
     _forward = (0, None)
+    _forwards.clear()
 
 
 def latest_iteration() -> Iteration | None:
@@ -230,11 +260,28 @@ def in_hand(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
     """
     if _local.held is not None:
         return [_local.held]
-    when, share = _forward
-    if when > _last_event and share is not None:
-        return [share]
+    if _forward[0] > _last_event and _forward[1] is not None:
+        return list(reversed(_forwards.values()))
     if not Iteration._open:
         return _left_over(num_updates)
     iteration = Iteration._open[-1]
     found = iteration.candidates(num_updates(iteration))
     return list({each.local_samples: each for each in reversed(found)}.values())[::-1]
+
+
+def of_a_value() -> list[BatchShare]:
+    """The same for a value that a function is handed, without a graph. See [Note: values without a metric]."""
+    iteration = Iteration._open[-1] if Iteration._open else None
+    closed = Iteration._closed
+    if iteration is not None and closed is not None and closed._ended > iteration._yielded and _local.held is None:
+        return []
+    found = in_hand(_num_values)
+    if iteration is not None:
+        iteration.num_values += 1
+    return found
+
+
+def _num_values(iteration: Iteration) -> int:
+    if iteration in Iteration._open:
+        return iteration.num_batches - 1  # one for each batch, or several
+    return iteration.num_values if iteration.num_batches - iteration.num_values <= _MOST_AHEAD else 0

@@ -33,7 +33,7 @@ from lockstep.launch.reaper import Reaper, sweep
 
 __all__ = ["Attempt", "AttemptPhase"]
 
-# [Note: one wish, two signals] Seconds after an interrupt; fingers are not as fast as the second.
+# Seconds after an interrupt, see the note; fingers are not as fast as the second.
 _SAME_WISH_S = 1.0
 _SAME_CTRL_C_S = 0.05
 # How long to wait for processes to go after a SIGKILL before giving up on them (uninterruptible sleep).
@@ -157,7 +157,7 @@ class Attempt:
     def interrupt(self, number: int) -> None:
         """Ask all ranks to end by this signal; a second call, or one while they are being stopped, kills them.
 
-        But see [Note: one wish, two signals].
+        One wish may come as two signals; see the note.
         """
         if self._is_same_wish(number):
             return

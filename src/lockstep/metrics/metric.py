@@ -106,7 +106,7 @@ class Metric(ABC):
         fillers = [share for share in found if share.local_samples == 0]
         if not fillers:
             return False
-        if self._asked.rows is not None and fillers[0].rows:
+        if not self._asked.is_told and self._asked.rows is not None and fillers[0].rows:
             # Other data in between, of another loader, has another size; and so has a full batch's share.
             return self._asked.rows == fillers[0].rows
         if len(fillers) == len(found):
@@ -178,17 +178,25 @@ class _Asked:
     """What a metric knows of the batch while `update` runs.
 
     Attributes:
+        is_asked: `update` runs.
         rows: first size of the first argument that is a tensor with dimensions; None without one.
     """
 
     def __init__(self) -> None:
+        self.is_asked = False
         self.rows: int | None = None
         self._shares: list[BatchShare] = []  # that the arguments tell
         self._iteration: weakref.ref[batch.Iteration] | None = None
         self._num_updates = 0  # in that iteration, before this one
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the arguments tell which batch it is; the loop need not be asked."""
+        return bool(self._shares)
+
     def begin(self, arguments: Any) -> None:
         """Note that `update` is called with these arguments."""
+        self.is_asked = True
         tensors = tensors_in(arguments)
         self.rows = next((tensor.size(0) for tensor in tensors if tensor.dim() > 0), None)
         tags = [tag for tag in map(batch.find_tag, tensors) if tag is not None]
@@ -200,6 +208,7 @@ class _Asked:
 
     def end(self) -> None:
         """Note that `update` has returned."""
+        self.is_asked = False
         self._shares = []
         iteration = batch.latest_iteration()
         if iteration is None:
@@ -223,12 +232,22 @@ class _Asked:
 
 
 def _knowing_the_batch(update: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `update`: while it runs, the metric knows what its arguments tell of the batch."""
+    """Wrap `update`: while it runs, the metric knows what its arguments tell of the batch.
+
+    It may call that of its parent class, whose arguments, such as a loss, tell less.
+    """
 
     @functools.wraps(update)
     def wrapper(self: Metric, *args: Any, **kwargs: Any) -> None:
+        if self._asked.is_asked:
+            update(self, *args, **kwargs)
+            return
         self._asked.begin((args, kwargs))
-        update(self, *args, **kwargs)
+        try:
+            update(self, *args, **kwargs)
+        except BaseException:
+            self._asked.is_asked = False
+            raise
         self._asked.end()
 
     return wrapper

@@ -57,7 +57,8 @@ class Mean(Metric):
             share = self.share_in_hand() if values.dim() == 0 else None
             weight = 1 if share is None else share.local_samples
         if not isinstance(weight, Tensor):
-            self.accumulate(values.sum() * weight, values.numel() * weight)
+            # Not multiplied by zero: the mean over nothing is nan.
+            self.accumulate(values.sum() * weight if weight else 0.0, values.numel() * weight)
             return
         weights = _as_values("Mean.update", weight).to(values.device)
         try:
@@ -67,7 +68,7 @@ class Mean(Metric):
                 f"Mean.update: weight of shape {list(weight.shape)} does not broadcast to value of shape "
                 f"{list(values.shape)}: pass one weight, or one per value"
             ) from None
-        self.accumulate((values * weights).sum(), weights.sum())
+        self.accumulate(torch.where(weights == 0, 0, values * weights).sum(), weights.sum())
 
     def from_sums(self, sums: Sequence[float]) -> float:
         total, weight = sums

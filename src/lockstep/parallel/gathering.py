@@ -29,25 +29,31 @@ def all_gather(features: Tensor, process_group: dist.ProcessGroup | None = None)
     mean over this rank's rows against all: both give one process's gradients, also when ranks hold different numbers
     of samples. A filler's rows are left out.
 
+    Labels, indices and masks are gathered as they are. Which rows are this rank's says a gathered column of ranks::
+
+        owners = lockstep.all_gather(torch.full((len(x),), rank))
+        own = (owners < rank).sum() + torch.arange(len(x))
+        own = own.clamp(max=len(owners) - 1)                    # a filler has none, and does not count
+
     Collective: every rank calls it, and its backward pass, at the same places.
 
     Args:
-        features: [rows, …], floating; the number of rows may differ between ranks, the rest not.
+        features: [rows, …], floating, integer or bool; the number of rows may differ between ranks, the rest not.
         process_group: whose rows; default the group of the engine that `features` come from, else the default group.
 
     Returns:
         [rows of all ranks, …]; the same values on every rank.
 
     Raises:
-        InputTypeError: no floating tensor with rows.
+        InputTypeError: no tensor with rows, or complex numbers.
         InputError: `features` come from forward passes in which this rank holds different shares.
 
         >>> all_gather(torch.ones(2, 3)).shape
         torch.Size([2, 3])
     """
-    if not isinstance(features, Tensor) or features.dim() < 1 or not features.is_floating_point():
+    if not isinstance(features, Tensor) or features.dim() < 1 or features.is_complex():
         kind = f"{features.dtype}{list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
-        raise InputTypeError(f"all_gather: expected a floating tensor with rows, got {kind}")
+        raise InputTypeError(f"all_gather: expected a tensor of real numbers with rows, got {kind}")
     origin = find_origin("all_gather", features, process_group)
     return cast(Tensor, _AllGather.apply(features, origin))  # type: ignore[no-untyped-call]
 
@@ -76,6 +82,8 @@ class _AllGather(torch.autograd.Function):
         gathered = torch.cat([part[:size] for part, size in zip(parts, rows, strict=True)])
         if not len(gathered):
             raise InputError("all_gather: no rank has a row")
+        if not features.is_floating_point():
+            ctx.mark_non_differentiable(gathered)
         return gathered
 
     @staticmethod

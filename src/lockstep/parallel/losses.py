@@ -23,7 +23,13 @@ window, add that up first; leave fillers out of it (`lockstep.is_filler`)::
 [Note: divisors] An engine multiplies gradients by a rank's weight w = n_r·W/n and takes the mean over its W ranks. A
 loss that is the sum of l_r over ranks, divided by d, has the gradient sum(l_r')/d; so l_r' is multiplied by W/(d·w)
 here. The engine's forward passes that a loss comes from, and so w and W, are found in its graph
-(`lockstep/batch/graph.py`). Where there is none, as with torch's engine, w is 1 and W the size of the default group.
+(`lockstep/batch/graph.py`). Where there is none, as with torch's engine or inside of a `forward()`, w is 1 and W the
+size of the default group.
+
+[Note: what becomes of the value] Every rank holds the value, and may go on computing with it: a mean that is taken off
+each sample, a loss that a model returns and its engine weights. The gradient that comes back to it is this rank's g_r
+then, and that of one process the mean over ranks of w·g_r, by which l_r' is multiplied. It is asked for in the backward
+pass, by an all_reduce of two numbers. So where one rank's total has a graph, the value has one on every rank.
 """
 
 from __future__ import annotations
@@ -49,7 +55,8 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     For a loss that is divided by something else than the number of samples: valid tokens (`ignore_index`, padding),
     the weights of classes, pixels under a mask, boxes. A rank may have none: a total of 0 and a count of 0.
 
-    Collective: one all_reduce of two numbers; every rank calls it, at the same places.
+    Collective: one all_reduce of three numbers, and of two in the backward pass; every rank calls it, and its backward
+    pass, at the same places.
 
     Args:
         total: 0-dim; the sum over this rank's items, with a graph while training.
@@ -86,13 +93,14 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     if value.dim() != 0:
         raise InputTypeError(f"mean: count is a tensor of shape {list(value.shape)}; give one number: count.sum()")
     sums = origin.add_up(total, value, has_none)
-    return _Rescale.of(total, sums[0] / sums[1], origin.factor / sums[1], origin.is_filler or value)
+    total = _with_graph(total, sums[2])
+    return _Rescale.of(total, sums[0] / sums[1], origin, origin.factor / sums[1], origin.is_filler or value)
 
 
 def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of `total` over all ranks, for a loss with `reduction="sum"`, or for a count.
 
-    Collective: one all_reduce; every rank calls it, at the same places.
+    Collective, as `mean`.
 
     Args:
         total: 0-dim, floating; the sum over this rank's samples, with a graph while training. Under a filler that does
@@ -111,7 +119,7 @@ def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor
     _check_scalar("sum", total)
     origin = find_origin("sum", total, process_group, asks_the_loop=False)
     sums = origin.add_up(total, torch.ones((), device=total.device))
-    return _Rescale.of(total, sums[0], origin.factor, origin.is_filler)
+    return _Rescale.of(_with_graph(total, sums[2]), sums[0], origin, origin.factor, origin.is_filler)
 
 
 def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -144,7 +152,7 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
             "global_loss: this rank holds a filler, which repeats a sample of another rank, and was counted with the "
             "others. Pass drop_last=True to the DataLoader, or leave fillers out of the count (lockstep.is_filler)"
         )
-    return _Rescale.of(loss, loss.detach(), origin.factor / origin.world_size, False)
+    return _Rescale.of(loss, loss.detach(), None, origin.factor / origin.world_size, False)
 
 
 # What names of graph nodes of torch's differentiable collectives contain.
@@ -175,19 +183,40 @@ class Origin:
     @property
     def factor(self) -> float:
         """For the gradient of a term of which one process would take the sum; see [Note: divisors]."""
-        return 0.0 if self.is_filler else self.world_size / self.weight
+        return 0.0 if self.is_filler or not self.weight else self.world_size / self.weight
 
     def add_up(self, total: Tensor, count: Tensor, has_none: bool = False) -> Tensor:
-        """The sums over ranks of both, float64 [2]; `has_none`: the count is known to be 0. Collective."""
-        device = total.device if self.group is None else collective_device(self.group, total.device)
-        own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
+        """The sums over ranks of both, and how many totals have a graph, float64 [3]. Collective.
+
+        Args:
+            total: of this rank.
+            count: of this rank.
+            has_none: the count is known to be 0.
+        """
+        device = self._device(total)
+        both = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
         if self.is_filler or has_none:
-            own.zero_()
+            both.zero_()
         elif not count.is_cuda and count == 0:
-            own.zero_()  # 0/0, and whatever else a rank without items has computed
+            both.zero_()  # 0/0, and whatever else a rank without items has computed
+        has_graph = torch.is_grad_enabled() and total.requires_grad
+        own = torch.cat([both, torch.full((1,), float(has_graph), dtype=torch.float64, device=device)])
         if self.world_size > 1:
             dist.all_reduce(own, group=self.group)
         return own
+
+    def mean_over_ranks(self, gradient: Tensor) -> Tensor:
+        """The mean of what comes back on each rank, weighted. Collective. See [Note: what becomes of the value]."""
+        if self.world_size == 1:
+            return gradient
+        own = gradient.detach().to(self._device(gradient), torch.float64)
+        # Not multiplied by zero: what a filler sample gives may be infinite.
+        own = torch.stack([own, torch.ones_like(own)]) * self.weight if self.weight else own.new_zeros(2)
+        dist.all_reduce(own, group=self.group)
+        return (own[0] / own[1]).to(gradient.device, gradient.dtype)
+
+    def _device(self, tensor: Tensor) -> torch.device:
+        return tensor.device if self.group is None else collective_device(self.group, tensor.device)
 
 
 def _check_scalar(name: str, loss: object) -> None:
@@ -211,7 +240,10 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
     forwards = cast("list[ForwardPass]", batch.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        return Origin(group, 1.0, asks_the_loop and _is_filler_in_hand(name))
+        is_filler = asks_the_loop and _is_filler(name, loss)
+        share = None if loss.requires_grad else batch.latest_forward()  # the others' totals may come from it
+        is_known = share is not None and group is not None and share.world_size == group.size()
+        return Origin(group, share.weight if is_known and share else 1.0, is_filler)
     for forward in forwards:
         forward.settle()
     first = forwards[0]
@@ -224,37 +256,70 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
     return Origin(process_group or first.group, first.feed.weight, first.is_filler)
 
 
-def _is_filler_in_hand(name: str) -> bool:
-    """Without a forward pass of an engine of ours the loop tells; see [Note: in hand] in `lockstep/batch/hand.py`."""
-    found = batch.in_hand(lambda iteration: iteration.num_batches - 1)
+def _is_filler(name: str, loss: Tensor) -> bool:
+    """Whether a tensor counts nothing that comes from no forward pass of ours. Local."""
+    tag = batch.find_tag(loss)
+    share = tag.share if tag is not None else batch.active_share(in_backward=False)
+    if share is not None:
+        return share.local_samples == 0
+    found = batch.of_a_value()
     fillers = [share for share in found if share.local_samples == 0]
     if fillers and len(fillers) < len(found):
         raise InputError(
-            f"{name}: cannot tell whether the batch in hand is a filler, which must not count: the loop fetches "
-            "batches ahead. Wrap the model in lockstep.DistributedDataParallel, or pass drop_last=True"
+            f"{name}: cannot tell whether this is of a filler, which must not count: the loop fetches batches ahead, "
+            "or has several loaders at work. Hand it a tensor with a graph from lockstep.DistributedDataParallel, or "
+            "pass drop_last=True"
         )
     return bool(fillers)
 
 
-class _Rescale(torch.autograd.Function):
-    """Another value, and the gradient times a factor."""
+def _with_graph(total: Tensor, num_graphs: Tensor) -> Tensor:
+    """A total that takes part in the backward pass if that of any rank does."""
+    if total.requires_grad or not torch.is_grad_enabled() or not num_graphs.item():
+        return total
+    return total.detach().requires_grad_()
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """Of a gradient. Where that has a graph of its own (create_graph=True), it goes back in the same way."""
 
     @staticmethod
-    def of(loss: Tensor, value: Tensor, factor: float | Tensor, is_void: bool | Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, origin: Origin) -> Tensor:
+        ctx.origin = origin
+        return origin.mean_over_ranks(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _MeanOverRanks.apply(gradient, ctx.origin), None  # type: ignore[no-untyped-call]
+
+
+class _Rescale(torch.autograd.Function):
+    """Another value, and the gradient, of all ranks if they share the value, times a factor."""
+
+    @staticmethod
+    def of(
+        loss: Tensor, value: Tensor, origin: Origin | None, factor: float | Tensor, is_void: bool | Tensor
+    ) -> Tensor:
         """`is_void`: true, or a count of 0, for a loss without gradient, whatever its value is."""
         is_void = is_void if isinstance(is_void, bool) else is_void == 0
         value = value.to(loss.device, loss.dtype)
-        return cast(Tensor, _Rescale.apply(loss, value, factor, is_void))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Rescale.apply(loss, value, origin, factor, is_void))  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor, factor: float | Tensor, is_void: bool | Tensor) -> Tensor:
-        ctx.factor, ctx.is_void = factor, is_void
+    def forward(
+        ctx: Any, loss: Tensor, value: Tensor, origin: Origin | None, factor: float | Tensor, is_void: bool | Tensor
+    ) -> Tensor:
+        ctx.origin, ctx.factor, ctx.is_void = origin, factor, is_void
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.origin is not None:
+            gradient = _MeanOverRanks.apply(gradient, ctx.origin)  # type: ignore[no-untyped-call]
         factor = ctx.factor.to(gradient.device) if isinstance(ctx.factor, Tensor) else ctx.factor
         scaled = gradient * factor
         if isinstance(ctx.is_void, Tensor):  # where only the device knows
-            return torch.where(ctx.is_void.to(gradient.device), 0.0, scaled).to(gradient.dtype), None, None, None
-        return (torch.zeros_like(gradient) if ctx.is_void else scaled.to(gradient.dtype)), None, None, None
+            scaled = torch.where(ctx.is_void.to(gradient.device), 0.0, scaled)
+        elif ctx.is_void:
+            scaled = torch.zeros_like(gradient)
+        return scaled.to(gradient.dtype), None, None, None, None
