@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 import lockstep
 from failing import Caught, attempt, expect, group_works, is_dead, kill_self, pids_of_ranks, ranks_named, wait_until
+from lockstep.comm.work import PendingWork
 from lockstep.errors import CollectiveAborted, CollectiveMismatch, RankLost
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
@@ -142,6 +145,36 @@ def call_from_callbacks() -> list[float]:
 
 def test_callbacks_may_call() -> None:
     assert run_ranks(call_from_callbacks, 2) == [[12.0, 12.0]] * 2
+
+
+def wait_in_a_callback_for_the_next_but_one() -> list[float]:
+    """The callback runs in the thread that has yet to run the calls which it waits for."""
+    gate = threading.Event()
+    engine: Any = dist.group.WORLD.engine  # type: ignore[union-attr]
+    engine._runner.submit(PendingWork(lambda: expect_set(gate), [], lambda: "the gate"))
+    tensors = [torch.tensor([dist.get_rank() + 1.0]) for _ in range(4)]
+    first, *others = (dist.all_reduce(tensor, async_op=True) for tensor in tensors)
+    assert first is not None
+
+    def wait_for_another(_: object) -> float:
+        another = others[1]
+        assert another is not None
+        assert another.wait(timedelta(seconds=limit_s(20)))
+        dist.all_reduce(tensors[1])
+        return tensors[2].item()
+
+    future = first.get_future().then(wait_for_another)
+    gate.set()
+    return [future.wait(), *(tensor.item() for work, tensor in zip(others, tensors[1:], strict=True) if work.wait())]
+
+
+def expect_set(gate: threading.Event) -> None:
+    assert gate.wait(limit_s(20))
+
+
+def test_callbacks_may_wait_for_calls_behind_their_own() -> None:
+    outcomes = run_ranks(wait_in_a_callback_for_the_next_but_one, 2)
+    assert outcomes == [[3.0, 6.0, 3.0, 3.0]] * 2
 
 
 # ---- sub-groups ------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -141,6 +143,8 @@ class PendingWork(_TorchWork):
     def _await(self, timeout_s: float | None) -> bool:
         """Whether it has finished by then. Without a limit, the runner knows that the main thread waits for it."""
         runner = self._runner
+        if runner is not None and runner.is_current_thread:
+            return runner.run_until(self, timeout_s)
         if runner is None or timeout_s is not None or threading.current_thread() is not threading.main_thread():
             return self._finished.wait(timeout_s)
         runner.is_awaited_by_main = True
@@ -252,9 +256,33 @@ class Runner:
             work = self._queue.get()
             if work is None:
                 return
-            work.run()
-            with self._lock:
-                self.unfinished -= 1
+            self._run(work)
+
+    def _run(self, work: PendingWork) -> None:
+        work.run()
+        with self._lock:
+            self.unfinished -= 1
+
+    def run_until(self, awaited: PendingWork, timeout_s: float | None) -> bool:
+        """Run what is queued, in order, until `awaited` has finished. In this runner's thread, by a callback.
+
+        A callback has the thread that would run the calls which it waits for.
+
+        Args:
+            awaited: a call that was submitted to this runner.
+            timeout_s: seconds after which no further call is begun; None for no limit.
+
+        Returns:
+            Whether it has finished.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not awaited.is_completed() and time.monotonic() < deadline:
+            work = self._queue.get()
+            if work is None:  # `close` cancels what was queued.
+                self._queue.put(None)
+                return awaited._finished.wait(timeout_s)
+            self._run(work)
+        return awaited.is_completed()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what is queued, let the running call end, stop the thread."""
