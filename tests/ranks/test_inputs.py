@@ -156,6 +156,14 @@ def zeros(*numels: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor
     return [torch.zeros(numel, dtype=dtype) for numel in numels]
 
 
+# Such a call would take no step: nobody would have compared it when a rank is two calls further.
+NONE_AT_ALL: dict[str, Call] = {
+    "all_reduce": lambda: dist.all_reduce_coalesced([]),
+    "broadcast": lambda: group().broadcast([], dist.BroadcastOptions()),
+    "all_gather": lambda: dist.all_gather_coalesced([[], []], []),
+    "reduce_scatter": lambda: group().reduce_scatter_tensor_coalesced([], []),
+}
+
 # Every rank is root where there is one, and so raises by itself.
 LISTS: dict[str, tuple[Call, type[Exception], str]] = {
     "all_gather, long": (
@@ -208,6 +216,10 @@ LISTS: dict[str, tuple[Call, type[Exception], str]] = {
         InputError,
         "reduce_scatter: got 1 outputs for 2 inputs; one for each",
     ),
+    **{
+        f"{verb}, none": (call, InputError, f"{verb}: got an empty list of tensors; give it one or more")
+        for verb, call in NONE_AT_ALL.items()
+    },
     "all_gather, own output": (
         lambda: dist.all_gather(zeros(3, 3), torch.zeros(2)),
         InputError,

@@ -26,7 +26,7 @@ from lockstep.comm.group_setup import NewGroup
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
 from lockstep.comm.symmetric_regions import SymmetricRegions
-from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_tensor
+from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_some, check_tensor
 from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
@@ -180,6 +180,7 @@ class Engine:
                 self._all_reduce_one(tensor, kernel, timeout_s)
 
         else:
+            check_some("all_reduce", tensors)
             kernels = [find_kernel(op, check_output(tensor, "all_reduce").dtype) for tensor in tensors]
             offsets = [self._symmetric.offset_of(tensor) for tensor in tensors] if self._symmetric.starts else ()
             key = ("all_reduce", op_name(op), *offsets, *((tensor.dtype, tensor.shape) for tensor in tensors))
@@ -240,6 +241,7 @@ class Engine:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Copy the root's tensors to all ranks. Collective."""
+        check_some("broadcast", tensors)
         for tensor in tensors:
             check_output(tensor, "broadcast")
 
@@ -271,6 +273,7 @@ class Engine:
         The outputs may differ in size from rank to rank, as long as all ranks say the same.
         """
         check_pairs("all_gather", outputs, inputs)
+        check_some("all_gather", inputs)
         for row, tensor in zip(outputs, inputs, strict=True):
             check_tensor(tensor, "all_gather")
             check_row("all_gather", row, tensor, self.team.world_size, check=check_output)
@@ -370,6 +373,7 @@ class Engine:
         """Reduce `inputs[i][rank]` of all ranks into each rank's `outputs[i]`. Collective."""
         kernels = []
         check_pairs("reduce_scatter", outputs, inputs)
+        check_some("reduce_scatter", outputs)
         for tensor, row in zip(outputs, inputs, strict=True):
             check_output(tensor, "reduce_scatter")
             check_row("reduce_scatter", row, tensor, self.team.world_size)

@@ -12,7 +12,7 @@ from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.torch_private.tensors import may_overlap
 
-__all__ = ["FlatTensor", "check_exchange", "check_output", "check_pairs", "check_row", "check_tensor"]
+__all__ = ["FlatTensor", "check_exchange", "check_output", "check_pairs", "check_row", "check_some", "check_tensor"]
 
 _STRIDED = torch.strided
 
@@ -102,6 +102,16 @@ def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[obje
     """
     if len(outputs) != len(inputs):
         raise InputError(f"{operation}: got {len(outputs)} outputs for {len(inputs)} inputs; one for each")
+
+
+def check_some(operation: str, tensors: Sequence[object]) -> None:
+    """Check that a call is given tensors at all: one of none would move nothing and so not meet its peers.
+
+    Raises:
+        InputError: an empty list, which torch refuses for its own groups, too.
+    """
+    if not tensors:
+        raise InputError(f"{operation}: got an empty list of tensors; give it one or more, the same number on all ranks")
 
 
 def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch.Tensor) -> None:
