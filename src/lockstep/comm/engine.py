@@ -26,7 +26,15 @@ from lockstep.comm.group_setup import NewGroup
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
 from lockstep.comm.symmetric_regions import SymmetricRegions
-from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_some, check_tensor
+from lockstep.comm.tensors import (
+    FlatTensor,
+    check_exchange,
+    check_output,
+    check_pairs,
+    check_row,
+    check_some,
+    check_tensor,
+)
 from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (

@@ -44,6 +44,7 @@ _THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # a wait that took that long wakes it aft
 _TRY_AGAIN_S = 0.002
 _THREAD_LOOKS_EVERY_S = 0.5  # a deadline may begin while it sleeps: that of a future
 _CLOSE_PATIENCE_S = 1.0
+_MAPPED_WITHIN_S = 1.0  # by then a rank whose memory cannot be mapped is known to be gone, if it is
 _LABEL_CACHE_ENTRIES = 1024
 _NUM_HINTS = 3
 
@@ -306,14 +307,18 @@ class PointToPoint:
             self._mailbox.progress()
         except BaseException as error:
             # Some record may be half read: no way to go on.
-            name = self._recorder.name(self._team.rank)
-            broken = CollectiveAborted(
-                f"{name} {describe_exception(error)}, while it moved messages of {self._recorder.group_name}",
-                (self._recorder.global_rank(self._team.rank),),
-            )
-            self._recorder.break_with(broken)
+            self._break(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _break(self, error: BaseException) -> None:
+        """Break the group because this rank cannot move its messages."""
+        name = self._recorder.name(self._team.rank)
+        broken = CollectiveAborted(
+            f"{name} {describe_exception(error)}, while it moved messages of {self._recorder.group_name}",
+            (self._recorder.global_rank(self._team.rank),),
+        )
+        self._recorder.break_with(broken)
 
     def _take_finished(self) -> list[MessageWork]:
         """The handles of operations that have finished. Under the lock."""
@@ -349,6 +354,7 @@ class PointToPoint:
             self._progress()
             finished = self._take_finished()
             now = time.monotonic()
+            self._break_if_unmapped(now)
             for operation, work in list(self._works.items()):
                 failure = self._failure_of(work, gone, now)
                 if failure is not None or self._recorder.broken is not None:
@@ -360,6 +366,12 @@ class PointToPoint:
         for work, failure in failed:
             self._end(work, self._recorder.repeat() if failure is None else self._explain(work, failure))
         return True
+
+    def _break_if_unmapped(self, now: float) -> None:
+        """Break the group if the memory of a rank that is there cannot be mapped. Under the lock."""
+        for rank, (since, error) in self._mailbox.unmapped.items():
+            if now - since >= _MAPPED_WITHIN_S and not self._gone([rank]):
+                self._break(error)
 
     def _look_and_plan(self, began: float, now: float, timeout_s: float) -> float:
         """Look at the peers; returns the monotonic time of the next look."""

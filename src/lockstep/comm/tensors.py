@@ -111,7 +111,9 @@ def check_some(operation: str, tensors: Sequence[object]) -> None:
         InputError: an empty list, which torch refuses for its own groups, too.
     """
     if not tensors:
-        raise InputError(f"{operation}: got an empty list of tensors; give it one or more, the same number on all ranks")
+        raise InputError(
+            f"{operation}: got an empty list of tensors; give it one or more, the same number on all ranks"
+        )
 
 
 def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch.Tensor) -> None:
