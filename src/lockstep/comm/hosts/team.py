@@ -116,6 +116,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         gloo: moves large data between hosts.
         wire: the wire format of float sums between hosts.
         timeout_s: how long `close` waits for peers that have not read yet what they were sent.
+        global_ranks: global rank of each rank of the group.
 
     Attributes:
         layout: which ranks share a host.
@@ -141,6 +142,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         gloo: GlooTransport,
         wire: Wire,
         timeout_s: float,
+        global_ranks: Sequence[int],
     ) -> None:
         identities = [member.identity for member in layout.members]
         here = layout.local_ranks(rank)
@@ -155,7 +157,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.gloo = gloo.connections
         self._gloo = gloo
         self._timeout_s = timeout_s
-        self.first_ranks = FirstRanks(rank, layout, links)
+        self.first_ranks = FirstRanks(rank, layout, links, global_ranks)
         self._is_in_sum = False  # of the first ranks
         self._watchdog = Watchdog(self._poll_and_look, self._abort_transfers)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
