@@ -39,6 +39,7 @@ from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
     CollectiveError,
+    CollectiveTimeout,
     InputError,
     NotInitialized,
     SharedMemoryError,
@@ -91,7 +92,7 @@ class Engine:
         self.locate = make_locator()
         self._algorithms = algorithms
         self._make_mailbox = make_mailbox
-        self._runner = Runner("lockstep-collectives")
+        self._runner = Runner("lockstep-collectives", lambda: self.timeout_s, self._give_up_callback)
         self._p2p: PointToPoint | None = None  # from the first send or receive on
         self._p2p_lock = threading.Lock()
         self._turn = threading.Lock()
@@ -143,7 +144,7 @@ class Engine:
             # A callback of a finished call makes this one, and may wait for it in this very thread. Run at once, it
             # also has the same position in the order of calls on all ranks, if the callback was added before another
             # call.
-            work.run()
+            self._runner.run_now(work)
         else:
             self._runner.submit(work)
         if not is_async:
@@ -167,6 +168,18 @@ class Engine:
                 raise
             finally:
                 clock.add(perf_counter() - start)
+
+    def _give_up_callback(self, call: str, waited_s: float) -> CollectiveError:
+        """The error for calls that a callback has held up for so long; breaks the group."""
+        recorder, rank = self.recorder, self.team.rank
+        return recorder.break_with(
+            CollectiveTimeout(
+                f"{call} of {recorder.group_name} has not begun on {recorder.name(rank)}: for {waited_s:g} s a "
+                "callback of an earlier call has had the thread that is to run it. In a callback, wait for a call by "
+                "wait() of its handle; that of a future does not let the call run",
+                (recorder.global_rank(rank),),
+            )
+        )
 
     # ---- collectives ---------------------------------------------------------------------------
 
