@@ -83,7 +83,8 @@ class _LocalTeam(SharedMemoryTeam):
         """Make sure that slots for an operation on `num_bytes` exist. Collective on first use of large ones.
 
         Raises:
-            SetupError: there is no memory for them, on every rank of this host. The engine tells the others.
+            SetupError: there is no memory for them, on every rank of this host, or on this rank alone, where it had
+                some before. The engine tells the others.
             PeerFailure: a rank did not come to their first use.
         """
         try:
@@ -321,12 +322,15 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
         Raises:
             SharedMemoryError: on every rank, if a host could not make them.
+            SetupError: this rank cannot have the memory again that its slots had given back. The others do not know.
             PeerFailure: a rank did not come.
         """
         slot_bytes, problem = 0, None
         try:
             slot_bytes = self.local.prepare(_LARGE_BYTES, timeout_s)
         except SetupError as error:
+            if self.chunk_bytes:
+                raise
             problem = SharedMemoryError(str(error))
         if not self.chunk_bytes:
             found = self._gather_numbers(slot_bytes, timeout_s)
