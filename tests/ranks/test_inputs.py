@@ -302,6 +302,33 @@ def test_lists_of_wrong_lengths_sizes_and_types() -> None:
         assert works
 
 
+# ---- roots -----------------------------------------------------------------------------------------
+
+
+def give_roots() -> tuple[dict[str, BaseException | None], list[float], bool]:
+    tensor = torch.full((2,), 7.0)
+    calls: dict[str, Call] = {}
+    for root in (-1, WORLD_SIZE):
+        calls |= {
+            f"broadcast {root}": lambda root=root: dist.broadcast(tensor, root),
+            f"reduce {root}": lambda root=root: dist.reduce(tensor, root),
+            f"gather {root}": lambda root=root: dist.gather(tensor, None, root),
+            f"scatter {root}": lambda root=root: dist.scatter(tensor, None, root),
+        }
+    return collect(calls), tensor.tolist(), group_works()
+
+
+def test_roots_that_the_group_does_not_have() -> None:
+    """-1 was nobody: a broadcast from it wrote what the slots held, without a word."""
+    for errors, values, works in run_ranks(give_roots, WORLD_SIZE):
+        for name, error in errors.items():
+            verb, root = name.split()
+            assert type(error) is InputError, (name, error)
+            assert str(error).startswith(f"{verb}: there is no rank {root} in the default group, which has 2 ranks")
+        assert values == [7.0, 7.0]
+        assert works
+
+
 # ---- reduce operations -----------------------------------------------------------------------------
 
 OPS: list[tuple[ReduceOp.RedOpType, torch.dtype, str]] = [

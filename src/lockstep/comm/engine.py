@@ -31,6 +31,7 @@ from lockstep.comm.tensors import (
     check_exchange,
     check_output,
     check_pairs,
+    check_root,
     check_row,
     check_some,
     check_tensor,
@@ -243,6 +244,7 @@ class Engine:
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce into the root's `tensor`. Collective."""
+        check_root("reduce", root, self.recorder)
         kernel = find_kernel(op, check_output(tensor, "reduce").dtype)
 
         def body(timeout_s: float) -> None:
@@ -263,6 +265,7 @@ class Engine:
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Copy the root's tensors to all ranks. Collective."""
         check_some("broadcast", tensors)
+        check_root("broadcast", root, self.recorder)
         for tensor in tensors:
             check_output(tensor, "broadcast")
 
@@ -334,6 +337,7 @@ class Engine:
     ) -> Work:
         """Copy each rank's `tensor` into `outputs[rank]` of the root. Collective."""
         check_tensor(tensor, "gather")
+        check_root("gather", root, self.recorder)
         if outputs is not None:
             check_row("gather", outputs, tensor, self.team.world_size, check=check_output, same_numel=True)
 
@@ -364,6 +368,7 @@ class Engine:
     ) -> Work:
         """Copy `inputs[rank]` of the root into each rank's `tensor`. Collective."""
         check_output(tensor, "scatter")
+        check_root("scatter", root, self.recorder)
         if inputs is not None:
             check_row("scatter", inputs, tensor, self.team.world_size, same_numel=True)
 
