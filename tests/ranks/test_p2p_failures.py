@@ -357,6 +357,11 @@ def call_wrongly() -> bool:
         dist.irecv(zeros(), 0, tag="x")
     with pytest.raises(InputError, match="there is no rank 5 in the default group, which has 1 ranks"):
         dist.group.WORLD.send([zeros()], 5, 0)
+    # Ranks that are counted wrong, as by rank - 1: not those of a receive from any.
+    with pytest.raises(InputError, match="send: there is no rank -1 in the default group"):
+        dist.isend(zeros(), -1)
+    with pytest.raises(InputError, match="recv: there is no rank -1 in the default group"):
+        dist.irecv(zeros(), -1)
     with pytest.raises(InputTypeError, match=r"send takes dense tensors, got layout torch.sparse_coo"):
         dist.isend(torch.eye(2).to_sparse(), 0)
     with pytest.raises(InputError, match="the lockstep group moves tensors of the CPU and of CUDA, got one on meta"):

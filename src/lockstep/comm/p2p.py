@@ -112,8 +112,8 @@ class PointToPoint:
             InputError, InputTypeError: not a dense tensor; no such rank or tag.
         """
         check_output(tensor, "recv")
+        self._check_address("recv", peer, tag)
         source = ANY_SOURCE if peer is None else peer
-        self._check_address("recv", source, tag)
         item = FlatTensor(tensor, is_read=False)
         label = self._label(tensor, call_site())
         with self._lock:
@@ -127,14 +127,14 @@ class PointToPoint:
         self._advance(blocking=True)  # The message may be there, and nobody rings for it again.
         return work
 
-    def _check_address(self, name: str, peer: int, tag: int) -> None:
+    def _check_address(self, name: str, peer: int | None, tag: int) -> None:
         if self._recorder.broken is not None:
             raise self._recorder.repeat()
         if not isinstance(tag, int):
             raise InputTypeError(f"{name}: the tag is {tag!r}; give an integer")
         if not 0 <= tag < 1 << 63:
             raise InputError(f"{name}: the tag is {tag}; give an integer from 0 on")
-        if peer != ANY_SOURCE and not 0 <= peer < self._team.world_size:
+        if peer is not None and not 0 <= peer < self._team.world_size:
             raise InputError(
                 f"{name}: there is no rank {peer} in {self._recorder.group_name}, which has "
                 f"{self._team.world_size} ranks"
