@@ -52,6 +52,20 @@ def test_only_the_rank_that_is_missing_is_missed_and_only_in_its_group(hosts: Cl
     assert (kind, culprits) == ("CollectiveTimeout", (2,)), said
 
 
+def test_a_rank_that_dies_while_first_ranks_connect_is_lost_to_all(hosts: Cluster) -> None:
+    """One rank of its host waits in the sum, for the one that connects; the group breaks for both."""
+    ranks = hosts.run(programs.dies_while_first_ranks_connect, (1, 2, 1), [1, 2, 3])
+    assert ranks[0] == []
+    assert isinstance(ranks[3], RankDied)
+    for found in ranks[1:3]:
+        assert isinstance(found, list), found
+        (kind, first, _, culprits), (again_kind, again, _, again_culprits) = found
+        assert (kind, culprits) == (again_kind, again_culprits) == ("RankLost", (3,)), first
+        assert "died" in first
+        assert "while the group was being made" not in first
+        assert "broke earlier on this rank" in again
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_all_learn_that_a_host_has_no_memory(hosts: Cluster, host: int) -> None:
     """The other hosts waited until the deadline."""

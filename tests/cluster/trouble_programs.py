@@ -171,6 +171,20 @@ def no_memory_for_slots(host: int, ranks_per_host: int) -> dict[str, Any]:
         return {**found, "afterwards": value[-1].item()}
 
 
+def dies_while_first_ranks_connect(members: list[int]) -> list[Outcome]:
+    """The last rank of a group dies in its first large sum, when it has told the others where it listens."""
+    with world(timeout=limit_s(TIMEOUT_S)) as opened:
+        group = dist.new_group(members)
+        if opened.rank not in members:  # the one with the store
+            default_store().wait([f"seen {rank}" for rank in members[:-1]])
+            return []
+        dies = mock.patch.multiple(LinkStore, get=_die, wait=_die)
+        with dies if opened.rank == members[-1] else contextlib.nullcontext():
+            found = [raised_by(lambda: dist.all_reduce(torch.ones(1 << 20), group=group)) for _ in range(2)]
+        default_store().set(f"seen {opened.rank}", "so")
+        return found
+
+
 # ---- groups ------------------------------------------------------------------------------------------
 
 

@@ -568,7 +568,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
         ),
         "reached": Parser(as_json(_read_reached), [b'{"1": [0, 1], "2": []}'], (RendezvousError,)),
         "member": Parser(
-            text_of(_Member.decode), [_Member(0, 2, own_identity()).encode().encode()], (RendezvousError,)
+            text_of(_Member.decode), [_Member(0, 2, "boot", own_identity()).encode().encode()], (RendezvousError,)
         ),
         "drift": Parser(
             text_of(comparison._read_summaries),

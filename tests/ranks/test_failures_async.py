@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch.distributed as dist
 
 import lockstep
 from failing import Caught, attempt, expect, group_works, is_dead, kill_self, pids_of_ranks, ranks_named, wait_until
-from lockstep.errors import CollectiveAborted, CollectiveMismatch, RankLost
+from lockstep.comm.work import PendingWork
+from lockstep.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, RankLost
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 HERE = Path(__file__).name
@@ -142,6 +145,61 @@ def call_from_callbacks() -> list[float]:
 
 def test_callbacks_may_call() -> None:
     assert run_ranks(call_from_callbacks, 2) == [[12.0, 12.0]] * 2
+
+
+def behind_a_gate(count: int) -> tuple[threading.Event, list[torch.Tensor], list[dist.Work]]:
+    """Sums that begin when the gate opens, so that callbacks added before run in the thread of the group."""
+    gate = threading.Event()
+    engine: Any = dist.group.WORLD.engine  # type: ignore[union-attr]
+    engine._runner.submit(PendingWork(lambda: expect_set(gate), [], lambda: "the gate"))
+    tensors = [torch.tensor([dist.get_rank() + 1.0]) for _ in range(count)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    return gate, tensors, [work for work in works if work is not None]
+
+
+def expect_set(gate: threading.Event) -> None:
+    assert gate.wait(limit_s(20))
+
+
+def wait_in_a_callback_for_the_next_but_one(way: str) -> list[float]:
+    """The callback runs in the thread that has yet to run the calls which it waits for."""
+    gate, tensors, works = behind_a_gate(4)
+
+    def wait_for_another(_: object) -> float:
+        if way == "future":
+            works[2].get_future().wait()
+        else:
+            assert works[2].wait(timedelta(seconds=limit_s(20)))
+        dist.all_reduce(tensors[1])
+        return tensors[2].item()
+
+    future = works[0].get_future().then(wait_for_another)
+    gate.set()
+    return [future.wait(), *(tensor.item() for work, tensor in zip(works, tensors, strict=True) if work.wait())]
+
+
+@pytest.mark.parametrize("way", ["handle", "future"])
+def test_callbacks_may_wait_for_calls_behind_their_own(way: str) -> None:
+    assert run_ranks(wait_in_a_callback_for_the_next_but_one, 2, way) == [[3.0, 3.0, 6.0, 3.0, 3.0]] * 2
+
+
+def wait_in_a_callback_for_an_older_future() -> tuple[str, list[Caught]]:
+    """Nothing tells the group's thread that it waits for what it has yet to run."""
+    gate, _, works = behind_a_gate(3)
+    last = works[2].get_future()
+    future = works[0].get_future().then(lambda _: last.wait())
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.3))  # type: ignore[union-attr]
+    gate.set()
+    found = attempt(future.wait)
+    return str(found.error), [attempt(works[1].wait), attempt(works[2].wait), attempt(dist.barrier)]
+
+
+def test_a_callback_that_waits_for_an_older_future_has_a_deadline() -> None:
+    for rank, (of_future, caught) in enumerate(run_ranks(wait_in_a_callback_for_an_older_future, 2)):
+        text = "for 0.3 s a callback of an earlier call has had the thread that is to run it"
+        assert text in of_future
+        for one in caught:
+            expect(one, CollectiveTimeout, (rank,), "all_reduce(float32[1], SUM) of the default group", text)
 
 
 # ---- sub-groups ------------------------------------------------------------------------------------

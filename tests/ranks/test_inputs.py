@@ -156,6 +156,14 @@ def zeros(*numels: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor
     return [torch.zeros(numel, dtype=dtype) for numel in numels]
 
 
+# Such a call would take no step: nobody would have compared it when a rank is two calls further.
+NONE_AT_ALL: dict[str, Call] = {
+    "all_reduce": lambda: dist.all_reduce_coalesced([]),
+    "broadcast": lambda: group().broadcast([], dist.BroadcastOptions()),
+    "all_gather": lambda: dist.all_gather_coalesced([[], []], []),
+    "reduce_scatter": lambda: group().reduce_scatter_tensor_coalesced([], []),
+}
+
 # Every rank is root where there is one, and so raises by itself.
 LISTS: dict[str, tuple[Call, type[Exception], str]] = {
     "all_gather, long": (
@@ -208,6 +216,10 @@ LISTS: dict[str, tuple[Call, type[Exception], str]] = {
         InputError,
         "reduce_scatter: got 1 outputs for 2 inputs; one for each",
     ),
+    **{
+        f"{verb}, none": (call, InputError, f"{verb}: got an empty list of tensors; give it one or more")
+        for verb, call in NONE_AT_ALL.items()
+    },
     "all_gather, own output": (
         lambda: dist.all_gather(zeros(3, 3), torch.zeros(2)),
         InputError,
@@ -287,6 +299,33 @@ def test_lists_of_wrong_lengths_sizes_and_types() -> None:
             error = errors[name]
             assert type(error) is kind, (name, error)
             assert text in str(error), (name, str(error))
+        assert works
+
+
+# ---- roots -----------------------------------------------------------------------------------------
+
+
+def give_roots() -> tuple[dict[str, BaseException | None], list[float], bool]:
+    tensor = torch.full((2,), 7.0)
+    calls: dict[str, Call] = {}
+    for root in (-1, WORLD_SIZE):
+        calls |= {
+            f"broadcast {root}": lambda root=root: dist.broadcast(tensor, root),
+            f"reduce {root}": lambda root=root: dist.reduce(tensor, root),
+            f"gather {root}": lambda root=root: dist.gather(tensor, None, root),
+            f"scatter {root}": lambda root=root: dist.scatter(tensor, None, root),
+        }
+    return collect(calls), tensor.tolist(), group_works()
+
+
+def test_roots_that_the_group_does_not_have() -> None:
+    """-1 was nobody: a broadcast from it wrote what the slots held, without a word."""
+    for errors, values, works in run_ranks(give_roots, WORLD_SIZE):
+        for name, error in errors.items():
+            verb, root = name.split()
+            assert type(error) is InputError, (name, error)
+            assert str(error).startswith(f"{verb}: there is no rank {root} in the default group, which has 2 ranks")
+        assert values == [7.0, 7.0]
         assert works
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import CollectiveMismatch, SharedMemoryError
+from failing import Caught, attempt, expect
+from lockstep.errors import CollectiveAborted, CollectiveMismatch, RankLost, SetupError, SharedMemoryError
 from lockstep.shm import large_slots
 from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.large_slots import LargeSlots
@@ -104,6 +105,33 @@ def use_together(rounds: int) -> int:
 
 def test_nothing_is_lost_where_groups_work_at_once() -> None:
     assert run_ranks(use_together, 2, 20) == [0, 0]
+
+
+def memory_is_not_had_again() -> list[Caught]:
+    """Rank 1 gave the memory of its slots back, and something else has taken it."""
+    group: Any = dist.new_group()
+    assert right_sum(group, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(group.engine.team._large, "_has_memory", False)
+            patch.setattr(large_slots, "populate", refuse)
+        first = attempt(lambda: right_sum(group, 1.0))
+    return [first, attempt(lambda: dist.barrier(group))]
+
+
+def refuse(_: torch.Tensor) -> None:
+    raise SharedMemoryError("no memory is left")
+
+
+def test_a_rank_that_cannot_have_its_memory_again_is_named() -> None:
+    """The others waited for it, and took its next call for damaged memory."""
+    for rank, (first, second) in enumerate(run_ranks(memory_is_not_had_again, 3)):
+        if rank == 1:
+            assert type(first.error) is SetupError
+            assert str(first.error) == "no memory is left"
+        else:
+            expect(first, RankLost, (1,), "rank 1 (", "SetupError: no memory is left")
+        expect(second, CollectiveAborted if rank == 1 else RankLost, (1,), "SetupError: no memory is left")
 
 
 segments: dict[LargeSlots, Segment] = {}  # the control segments of those that a test has

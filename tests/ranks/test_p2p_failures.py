@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from lockstep.errors import (
     InputError,
     InputTypeError,
     RankLost,
+    SharedMemoryError,
 )
+from lockstep.shm import mailbox
 from lockstep.shm.mailbox import Mailbox
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
@@ -146,6 +149,47 @@ def test_sender_dies_in_the_middle() -> None:
     call = f"recv(float32[{5 * LARGE}], src=1, tag=0) of the default group"
     expect(receiver, RankLost, (1,), "rank 1 (", "died: its process is gone", call, HERE)
     expect(bystander, RankLost, (1,), "rank 1 (")
+
+
+def die_before_it_is_read(source: int | None) -> list[Caught]:
+    """Rank 0 announces a large message and is killed; rank 1 comes for it later, and rank 2 waits for rank 1."""
+    pids = pids_of_ranks()
+    if dist.get_rank() == 0:
+        dist.isend(zeros(LARGE), 1)
+        kill_self()
+    if dist.get_rank() == 2:
+        return [attempt(lambda: dist.recv(zeros(), 1)), attempt(dist.barrier)]
+    wait_until(lambda: is_dead(pids[0]), "the death of rank 0")
+    return [attempt(lambda: dist.recv(zeros(LARGE), source)), attempt(dist.barrier)]
+
+
+@pytest.mark.parametrize("source", [0, None])
+def test_sender_dies_before_its_large_message_is_read(source: int | None) -> None:
+    """Its memory is gone with it, which is no fault of the rank that reads."""
+    _, receiver, bystander = run_ranks(die_before_it_is_read, 3, source, expect_errors=True)
+    for caught in (*receiver, *bystander):
+        expect(caught, RankLost, (0,), "rank 0 (", "died: its process is gone")
+
+
+def announce_what_cannot_be_mapped() -> Caught:
+    """The sender is alive, and goes on to wait for the receiver."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.isend(zeros(LARGE), 1)
+        return attempt(lambda: dist.recv(zeros(), 1))
+
+    def refuse(_: str) -> None:
+        raise SharedMemoryError(errno.EACCES, "cannot open the shared memory of process 1")
+
+    mailbox.PoolView = refuse
+    return attempt(lambda: dist.recv(zeros(LARGE), 0))
+
+
+def test_memory_of_a_living_sender_cannot_be_mapped() -> None:
+    sender, receiver = run_ranks(announce_what_cannot_be_mapped, 2)
+    text = "raised SharedMemoryError: cannot open the shared memory of process 1"
+    expect(receiver, CollectiveAborted, (1,), "rank 1 (", text, within_s=3.0)
+    expect(sender, RankLost, (1,), "rank 1 (", text, within_s=3.0)
 
 
 def fail_in_a_chain() -> Caught:
@@ -313,6 +357,11 @@ def call_wrongly() -> bool:
         dist.irecv(zeros(), 0, tag="x")
     with pytest.raises(InputError, match="there is no rank 5 in the default group, which has 1 ranks"):
         dist.group.WORLD.send([zeros()], 5, 0)
+    # Ranks that are counted wrong, as by rank - 1: not those of a receive from any.
+    with pytest.raises(InputError, match="send: there is no rank -1 in the default group"):
+        dist.isend(zeros(), -1)
+    with pytest.raises(InputError, match="recv: there is no rank -1 in the default group"):
+        dist.irecv(zeros(), -1)
     with pytest.raises(InputTypeError, match=r"send takes dense tensors, got layout torch.sparse_coo"):
         dist.isend(torch.eye(2).to_sparse(), 0)
     with pytest.raises(InputError, match="the lockstep group moves tensors of the CPU and of CUDA, got one on meta"):

@@ -126,7 +126,14 @@ class Told:
         pass
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", '{"handle": 5}', json.dumps({"error": "x"}), "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("not json", "[]", '{"handle": 5}', json.dumps({"error": "x"}), "[" * 100_000),
+        json.dumps({"error": "x", "published_at_s": 1}),
+        json.dumps({"error": "x", "published_at_s": 1, "boot_id": "b"}),
+    ],
+)
 def test_garbage_in_the_store_is_named(text: str) -> None:
     with pytest.raises(RendezvousError, match="rank 1 found something else in the store than rank 0 writes there"):
         SharedMemoryTeam.connect(Bootstrap(Told(text), 1, (0, 1), 20.0))

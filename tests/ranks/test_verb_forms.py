@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lockstep
 from failing import group_works
 from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.testing import run_ranks
@@ -213,6 +214,25 @@ def multiply_first() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_multiply_first(world_size: int) -> None:
     run_ranks(multiply_first, world_size)
+
+
+def multiply_what_does_not_match(odd: int) -> None:
+    """The tensor of a call that does not match keeps its values, so that the call can be made again."""
+    op = dist._make_nccl_premul_sum(0.5)
+    world_size = dist.get_world_size()
+    for numel in (9, 400_000):  # of small slots, and of large ones
+        for tensor in (torch.ones(numel), lockstep.symmetric_empty(numel).fill_(1.0)):
+            with pytest.raises(CollectiveMismatch):
+                dist.all_reduce(tensor[: numel - 1] if dist.get_rank() == odd else tensor, op)
+            assert tensor.eq(1.0).all()
+            dist.all_reduce(tensor, op)
+            assert tensor.eq(world_size / 2).all()
+    assert group_works()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_multiplying_what_does_not_match(world_size: int) -> None:
+    run_ranks(multiply_what_does_not_match, world_size, 1)
 
 
 # ---- several in one call --------------------------------------------------------------------------------------------

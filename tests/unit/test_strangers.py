@@ -24,7 +24,7 @@ from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.peer_listener import PeerListener
-from lockstep.comm.mpi.group import _Member
+from lockstep.comm.mpi.group import _local_peers, _Member
 from lockstep.drift import comparison
 from lockstep.errors import LaunchError, RendezvousError, SetupError
 from lockstep.launch.hosts.clients import _address, connected_to
@@ -294,13 +294,23 @@ def test_summary_that_no_rank_makes_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", "3", "[0, 1, 2, 3, 4, 5]", '["0", 1, 2, 3, "host", 5]', '[7, 2, 2, 3, "h", 5]']
+    "text",
+    [
+        *("[]", "{}", "3", "[0, 1, 2, 3, 4, 5]", "[0, 1, 2, 3, 4, 5, 6]"),
+        *('["0", 1, "boot", 2, 3, "host", 5]', '[7, 2, "boot", 2, 3, "h", 5]', '[0, 2, 1, 2, 3, "h", 5]'),
+    ],
 )
 def test_member_of_an_mpi_group_is_checked(text: str) -> None:
     with pytest.raises(RendezvousError, match="says of itself what no rank says"):
         _Member.decode(text)
-    member = _Member(1, 2, own_identity())
+    member = _Member(1, 2, "boot", own_identity())
     assert _Member.decode(member.encode()) == member
+
+
+def test_ranks_of_mpi_watch_no_process_of_a_host_with_the_same_name() -> None:
+    """It was said to have died: its pid is none on this host."""
+    members = [_Member(rank, 4, boot, own_identity()) for rank, boot in enumerate(("a", "b", "b", "a"))]
+    assert [_local_peers(members, rank) for rank in range(4)] == [[3], [2], [1], [0]]
 
 
 def test_a_value_refused_to_the_end_is_named_whichever_way_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,21 @@ from lockstep.comm.group_setup import NewGroup
 from lockstep.comm.p2p import PointToPoint
 from lockstep.comm.sparse import all_reduce_sparse, check_sparse, describe_sparse
 from lockstep.comm.symmetric_regions import SymmetricRegions
-from lockstep.comm.tensors import FlatTensor, check_exchange, check_output, check_pairs, check_row, check_tensor
+from lockstep.comm.tensors import (
+    FlatTensor,
+    check_exchange,
+    check_output,
+    check_pairs,
+    check_root,
+    check_row,
+    check_some,
+    check_tensor,
+)
 from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
     CollectiveError,
+    CollectiveTimeout,
     InputError,
     NotInitialized,
     SharedMemoryError,
@@ -83,7 +93,7 @@ class Engine:
         self.locate = make_locator()
         self._algorithms = algorithms
         self._make_mailbox = make_mailbox
-        self._runner = Runner("lockstep-collectives")
+        self._runner = Runner("lockstep-collectives", lambda: self.timeout_s, self._give_up_callback)
         self._p2p: PointToPoint | None = None  # from the first send or receive on
         self._p2p_lock = threading.Lock()
         self._turn = threading.Lock()
@@ -135,7 +145,7 @@ class Engine:
             # A callback of a finished call makes this one, and may wait for it in this very thread. Run at once, it
             # also has the same position in the order of calls on all ranks, if the callback was added before another
             # call.
-            work.run()
+            self._runner.run_now(work)
         else:
             self._runner.submit(work)
         if not is_async:
@@ -160,6 +170,18 @@ class Engine:
             finally:
                 clock.add(perf_counter() - start)
 
+    def _give_up_callback(self, call: str, waited_s: float) -> CollectiveError:
+        """The error for calls that a callback has held up for so long; breaks the group."""
+        recorder, rank = self.recorder, self.team.rank
+        return recorder.break_with(
+            CollectiveTimeout(
+                f"{call} of {recorder.group_name} has not begun on {recorder.name(rank)}: for {waited_s:g} s a "
+                "callback of an earlier call has had the thread that is to run it. In a callback, wait for a call by "
+                "wait() of its handle; that of a future does not let the call run",
+                (recorder.global_rank(rank),),
+            )
+        )
+
     # ---- collectives ---------------------------------------------------------------------------
 
     def barrier(self, is_async: bool, timeout_s: float | None) -> Work:
@@ -180,6 +202,7 @@ class Engine:
                 self._all_reduce_one(tensor, kernel, timeout_s)
 
         else:
+            check_some("all_reduce", tensors)
             kernels = [find_kernel(op, check_output(tensor, "all_reduce").dtype) for tensor in tensors]
             offsets = [self._symmetric.offset_of(tensor) for tensor in tensors] if self._symmetric.starts else ()
             key = ("all_reduce", op_name(op), *offsets, *((tensor.dtype, tensor.shape) for tensor in tensors))
@@ -221,6 +244,7 @@ class Engine:
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Reduce into the root's `tensor`. Collective."""
+        check_root("reduce", root, self.recorder)
         kernel = find_kernel(op, check_output(tensor, "reduce").dtype)
 
         def body(timeout_s: float) -> None:
@@ -240,6 +264,8 @@ class Engine:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, is_async: bool, timeout_s: float | None) -> Work:
         """Copy the root's tensors to all ranks. Collective."""
+        check_some("broadcast", tensors)
+        check_root("broadcast", root, self.recorder)
         for tensor in tensors:
             check_output(tensor, "broadcast")
 
@@ -271,6 +297,7 @@ class Engine:
         The outputs may differ in size from rank to rank, as long as all ranks say the same.
         """
         check_pairs("all_gather", outputs, inputs)
+        check_some("all_gather", inputs)
         for row, tensor in zip(outputs, inputs, strict=True):
             check_tensor(tensor, "all_gather")
             check_row("all_gather", row, tensor, self.team.world_size, check=check_output)
@@ -310,6 +337,7 @@ class Engine:
     ) -> Work:
         """Copy each rank's `tensor` into `outputs[rank]` of the root. Collective."""
         check_tensor(tensor, "gather")
+        check_root("gather", root, self.recorder)
         if outputs is not None:
             check_row("gather", outputs, tensor, self.team.world_size, check=check_output, same_numel=True)
 
@@ -340,6 +368,7 @@ class Engine:
     ) -> Work:
         """Copy `inputs[rank]` of the root into each rank's `tensor`. Collective."""
         check_output(tensor, "scatter")
+        check_root("scatter", root, self.recorder)
         if inputs is not None:
             check_row("scatter", inputs, tensor, self.team.world_size, same_numel=True)
 
@@ -370,6 +399,7 @@ class Engine:
         """Reduce `inputs[i][rank]` of all ranks into each rank's `outputs[i]`. Collective."""
         kernels = []
         check_pairs("reduce_scatter", outputs, inputs)
+        check_some("reduce_scatter", outputs)
         for tensor, row in zip(outputs, inputs, strict=True):
             check_output(tensor, "reduce_scatter")
             check_row("reduce_scatter", row, tensor, self.team.world_size)

@@ -44,6 +44,7 @@ _THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # a wait that took that long wakes it aft
 _TRY_AGAIN_S = 0.002
 _THREAD_LOOKS_EVERY_S = 0.5  # a deadline may begin while it sleeps: that of a future
 _CLOSE_PATIENCE_S = 1.0
+_MAPPED_WITHIN_S = 1.0  # by then a rank whose memory cannot be mapped is known to be gone, if it is
 _LABEL_CACHE_ENTRIES = 1024
 _NUM_HINTS = 3
 
@@ -111,8 +112,8 @@ class PointToPoint:
             InputError, InputTypeError: not a dense tensor; no such rank or tag.
         """
         check_output(tensor, "recv")
+        self._check_address("recv", peer, tag)
         source = ANY_SOURCE if peer is None else peer
-        self._check_address("recv", source, tag)
         item = FlatTensor(tensor, is_read=False)
         label = self._label(tensor, call_site())
         with self._lock:
@@ -126,14 +127,14 @@ class PointToPoint:
         self._advance(blocking=True)  # The message may be there, and nobody rings for it again.
         return work
 
-    def _check_address(self, name: str, peer: int, tag: int) -> None:
+    def _check_address(self, name: str, peer: int | None, tag: int) -> None:
         if self._recorder.broken is not None:
             raise self._recorder.repeat()
         if not isinstance(tag, int):
             raise InputTypeError(f"{name}: the tag is {tag!r}; give an integer")
         if not 0 <= tag < 1 << 63:
             raise InputError(f"{name}: the tag is {tag}; give an integer from 0 on")
-        if peer != ANY_SOURCE and not 0 <= peer < self._team.world_size:
+        if peer is not None and not 0 <= peer < self._team.world_size:
             raise InputError(
                 f"{name}: there is no rank {peer} in {self._recorder.group_name}, which has "
                 f"{self._team.world_size} ranks"
@@ -306,14 +307,18 @@ class PointToPoint:
             self._mailbox.progress()
         except BaseException as error:
             # Some record may be half read: no way to go on.
-            name = self._recorder.name(self._team.rank)
-            broken = CollectiveAborted(
-                f"{name} {describe_exception(error)}, while it moved messages of {self._recorder.group_name}",
-                (self._recorder.global_rank(self._team.rank),),
-            )
-            self._recorder.break_with(broken)
+            self._break(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _break(self, error: BaseException) -> None:
+        """Break the group because this rank cannot move its messages."""
+        name = self._recorder.name(self._team.rank)
+        broken = CollectiveAborted(
+            f"{name} {describe_exception(error)}, while it moved messages of {self._recorder.group_name}",
+            (self._recorder.global_rank(self._team.rank),),
+        )
+        self._recorder.break_with(broken)
 
     def _take_finished(self) -> list[MessageWork]:
         """The handles of operations that have finished. Under the lock."""
@@ -349,6 +354,7 @@ class PointToPoint:
             self._progress()
             finished = self._take_finished()
             now = time.monotonic()
+            self._break_if_unmapped(now)
             for operation, work in list(self._works.items()):
                 failure = self._failure_of(work, gone, now)
                 if failure is not None or self._recorder.broken is not None:
@@ -360,6 +366,12 @@ class PointToPoint:
         for work, failure in failed:
             self._end(work, self._recorder.repeat() if failure is None else self._explain(work, failure))
         return True
+
+    def _break_if_unmapped(self, now: float) -> None:
+        """Break the group if the memory of a rank that is there cannot be mapped. Under the lock."""
+        for rank, (since, error) in self._mailbox.unmapped.items():
+            if now - since >= _MAPPED_WITHIN_S and not self._gone([rank]):
+                self._break(error)
 
     def _look_and_plan(self, began: float, now: float, timeout_s: float) -> float:
         """Look at the peers; returns the monotonic time of the next look."""

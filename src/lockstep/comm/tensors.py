@@ -12,7 +12,16 @@ from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.torch_private.tensors import may_overlap
 
-__all__ = ["FlatTensor", "check_exchange", "check_output", "check_pairs", "check_row", "check_tensor"]
+__all__ = [
+    "FlatTensor",
+    "check_exchange",
+    "check_output",
+    "check_pairs",
+    "check_root",
+    "check_row",
+    "check_some",
+    "check_tensor",
+]
 
 _STRIDED = torch.strided
 
@@ -102,6 +111,32 @@ def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[obje
     """
     if len(outputs) != len(inputs):
         raise InputError(f"{operation}: got {len(outputs)} outputs for {len(inputs)} inputs; one for each")
+
+
+def check_some(operation: str, tensors: Sequence[object]) -> None:
+    """Check that a call is given tensors at all: one of none would move nothing and so not meet its peers.
+
+    Raises:
+        InputError: an empty list, which torch refuses for its own groups, too.
+    """
+    if not tensors:
+        raise InputError(
+            f"{operation}: got an empty list of tensors; give it one or more, the same number on all ranks"
+        )
+
+
+def check_root(operation: str, root: int, recorder: FlightRecorder) -> None:
+    """Check that a group has such a rank; torch.distributed does not, in the default group.
+
+    Raises:
+        InputError: it has none.
+    """
+    world_size = len(recorder.global_ranks)
+    if not 0 <= root < world_size:
+        raise InputError(
+            f"{operation}: there is no rank {root} in {recorder.group_name}, which has {world_size} ranks; give one of "
+            "them as the root"
+        )
 
 
 def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch.Tensor) -> None:

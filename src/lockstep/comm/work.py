@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -13,8 +16,9 @@ import torch
 from torch.futures import Future
 
 from lockstep.comm import staging
+from lockstep.comm.callback_watch import CallbackWatch
 from lockstep.comm.torch_version import drops_python_work
-from lockstep.errors import CollectiveAborted, CollectiveTimeout
+from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from lockstep.torch_private.stores import Work as _TorchWork
 
 __all__ = ["DoneWork", "PendingWork", "Runner"]
@@ -103,10 +107,15 @@ class PendingWork(_TorchWork):
             self._error = error
         self._finish()
 
-    def cancel(self) -> None:
-        """Finish with CollectiveAborted, without running."""
-        self._error = CollectiveAborted(f"{self._describe()}: the group was shut down before this call had its turn")
+    def cancel(self, error: CollectiveError | None = None) -> None:
+        """Finish without running, with that error; default CollectiveAborted, because the group was shut down."""
+        text = "the group was shut down before this call had its turn"
+        self._error = error or CollectiveAborted(f"{self.describe()}: {text}")
         self._finish()
+
+    def describe(self) -> str:
+        """What was called, such as `all_reduce(float32[10], SUM)`."""
+        return self._describe()
 
     def _finish(self) -> None:
         del self._call
@@ -114,7 +123,8 @@ class PendingWork(_TorchWork):
             self._finished.set()
             trigger = self._trigger
         if trigger is not None:
-            trigger.set_result(None)
+            with contextlib.nullcontext() if self._runner is None else self._runner.watch.running():
+                trigger.set_result(None)
 
     def _outcome(self, _: Future[None]) -> Result:
         if self._error is not None:
@@ -141,6 +151,8 @@ class PendingWork(_TorchWork):
     def _await(self, timeout_s: float | None) -> bool:
         """Whether it has finished by then. Without a limit, the runner knows that the main thread waits for it."""
         runner = self._runner
+        if runner is not None and runner.is_current_thread:
+            return runner.run_until(self, timeout_s)
         if runner is None or timeout_s is not None or threading.current_thread() is not threading.main_thread():
             return self._finished.wait(timeout_s)
         runner.is_awaited_by_main = True
@@ -175,6 +187,9 @@ class PendingWork(_TorchWork):
         An error has to come out of a callback: only there does torch's C++ side (DDP's reducer waits
         in it) take it for an error rather than for a value.
         """
+        if self._runner is not None and self._runner.is_current_thread:
+            # A callback asks, which may wait for it, in C++; see `callback_watch.py`.
+            self._runner.run_until(self, None)
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -209,14 +224,24 @@ class Runner:
 
     Args:
         name: name of the thread.
+        limit_s: tells after how many seconds a callback may hold up queued calls no longer.
+        give_up: given the first of these calls and the seconds, returns the error with which all of them end.
 
     Attributes:
         unfinished: calls that are queued or running.
         is_awaited_by_main: whether the main thread waits for one of them, without a limit.
+        watch: the deadline of callbacks.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        limit_s: Callable[[], float] = lambda: math.inf,
+        give_up: Callable[[str, float], CollectiveError | None] = lambda _call, _waited_s: None,
+    ) -> None:
         self._name = name
+        self._give_up = give_up
+        self.watch = CallbackWatch(limit_s, lambda: not self._queue.empty(), self._cancel_held_up)
         self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.unfinished = 0
@@ -246,27 +271,76 @@ class Runner:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
         self._queue.put(work)
+        self.watch.look_out()
+
+    def run_now(self, work: PendingWork) -> None:
+        """Run a call at once, which a callback makes."""
+        with self.watch.paused():
+            work.run()
 
     def _loop(self) -> None:
         while True:
             work = self._queue.get()
             if work is None:
                 return
-            work.run()
+            self._run(work)
+
+    def _run(self, work: PendingWork) -> None:
+        work.run()
+        with self._lock:
+            self.unfinished -= 1
+
+    def run_until(self, awaited: PendingWork, timeout_s: float | None) -> bool:
+        """Run what is queued, in order, until `awaited` has finished. In this runner's thread, by a callback.
+
+        A callback has the thread that would run the calls which it waits for.
+
+        Args:
+            awaited: a call that was submitted to this runner.
+            timeout_s: seconds after which no further call is begun; None for no limit.
+
+        Returns:
+            Whether it has finished.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self.watch.paused():
+            while not awaited.is_completed() and time.monotonic() < deadline:
+                work = self._take()
+                if work is None:  # Another thread has taken it, to cancel it.
+                    return awaited._finished.wait(timeout_s)
+                self._run(work)
+        return awaited.is_completed()
+
+    def _take(self) -> PendingWork | None:
+        """The call that is next; None if there is none."""
+        try:
+            work = self._queue.get_nowait()
+        except queue.Empty:
+            return None
+        if work is None:
+            self._queue.put(None)  # for the thread, which it ends
+        return work
+
+    def _cancel_queued(self, error: CollectiveError | None = None) -> None:
+        while (work := self._take()) is not None:
+            work.cancel(error)
             with self._lock:
                 self.unfinished -= 1
 
+    def _cancel_held_up(self, waited_s: float) -> None:
+        first = self._take()
+        if first is None:
+            return
+        error = self._give_up(first.describe(), waited_s)
+        first.cancel(error)
+        with self._lock:
+            self.unfinished -= 1
+        self._cancel_queued(error)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what is queued, let the running call end, stop the thread."""
-        while True:
-            try:
-                work = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if work is not None:
-                work.cancel()
-                with self._lock:
-                    self.unfinished -= 1
+        self.watch.close()
+        self._cancel_queued()
         thread = self._thread
         if thread is not None:
             self._queue.put(None)

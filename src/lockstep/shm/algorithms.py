@@ -65,18 +65,16 @@ class SharedMemoryAlgorithms:
             self._all_reduce_shared(tensor, kernel, timeout_s)
             return
         # Each rank reads all slots and does all the adding: one step. The tensor fits a small slot.
-        if kernel.factor is not None:
-            tensor.mul_(kernel.factor)
         slot = team.begin_transfer()
         if team.world_size < 3:
             views = team.views(slot, num_bytes, tensor.dtype, tensor.numel())
-            views[team.rank].copy_(tensor)
+            _load(views[team.rank], tensor, kernel)
             team.step(timeout_s)
             kernel.reduce(views, tensor)
             return
         key = (slot, tensor.dtype, tensor.numel(), kernel.accumulate)
         own, tree = self._trees.get(key) or self._plant(key)
-        own.copy_(tensor)
+        _load(own, tensor, kernel)
         team.step(timeout_s)
         tree.reduce(kernel, tensor)
 
@@ -102,17 +100,17 @@ class SharedMemoryAlgorithms:
         rank, world_size = team.rank, team.world_size
         for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
             part = tensor[start:stop]
-            if kernel.factor is not None:
-                part.mul_(kernel.factor)
             bounds = share_bounds(stop - start, world_size)
             low, high = bounds[rank], bounds[rank + 1]
             mine = views[rank]
             if low:
-                mine[:low].copy_(part[:low])
+                _load(mine[:low], part[:low], kernel)
             if high < stop - start:
-                mine[high:].copy_(part[high:])
+                _load(mine[high:], part[high:], kernel)
             own = part[low:high]
             team.step(timeout_s)
+            if kernel.factor is not None:
+                own.mul_(kernel.factor)
             shares = [own if peer == rank else views[peer][low:high] for peer in range(world_size)]
             reduce_in_place(shares, rank, 0, high - low, kernel)
             team.step(timeout_s)
@@ -131,10 +129,11 @@ class SharedMemoryAlgorithms:
         team = self._team
         num_bytes = tensor.numel() * tensor.element_size()
         parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
-        if kernel.factor is not None:
-            tensor.mul_(kernel.factor)
         team.begin_transfer()
         team.step(timeout_s)
+        if kernel.factor is not None:
+            tensor.mul_(kernel.factor)
+            team.step(timeout_s)  # before the peers read it
         bounds = share_bounds(tensor.numel(), team.world_size)
         reduce_in_place(parts, team.rank, bounds[team.rank], bounds[team.rank + 1], kernel)
         team.step(timeout_s)
@@ -148,10 +147,7 @@ class SharedMemoryAlgorithms:
         for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
             part = tensor[start:stop]
             if team.rank != root:
-                mine = views[team.rank]
-                mine.copy_(part)
-                if kernel.factor is not None:
-                    mine.mul_(kernel.factor)
+                _load(views[team.rank], part, kernel)
             team.step(timeout_s)
             if team.rank == root:
                 if kernel.factor is not None:
@@ -217,10 +213,7 @@ class SharedMemoryAlgorithms:
             mine = views[rank]
             for peer, source in enumerate(inputs):
                 piece = source[start:stop]
-                target = mine[peer * length : peer * length + piece.numel()]
-                target.copy_(piece)
-                if kernel.factor is not None:
-                    target.mul_(kernel.factor)
+                _load(mine[peer * length : peer * length + piece.numel()], piece, kernel)
             team.step(timeout_s)
             out = tensor[start:stop]
             kernel.reduce([view[rank * length : rank * length + out.numel()] for view in views], out)
@@ -260,6 +253,16 @@ class SharedMemoryAlgorithms:
             stop = min(start + chunk, numel)
             yield start, stop, team.views(team.begin_transfer(), num_bytes, dtype, (stop - start) * num_parts)
         team.finish(num_bytes)
+
+
+def _load(slot: torch.Tensor, tensor: torch.Tensor, kernel: Kernel) -> None:
+    """Copy what this rank gives to a reduction into a slot. Local.
+
+    PREMUL_SUM multiplies there: before the first step a call may turn out not to match, and must leave the tensor.
+    """
+    slot.copy_(tensor)
+    if kernel.factor is not None:
+        slot.mul_(kernel.factor)
 
 
 def reduce_in_place(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from lockstep.errors import SharedMemoryError
 from lockstep.shm.cores import nap
 from lockstep.shm.messages import Incoming, Label, Matcher, Receive, Send
 
@@ -28,6 +29,14 @@ class BaseMailbox(abc.ABC):
     @abc.abstractmethod
     def num_records(self) -> int:
         """Records read, written and moved so far; it changes while messages move."""
+
+    @property
+    def unmapped(self) -> Mapping[int, tuple[float, SharedMemoryError]]:
+        """Ranks whose memory cannot be mapped, so that their messages stay unread: monotonic time since when, and why.
+
+        A rank that is gone is one; the error says so only of the others.
+        """
+        return {}
 
     @abc.abstractmethod
     def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:

@@ -276,7 +276,9 @@ class Bootstrap:
         """
         try:
             found = json.loads(published)
-            if "error" not in found:
+            if "error" in found:
+                _ = found["boot_id"], found["message"]
+            else:
                 found["boot_id"] = json.loads(found["handle"])["boot_id"]
                 found["maker"] = PeerIdentity(**found["maker"])
                 _ = found["world_size"], found["maker"].pid + found["maker"].start_time

@@ -21,6 +21,8 @@ and deals with ranks that are gone. Not thread-safe.
 
 from __future__ import annotations
 
+import errno
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,6 +47,8 @@ _OVERHEAD_BYTES = 256  # of a message that is kept, besides its payload
 _NUM_LABELS = 64
 _RECORDS_PER_READ = 64
 _NO_CHUNK = -1
+# This process lacks something, whatever became of the peer.
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _RecordKind(IntEnum):
@@ -119,6 +123,7 @@ class Mailbox(BaseMailbox):
         self._pending_with: Counter[int] = Counter()  # by rank or ANY_SOURCE
         self._eager_bytes = area.capacity // 4
         self._pool: Pool | None = None
+        self._unmapped: dict[int, tuple[float, SharedMemoryError]] = {}
         # Peers open a pool some time after it was made. In a folder (LOCKSTEP_SHM_DIR) it would need its name until
         # then, and a kill would leave the name behind: there, messages are streamed through the rings.
         self._may_have_pool = env.LOCKSTEP_SHM_DIR.get() is None
@@ -155,7 +160,7 @@ class Mailbox(BaseMailbox):
         """Do what can be done now: read, match, copy, write. Local; waits for nothing.
 
         Raises:
-            SharedMemoryError: a peer's pool cannot be mapped.
+            SharedMemoryError: a peer's pool cannot be mapped, because this process has no memory or descriptor left.
         """
         ranks = self._others if ANY_SOURCE in self._pending_with else list(self._pending_with)
         for rank in ranks:
@@ -166,6 +171,10 @@ class Mailbox(BaseMailbox):
         if self._streams:
             self._stream()
         self.ring()
+
+    @property
+    def unmapped(self) -> Mapping[int, tuple[float, SharedMemoryError]]:
+        return self._unmapped
 
     def ring(self) -> None:
         if self._touched:
@@ -276,6 +285,7 @@ class Mailbox(BaseMailbox):
         """Handle what has come from a peer.
 
         Raises:
+            SharedMemoryError: as `progress` does.
             SegmentDamaged: no rank writes such records.
         """
         for _ in range(_RECORDS_PER_READ):
@@ -284,6 +294,12 @@ class Mailbox(BaseMailbox):
                 return
             try:
                 self._take(peer, fields)
+            except SharedMemoryError as error:
+                if error.errno in _LACKING:
+                    raise
+                # The pool of a process that has ended is gone with it. The record stays, and is tried again.
+                self._unmapped.setdefault(peer.rank, (time.monotonic(), error))
+                return
             except (KeyError, ValueError, IndexError) as error:
                 what = f"rank {peer.rank} of it would have sent {fields}"
                 raise SegmentDamaged(damage_text(f"{what} ({type(error).__name__})"), (peer.rank,)) from None
@@ -315,6 +331,7 @@ class Mailbox(BaseMailbox):
             peer.labels[label] = Label.decode(reader.payload(num_bytes).read())
         elif kind == _RecordKind.POOL:
             peer.pool = PoolView(reader.payload(num_bytes).read().decode())
+            self._unmapped.pop(peer.rank, None)
         else:
             raise ValueError(kind)
 

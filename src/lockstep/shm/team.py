@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.errors import RankLost, SharedMemoryError
+from lockstep.errors import RankLost, SetupError, SharedMemoryError
 from lockstep.log import get_logger
 from lockstep.rank_status import RING
 from lockstep.shm.bootstrap import Bootstrap
@@ -251,6 +251,7 @@ class SharedMemoryTeam:
 
         Raises:
             SharedMemoryError: there is no memory for them, on every rank at their first use.
+            SetupError: this rank cannot have the memory again that its slots had given back. The others do not know.
             PeerFailure: a rank did not come to their first use.
         """
         if num_bytes <= SMALL_SLOT_BYTES:
@@ -258,7 +259,10 @@ class SharedMemoryTeam:
         if self._large is None:
             self.step(timeout_s)
             self._large = self._allocate_large_slots(timeout_s)
-        self._large.begin()
+        try:
+            self._large.begin()
+        except SharedMemoryError as error:
+            raise SetupError(str(error)) from None
         return self._large.slot_bytes
 
     def finish(self, num_bytes: int) -> None:

@@ -17,7 +17,7 @@ by ranks that have all come to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,27 +41,27 @@ class FirstRanks:
         rank: this rank in the group.
         layout: which ranks share a host.
         links: the links to all other ranks of the group.
+        global_ranks: global rank of each rank of the group.
 
     Attributes:
         all: the first rank of each host.
         others: those of the other hosts.
         is_one: whether this rank is the first of its host.
+        are_connected: whether `connect` has connected them.
     """
 
-    def __init__(self, rank: int, layout: Layout, links: Links) -> None:
+    def __init__(self, rank: int, layout: Layout, links: Links, global_ranks: Sequence[int]) -> None:
         self.all = tuple(ranks[0] for ranks in layout.hosts)
         self._members = [layout.members[one] for one in self.all]
+        self._global_ranks = [global_ranks[one] for one in self.all]
         self._links = links
+        self._kept: list[Links] = []  # of connections that did not come about
+        self.are_connected = False
         self._rank = rank
         self._under_way: set[GlooTransfer] = set()
         self._connections: GlooConnections | None = None
         self.is_one = rank in self.all
         self.others = tuple(one for one in self.all if layout.host_of[one] != layout.host_of[rank])
-
-    @property
-    def are_connected(self) -> bool:
-        """Whether `connect` was called."""
-        return self._connections is not None
 
     def connect(self, timeout_s: float, check_peers: Callable[[], None]) -> None:
         """Connect them by Gloo. Collective over the first ranks; by no other rank.
@@ -78,15 +78,20 @@ class FirstRanks:
         # Gloo ends a process without descriptors.
         descriptors.require(_DESCRIPTORS + len(self.all), f"rank {self._rank} of the group")
         links = self._links.share(f"first ranks of {self._links.group}", self.all)
+        own = self.all.index(self._rank)
+        shared = LinkStore(links, own, self._global_ranks, timeout_s, check_peers)
         try:
-            own = self.all.index(self._rank)
-            shared = LinkStore(links, own, self.all, timeout_s, check_peers)
             self._connections = connect_by_gloo(own, self._members, links, shared)
             self._connections.open()
             shared.share("made", b"")  # Nobody leaves before all have read what Gloo told them.
-            shared.close()
+        except BaseException:
+            # If this rank left now, the others would miss it, before they hear from it what went wrong.
+            self._kept.append(links)
+            raise
         finally:
-            links.close()
+            shared.close()
+        links.close()
+        self.are_connected = True
 
     def start_sum(self, tensor: torch.Tensor) -> GlooTransfer:
         """Begin to add up a flat contiguous tensor in place. Collective over the first ranks, after `connect`."""
@@ -109,6 +114,9 @@ class FirstRanks:
         Args:
             in_good_order: whether what is under way will finish by itself.
         """
+        for links in self._kept:
+            links.close()
+        self._kept.clear()
         if self._connections is None:
             return
         if not in_good_order:
@@ -116,4 +124,4 @@ class FirstRanks:
         if self._under_way:
             self._connections.keep(self._under_way)
         self._connections.close()
-        self._connections = None
+        self._connections, self.are_connected = None, False

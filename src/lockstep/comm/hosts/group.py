@@ -232,7 +232,8 @@ def _make(
     except BaseException:
         gloo.close(in_good_order=False)
         raise
-    return HostsEngine(HostsTeam(new.rank, layout, links, segment, gloo, current_wire(), new.timeout_s), new)
+    team = HostsTeam(new.rank, layout, links, segment, gloo, current_wire(), new.timeout_s, new.ranks)
+    return HostsEngine(team, new)
 
 
 def _connect_gloo(new: NewGroup, layout: Layout, links: Links, shared: LinkStore) -> GlooTransport:

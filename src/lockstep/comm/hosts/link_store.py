@@ -127,12 +127,12 @@ class LinkStore(Store):
                 self._peer_gave_up = True
                 kind, text, culprits = _read_failure(failure, f"rank {self._ranks[peer]}")
                 raise RankLost(text, culprits) if culprits else peer_error(kind, text)
+        if self._is_closed:
+            raise LockstepError("the group is not being made any more")  # to a thread of Gloo's
+        self._check_awaited()  # knows more than that a connection is gone
         gone = sorted(self._links.lost.intersection(awaited))
         if gone:
             raise lost_meanwhile([self._ranks[peer] for peer in gone], "came and was gone again")
-        if self._is_closed:
-            raise LockstepError("the group is not being made any more")  # to a thread of Gloo's
-        self._check_awaited()
 
     def _receive(self) -> None:
         with self._lock:

@@ -6,10 +6,13 @@ mailbox for the peer of a message moves it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from lockstep.comm.hosts.team import HostsTeam
 from lockstep.comm.messages.message_mailbox import MessageMailbox
+from lockstep.errors import SharedMemoryError
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.doorbell import Doorbell
 from lockstep.shm.mail_area import MailArea
@@ -60,6 +63,10 @@ class HostsMailbox(BaseMailbox):
     @property
     def num_records(self) -> int:
         return self._near.num_records + self._far.num_records
+
+    @property
+    def unmapped(self) -> Mapping[int, tuple[float, SharedMemoryError]]:
+        return self._near.unmapped
 
     def send(self, peer: int, tag: int, label: Label, flat: torch.Tensor) -> Send:
         return self._for(peer).send(peer, tag, label, flat)

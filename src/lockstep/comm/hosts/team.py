@@ -83,7 +83,8 @@ class _LocalTeam(SharedMemoryTeam):
         """Make sure that slots for an operation on `num_bytes` exist. Collective on first use of large ones.
 
         Raises:
-            SetupError: there is no memory for them, on every rank of this host. The engine tells the others.
+            SetupError: there is no memory for them, on every rank of this host, or on this rank alone, where it had
+                some before. The engine tells the others.
             PeerFailure: a rank did not come to their first use.
         """
         try:
@@ -116,6 +117,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         gloo: moves large data between hosts.
         wire: the wire format of float sums between hosts.
         timeout_s: how long `close` waits for peers that have not read yet what they were sent.
+        global_ranks: global rank of each rank of the group.
 
     Attributes:
         layout: which ranks share a host.
@@ -141,6 +143,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         gloo: GlooTransport,
         wire: Wire,
         timeout_s: float,
+        global_ranks: Sequence[int],
     ) -> None:
         identities = [member.identity for member in layout.members]
         here = layout.local_ranks(rank)
@@ -155,7 +158,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.gloo = gloo.connections
         self._gloo = gloo
         self._timeout_s = timeout_s
-        self.first_ranks = FirstRanks(rank, layout, links)
+        self.first_ranks = FirstRanks(rank, layout, links, global_ranks)
         self._is_in_sum = False  # of the first ranks
         self._watchdog = Watchdog(self._poll_and_look, self._abort_transfers)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
@@ -319,12 +322,15 @@ class HostsTeam(MessageTeam[GlooTransfer]):
 
         Raises:
             SharedMemoryError: on every rank, if a host could not make them.
+            SetupError: this rank cannot have the memory again that its slots had given back. The others do not know.
             PeerFailure: a rank did not come.
         """
         slot_bytes, problem = 0, None
         try:
             slot_bytes = self.local.prepare(_LARGE_BYTES, timeout_s)
         except SetupError as error:
+            if self.chunk_bytes:
+                raise
             problem = SharedMemoryError(str(error))
         if not self.chunk_bytes:
             found = self._gather_numbers(slot_bytes, timeout_s)

@@ -28,6 +28,7 @@ from lockstep.comm.wording import describe_group
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, own_identity
+from lockstep.shm.segment import boot_id
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore
 
@@ -39,14 +40,15 @@ _making = threading.Lock()
 
 @dataclass(frozen=True)
 class _Member:
-    """What a rank of a new group publishes: its process, and its rank in MPI's world."""
+    """What a rank of a new group publishes: its process, its host's boot, and its rank in MPI's world."""
 
     mpi_rank: int
     mpi_size: int
+    boot_id: str
     identity: PeerIdentity
 
     def encode(self) -> str:
-        return json.dumps([self.mpi_rank, self.mpi_size, *astuple(self.identity)])
+        return json.dumps([self.mpi_rank, self.mpi_size, self.boot_id, *astuple(self.identity)])
 
     @classmethod
     def decode(cls, text: str) -> _Member:
@@ -56,11 +58,11 @@ class _Member:
             RendezvousError: no rank says that.
         """
         try:
-            mpi_rank, mpi_size, *identity = json.loads(text)
-            member = cls(mpi_rank, mpi_size, PeerIdentity(*identity))
+            mpi_rank, mpi_size, boot, *identity = json.loads(text)
+            member = cls(mpi_rank, mpi_size, boot, PeerIdentity(*identity))
             process = member.identity
             numbers = (mpi_rank, mpi_size, process.pid, process.start_time, process.pid_namespace)
-            is_typed = all(type(number) is int for number in numbers) and type(process.host) is str
+            is_typed = all(type(number) is int for number in numbers) and type(process.host) is type(boot) is str
         except (ValueError, TypeError, RecursionError):
             is_typed = False
         if not is_typed or not 0 <= mpi_rank < mpi_size:
@@ -71,7 +73,7 @@ class _Member:
 def _introduce(store: BootstrapStore, ranks: Sequence[int], rank: int, timeout: timedelta) -> list[_Member]:
     """All members of a new group, in order of rank. Collective."""
     world = load().COMM_WORLD
-    own = _Member(world.Get_rank(), world.Get_size(), own_identity())
+    own = _Member(world.Get_rank(), world.Get_size(), boot_id(), own_identity())
     with store.explaining():
         found = store.share("member", rank, len(ranks), own.encode(), timeout.total_seconds())
         if found is None:
@@ -89,6 +91,11 @@ def _introduce(store: BootstrapStore, ranks: Sequence[int], rank: int, timeout: 
     return members
 
 
+def _local_peers(members: Sequence[_Member], rank: int) -> list[int]:
+    """The other ranks on this host. By its boot: two hosts may have one name, and a pid is known on its host only."""
+    return [peer for peer, one in enumerate(members) if one.boot_id == members[rank].boot_id and peer != rank]
+
+
 def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
     """A team with a communicator of its own. Collective over the members, and they alone take part."""
     mpi = load()
@@ -100,7 +107,7 @@ def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
         comm = mpi.COMM_WORLD.Create_group(chosen, tag)
         chosen.Free()
         everybody.Free()
-    team = MpiTeam(comm, [member.identity for member in members])
+    team = MpiTeam(comm, [member.identity for member in members], _local_peers(members, comm.Get_rank()))
     departures.register(team)
     return team
 

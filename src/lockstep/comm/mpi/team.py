@@ -6,7 +6,7 @@ go through one tag, into one receive from any source that is always posted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,16 +32,15 @@ class MpiTeam(MessageTeam["MPI.Request"]):
     Args:
         comm: a communicator that only this group uses.
         identities: the process of each rank.
+        local_peers: the other ranks on this host.
     """
 
-    def __init__(self, comm: MPI.Intracomm, identities: Sequence[PeerIdentity]) -> None:
+    def __init__(self, comm: MPI.Intracomm, identities: Sequence[PeerIdentity], local_peers: Collection[int]) -> None:
         self._mpi = load()
         self._comm = comm
         rank = comm.Get_rank()
-        host = identities[rank].host
-        on_this_host = {peer: one for peer, one in enumerate(identities) if one.host == host and peer != rank}
-        super().__init__(rank, identities, Watch(on_this_host))
-        self._waiter = MpiWaiter(len(on_this_host) + 1)
+        super().__init__(rank, identities, Watch({peer: identities[peer] for peer in local_peers}))
+        self._waiter = MpiWaiter(len(local_peers) + 1)
         self._sending: list[MPI.Request] = []
         self._abandoned: list[object] = []  # requests that were given up, and the memory they may touch
         self._buffer = bytearray(MESSAGE_BYTES)
