@@ -2,8 +2,9 @@
 
 Notes `pass` for every pass over a `torch.utils.data.DataLoader`: `number` (of the loader's passes), `epoch`,
 `shuffles`, `was_told` (the sampler's `set_epoch` was ever called), `padding` (samples that the sampler adds), `length`
-(of the data set), `batches`, `samples` (0 where nobody knows), `trained` (optimizer steps meanwhile), `finished`, `content` (see `contents`;
-only of passes that evaluate a model which all ranks train together); and where loader and sampler were made.
+(of the data set), `batches`, `samples` (0 where nobody knows), `trained` (optimizer steps meanwhile), `finished`,
+`content` (see `contents`; only of passes that evaluate a model which all ranks train together); and where loader and
+sampler were made.
 """
 
 from __future__ import annotations
