@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -89,6 +90,12 @@ if __name__ == "__main__":
     total = torch.ones(2, device="cuda")
     dist.all_reduce(total, group=mesh.get_group())
     assert total.tolist() == [2.0, 2.0]
+    host, gloo = torch.ones(1), dist.new_group(backend="gloo")
+    for words, options in (((dist.ReduceOp.SUM, gloo), {}), ((), {"group": gloo})):
+        dist.all_reduce(host, *words, **options)
+    assert host.item() == 4
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(host)
     distributed_tensors(mesh)
     sharded_models()
     dist.barrier()

@@ -112,6 +112,43 @@ def modules_and_gradients():
     assert first.grad.device.index == 0
 
 
+def what_was_left_on_the_host():
+    f = nn.functional
+    gpu, host, number = torch.rand(3, device="cuda:0"), torch.rand(3), torch.tensor(2.0)
+    refused = (
+        lambda: gpu + host,
+        lambda: host * gpu,
+        lambda: host / gpu.cuda(1),
+        lambda: gpu.clone().__isub__(host),
+        lambda: gpu == host,
+        lambda: torch.cat([gpu, host]),
+        lambda: torch.stack([gpu, host]),
+        lambda: torch.where(host > 0, gpu, gpu),
+        lambda: f.l1_loss(gpu, host),
+        lambda: nn.L1Loss()(gpu, host),
+        lambda: f.smooth_l1_loss(gpu, host),
+        lambda: f.binary_cross_entropy(gpu, host),
+        lambda: f.binary_cross_entropy_with_logits(gpu, host),
+    )
+    for compute in refused:
+        with pytest.raises(RuntimeError, match="found at least two devices"):
+            compute()
+    assert (gpu + number).equal(number + gpu)
+    assert torch.where(gpu > 0, gpu, number).is_cuda
+    assert host.add_(1).add(gpu.cpu()).device.type == "cpu"
+    assert torch.stft(gpu.repeat(20), 16, return_complex=True).is_cuda  # makes its window by itself
+    assert torch.vmap(lambda row: row + gpu)(torch.rand(2, 3, device="cuda:0")).shape == (2, 3)
+    gpu.requires_grad_().cumsum(0).prod().backward()
+    assert gpu.grad.is_cuda
+    traced = torch.fx.symbolic_trace(WithCat())
+    assert traced(gpu).shape == (6,)
+
+
+class WithCat(nn.Module):
+    def forward(self, inputs):
+        return torch.cat([inputs + 1, inputs == inputs.mean()])
+
+
 def casts():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).cuda(0)
     model.to(torch.float16)
@@ -341,6 +378,7 @@ if __name__ == "__main__":
     devices_and_moves()
     classes_in_annotations()
     modules_and_gradients()
+    what_was_left_on_the_host()
     casts()
     what_is_made_in_between()
     recorded_programs()

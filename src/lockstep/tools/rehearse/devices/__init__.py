@@ -4,6 +4,7 @@ General layout, from the bottom up:
 
 * `marks`: which stand-in a tensor lies on; `naming`: which device a word means.
 * `parts`: tensors that are made of others; `mode`: hands marks from inputs to results.
+* `arithmetic`: refuses operands on two devices.
 * `tensors`: replaces the calls that ask where a tensor lies, move it or make one.
 * `cuda`: `torch.cuda`; `memory`: `torch.cuda.memory`; `streams`: streams and events; `amp`: autocast.
 * `replicas`: `torch.nn.DataParallel`; `groups`: nccl, as groups over shared memory.
@@ -27,6 +28,7 @@ def install(count: int, limit_bytes: int = 0) -> None:
 
     from lockstep.tools.rehearse.devices import (
         amp,
+        arithmetic,
         cuda,
         files,
         groups,
@@ -53,6 +55,7 @@ def install(count: int, limit_bytes: int = 0) -> None:
     replicas.install()
     groups.install()
     mode.install()
+    arithmetic.install()
     tracing.install()
     from lockstep.parallel.batchnorm import SyncBatchNorm
 

@@ -23,9 +23,11 @@ __all__ = [
     "GeneratorOfDevice",
     "Observer",
     "StandIn",
+    "check_one_device",
     "enter_here",
     "generator_of",
     "install",
+    "is_checked",
     "mixing",
     "observers",
     "placed",
@@ -37,7 +39,7 @@ observers: list[Observer] = []
 
 _aten = torch.ops.aten
 # Operators whose tensor arguments CUDA wants on one device, with nothing in between that C++ code may have
-# made for itself: a mismatch here is the script's.
+# made for itself: a mismatch here is the script's. Arithmetic is none of them: see `arithmetic.py`.
 _STRICT = frozenset(
     {
         _aten.mm.default,
@@ -48,6 +50,15 @@ _STRICT = frozenset(
         _aten.nll_loss_forward.default,
         _aten.nll_loss2d_forward.default,
         _aten.mse_loss.default,
+        _aten.smooth_l1_loss.default,
+        _aten.huber_loss.default,
+        _aten.soft_margin_loss.default,
+        _aten.binary_cross_entropy.default,
+        _aten.binary_cross_entropy_with_logits.default,
+        _aten.cat.default,
+        _aten.stack.default,
+        _aten.where.self,
+        _aten.eq.Tensor,
         _aten.native_batch_norm.default,
         _aten._native_batch_norm_legit.default,
         _aten.native_layer_norm.default,
@@ -152,13 +163,25 @@ def _traits_of(func: Any) -> tuple[bool, bool, bool]:
     return found
 
 
-def _check_one_device(func: Any, arguments: Sequence[Any], index: int) -> None:
-    if getattr(_local, "mixes", False):
-        return
+def is_checked() -> bool:
+    """Whether tensors of several devices are a mistake of the script's now, in this thread."""
+    return not getattr(_local, "mixes", False) and torch._C._current_graph_task_id() == -1
+
+
+def check_one_device(name: str, arguments: Sequence[Any], index: int) -> None:
+    """Refuse tensors that do not lie on stand-in `index`; single numbers may lie in host memory.
+
+    Args:
+        name: of the operator.
+        arguments: tensors, lists of them, and others.
+        index: the device of the first that lies on any.
+
+    Raises:
+        RuntimeError: one lies elsewhere, in CUDA's words.
+    """
     for tensor in _tensors(arguments):
         other = mark_of(tensor)
         if other != index and tensor.dim() > 0:
-            name = func._schema.name.removeprefix("aten::")
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, cuda:{index} and "
                 f"{'cpu' if other is None else f'cuda:{other}'}! (when checking arguments of {name})"
@@ -199,8 +222,8 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         override = getattr(_local, "override", ())
         place = override[0] if override else index
         is_fresh, is_random, writes = _traits_of(func)
-        if index is not None and func in _STRICT and torch._C._current_graph_task_id() == -1:
-            _check_one_device(func, args, index)
+        if index is not None and func in _STRICT and is_checked():
+            check_one_device(func._schema.name.removeprefix("aten::"), args, index)
         if is_random:
             generator = kwargs.get("generator")
             if generator is not None:
