@@ -250,8 +250,8 @@ def _profile_host(original: Callable[..., Any]) -> Callable[..., Any]:
     """Profile what really computes; of a GPU's events each would be warned that there is none."""
 
     def init(self: Any, enabled: bool = True, **options: Any) -> None:
-        if options.get("use_device") == "cuda" or options.get("use_cuda"):
-            options.update(use_cuda=False, use_device=None, use_cpu=True)
+        if options.pop("use_cuda", False) or options.get("use_device") == "cuda":
+            options.update(use_device=None, use_cpu=True)
         original(self, enabled, **options)
 
     return init
