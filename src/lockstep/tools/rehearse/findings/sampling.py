@@ -73,8 +73,8 @@ KINDS = (
     Kind(
         "padded-evaluation",
         "evaluation sees samples twice",
-        "DistributedSampler repeats samples until the ranks have as many, so averages over them change with the number of "
-        "ranks; an evaluator that knows its samples and counts each once is right",
+        "DistributedSampler repeats samples until the ranks have as many, so averages over them change with the number "
+        "of ranks; an evaluator that knows its samples and counts each once is right",
         "use lockstep.DataLoader, which hands out every sample once, and reduce sums and counts together; or leave the "
         "repeated ones out of the count",
         _padded_evaluation,
