@@ -90,12 +90,13 @@ if __name__ == "__main__":
     total = torch.ones(2, device="cuda")
     dist.all_reduce(total, group=mesh.get_group())
     assert total.tolist() == [2.0, 2.0]
-    host, gloo = torch.ones(1), dist.new_group(backend="gloo")
-    for words, options in (((dist.ReduceOp.SUM, gloo), {}), ((), {"group": gloo})):
-        dist.all_reduce(host, *words, **options)
+    host, gloo, nccl = torch.ones(1), dist.new_group(backend="gloo"), dist.new_group(backend="nccl")
+    for words in ((), (dist.ReduceOp.SUM, gloo)):  # a group without a backend has one for each kind of device
+        dist.all_reduce(host, *words)
     assert host.item() == 4
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(host)
+    for words, options in (((dist.ReduceOp.SUM, nccl), {}), ((), {"group": nccl})):
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(host, *words, **options)
     distributed_tensors(mesh)
     sharded_models()
     dist.barrier()

@@ -26,9 +26,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def _check(name: str, one: Any, other: Any) -> None:
     first, second = mark_of(one), mark_of(other)
-    if first == second or not is_checked() or torch._C._functorch.peek_interpreter_stack() is not None:
+    index = second if first is None else first
+    if first == second or index is None or not is_checked():
         return
-    check_one_device(name.strip("_"), (one, other), second if first is None else first)
+    if torch._C._functorch.peek_interpreter_stack() is None:  # what vmap computes with has no memory of its own
+        check_one_device(name.strip("_"), (one, other), index)
 
 
 def _arithmetic(original: Callable[..., Any]) -> Callable[..., Any]:
