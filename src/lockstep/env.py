@@ -65,6 +65,11 @@ class Variable(Generic[T]):
         """Write it, into the process or into `env`."""
         (os.environ if env is None else env)[self.name] = str(value)
 
+    def set_in_python(self, value: T, *, in_c: str) -> None:
+        """Write it into `os.environ` alone: C libraries, and programs that this process starts, read `in_c`."""
+        os.environ[self.name] = str(value)
+        os.putenv(self.name, in_c)
+
     def unset(self, env: MutableMapping[str, str] | None = None) -> None:
         """Remove it if it is there."""
         (os.environ if env is None else env).pop(self.name, None)
@@ -196,6 +201,7 @@ NCCL_SOCKET_IFNAME = Variable(
 )
 PYTHONHASHSEED = Variable("PYTHONHASHSEED", str, "In which order a set of texts is walked; the same on all ranks.")
 PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
+PATH = Variable("PATH", str, "Folders in which programs are looked for.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 
 # What Slurm sets: for a job, and inside of a step (what `srun` starts) for each task.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -226,6 +227,12 @@ def test_what_only_lockstep_lets_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["clean_copies.py", "clean_older.py", "clean_accelerate.py", "clean_fabric.py"])
 def test_nothing_is_found_where_it_only_looks_wrong(tmp_path: Path, name: str) -> None:
     done = rehearse(tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / name))
+    assert (done.report["findings"], done.code) == ([], 0), done.output
+
+
+def test_a_module_that_asks_the_cluster_who_it_is(tmp_path: Path) -> None:
+    shutil.copy(PROGRAMS / "clean_cluster.py", tmp_path)
+    done = rehearse(tmp_path, "--nproc", "2", "--strict", "-m", "clean_cluster")
     assert (done.report["findings"], done.code) == ([], 0), done.output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,13 @@ def test_set_and_unset_in_a_mapping_and_in_the_process(monkeypatch: pytest.Monke
     assert os.environ["RANK"] == "5"
     env.RANK.unset()
     assert "RANK" not in os.environ
+
+
+def test_what_a_program_that_is_started_from_here_reads_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    env.RANK.set_in_python(5, in_c="7")
+    assert os.environ["RANK"] == "5"
+    assert subprocess.run(["printenv", "RANK"], capture_output=True, check=True).stdout == b"7\n"
 
 
 def test_snapshot_is_a_copy() -> None:

@@ -20,7 +20,8 @@ Options after the script belong to the script; give it little data and few steps
 """
 
 _EPILOG = """\
-The exit code is the script's own where it fails; else 0, or 1 with --strict where there are findings.
+The exit code is the script's own where it fails; else 1 where a process that it started failed unnoticed, or with
+--strict where there are findings; else 0.
 
 examples:
   lockstep rehearse --nproc 4 train.py --epochs 2
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the words after `lockstep rehearse`.
 
     Returns:
-        The exit code: that of the job; 1 if it went well, there are findings and `--strict` was given.
+        The exit code: that of the job where it is not 0; 1 if a finding is a failure of the script (`child-failed`), or
+        if there are findings and `--strict` was given; else 0.
     """
     options, script, script_arguments = split_at_script(arguments, _FLAGS)
     parser = _parser()

@@ -2,9 +2,11 @@
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -12,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
 here = torch.device("cuda", rank)
 
 
@@ -69,19 +70,33 @@ def sharded_models():
     sharded, whole = make_net().cuda(), DistributedDataParallel(make_net().cuda(), device_ids=[rank])
     fully_shard(sharded[0])
     fully_shard(sharded)
+    before = torch.cuda.memory_allocated()
+    train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.0))
+    sharded.zero_grad()
+    assert torch.cuda.memory_allocated() == before  # what was gathered is given back
     train(sharded, torch.optim.Adam(sharded.parameters(), lr=0.1))
+    whole.register_comm_hook(None, bf16_compress_hook)
     train(whole, ZeroRedundancyOptimizer(whole.parameters(), torch.optim.Adam, lr=0.1))
     for one, other in zip(sharded.parameters(), whole.parameters(), strict=True):
         assert one.device == other.device == here
-        torch.testing.assert_close(one.full_tensor(), other.detach())
+        torch.testing.assert_close(one.full_tensor(), other.detach(), rtol=0, atol=0.02)  # less than a step
 
 
 if __name__ == "__main__":
-    mesh = init_device_mesh("cuda", (2,))  # joins the group, too
+    assert not torch.cuda.is_initialized()
+    mesh = init_device_mesh("cuda", (2,))  # joins the group, and chooses a device where nobody has
+    assert torch.cuda.current_device() == rank
     assert dist.get_backend() == dist.get_backend(mesh.get_group()) == "nccl"
     total = torch.ones(2, device="cuda")
     dist.all_reduce(total, group=mesh.get_group())
     assert total.tolist() == [2.0, 2.0]
+    host, gloo, nccl = torch.ones(1), dist.new_group(backend="gloo"), dist.new_group(backend="nccl")
+    for words in ((), (dist.ReduceOp.SUM, gloo)):  # a group without a backend has one for each kind of device
+        dist.all_reduce(host, *words)
+    assert host.item() == 4
+    for words, options in (((dist.ReduceOp.SUM, nccl), {}), ((), {"group": nccl})):
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(host, *words, **options)
     distributed_tensors(mesh)
     sharded_models()
     dist.barrier()

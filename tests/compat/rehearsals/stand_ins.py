@@ -2,12 +2,50 @@
 
 import copy
 import io
+import multiprocessing
+import os
+import pickle
 
 import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+
+
+def before_it_is_used():
+    """CUDA comes up when it is first used; until then a process may choose which GPUs it sees."""
+    assert not torch.cuda.is_initialized()
+    assert torch.cuda.memory_stats() == {}
+    everything = os.environ.pop("CUDA_VISIBLE_DEVICES")
+    assert torch.cuda.device_count() == 2 == len(everything.split(","))
+    for text, count in (("1", 1), ("", 0), ("1,0,7,0", 2), (everything, 2)):
+        os.environ["CUDA_VISIBLE_DEVICES"] = text
+        assert torch.cuda.device_count() == count
+        assert torch.cuda.is_available() == (count > 0)
+    torch.manual_seed(1)
+    assert not torch.cuda.is_initialized()
+    torch.ones(1).cuda()
+    assert torch.cuda.is_initialized()
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    assert torch.cuda.device_count() == 2
+
+
+def in_a_forked_process(queue):
+    try:
+        torch.ones(1).cuda()
+    except RuntimeError as error:
+        queue.put(str(error))
+
+
+def forks():
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=in_a_forked_process, args=(queue,))
+    process.start()
+    process.join()
+    assert "Cannot re-initialize CUDA in forked subprocess" in queue.get()
+    assert process.exitcode == 0
 
 
 def devices_and_moves():
@@ -72,6 +110,43 @@ def modules_and_gradients():
     first = torch.ones(2, 2, device="cuda:0", requires_grad=True)
     (first.to("cuda:1") * 2).sum().backward()
     assert first.grad.device.index == 0
+
+
+def what_was_left_on_the_host():
+    f = nn.functional
+    gpu, host, number = torch.rand(3, device="cuda:0"), torch.rand(3), torch.tensor(2.0)
+    refused = (
+        lambda: gpu + host,
+        lambda: host * gpu,
+        lambda: host / gpu.cuda(1),
+        lambda: gpu.clone().__isub__(host),
+        lambda: gpu == host,
+        lambda: torch.cat([gpu, host]),
+        lambda: torch.stack([gpu, host]),
+        lambda: torch.where(host > 0, gpu, gpu),
+        lambda: f.l1_loss(gpu, host),
+        lambda: nn.L1Loss()(gpu, host),
+        lambda: f.smooth_l1_loss(gpu, host),
+        lambda: f.binary_cross_entropy(gpu, host),
+        lambda: f.binary_cross_entropy_with_logits(gpu, host),
+    )
+    for compute in refused:
+        with pytest.raises(RuntimeError, match="found at least two devices"):
+            compute()
+    assert (gpu + number).equal(number + gpu)
+    assert torch.where(gpu > 0, gpu, number).is_cuda
+    assert host.add_(1).add(gpu.cpu()).device.type == "cpu"
+    assert torch.stft(gpu.repeat(20), 16, return_complex=True).is_cuda  # makes its window by itself
+    assert torch.vmap(lambda row: row + gpu)(torch.rand(2, 3, device="cuda:0")).shape == (2, 3)
+    gpu.requires_grad_().cumsum(0).prod().backward()
+    assert gpu.grad.is_cuda
+    traced = torch.fx.symbolic_trace(WithCat())
+    assert traced(gpu).shape == (6,)
+
+
+class WithCat(nn.Module):
+    def forward(self, inputs):
+        return torch.cat([inputs + 1, inputs == inputs.mean()])
 
 
 def casts():
@@ -216,11 +291,49 @@ def streams_and_memory():
     assert torch.cuda.memory_allocated(0) == before + 4 * 2**20
     assert block[:5].device.index == 0  # a view takes nothing
     assert torch.cuda.memory_allocated(0) == before + 4 * 2**20
+    storage = block.untyped_storage()
+    storage.resize_(0)  # how memory is given back that others still point to
+    assert torch.cuda.memory_allocated(0) == before
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"allocate 80\.00 MiB"):
+        storage.resize_(80 * 2**20)
+    storage.resize_(2**20)
+    block.resize_(2**20 - 2)
+    stats = torch.cuda.memory_stats(0)
+    for name in ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes"):
+        assert stats[f"{name}.all.current"] == torch.cuda.memory_allocated(0) == before + 4 * 2**20 - 8
+    assert stats["active_bytes.all.peak"] == torch.cuda.max_memory_allocated(0)
+    assert stats["num_ooms"] == stats["inactive_split_bytes.all.current"] == 0
     with pytest.raises(torch.cuda.OutOfMemoryError, match=r"allocate 64.00 MiB. GPU 0 .* 4.00 MiB is in use"):
         torch.zeros(2**24, device="cuda:0")
-    del block
+    del block, storage
     assert torch.cuda.memory_allocated(0) == before
     assert torch.cuda.max_memory_allocated(0) >= before + 4 * 2**20
+
+
+def tools_that_look_at_a_gpu():
+    assert int(torch.version.cuda.split(".")[0]) >= 11
+    torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+    with torch.cuda.profiler.profile():
+        torch.cuda.profiler.stop()
+    torch.cuda.memory._record_memory_history()
+    torch.cuda.memory._dump_snapshot("snapshot.pickle")
+    torch.cuda.reset_accumulated_memory_stats()
+    assert torch.cuda.memory_snapshot() == []
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        torch.ones(2, device="cuda").exp()
+    assert "aten::exp" in profile.key_averages().table(sort_by="cuda_time_total")
+
+
+def attention():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query = torch.randn(1, 2, 3, 4, device="cuda")
+    expected = nn.functional.scaled_dot_product_attention(query, query, query)
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(kernel):
+            torch.testing.assert_close(nn.functional.scaled_dot_product_attention(query, query, query), expected)
+            assert not torch.backends.cuda.math_sdp_enabled()
 
 
 def files_and_random_numbers():
@@ -237,16 +350,35 @@ def files_and_random_numbers():
     torch.manual_seed(3)
     assert host.equal(torch.randn(2))  # the GPU has a generator of its own
     assert first.equal(torch.randn(2, device="cuda"))
-    torch.randn(1, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda")
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    again = pickle.loads(pickle.dumps(generator))
+    assert generator.device == again.device == generator.clone_state().device == torch.device("cuda", 0)
+    assert torch.randn(1, generator=generator, device="cuda").equal(torch.randn(1, generator=again, device="cuda"))
+    assert torch.cuda.default_generators[0].initial_seed() == torch.cuda.initial_seed()
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        torch.randn(1, generator=torch.Generator(), device="cuda")
+    with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'cuda'"):
+        torch.ones(1).uniform_(generator=generator)
+    # What a checkpoint computes again, it computes with the same random numbers.
+    for is_reentrant in (True, False):
+        ones = torch.ones(100, device="cuda", requires_grad=True)
+        dropped = torch.utils.checkpoint.checkpoint(nn.functional.dropout, ones, use_reentrant=is_reentrant)
+        dropped.sum().backward()
+        assert ones.grad.equal(dropped)
 
 
 if __name__ == "__main__":
     torch.cuda.empty_cache()
+    before_it_is_used()
+    forks()
+    tools_that_look_at_a_gpu()
+    attention()
     files_and_random_numbers()
     streams_and_memory()
     devices_and_moves()
     classes_in_annotations()
     modules_and_gradients()
+    what_was_left_on_the_host()
     casts()
     what_is_made_in_between()
     recorded_programs()

@@ -8,6 +8,7 @@ General layout, from the bottom up:
 * `devices`: stand-ins for GPUs.
 * `watch`: what each process notes while the script runs, written to the job's private folder.
 * `events`, `findings`: what the processes saw, and what it means; `report`: says it, to people and programs.
+* `programs`: stand-ins for programs of a cluster that scripts run.
 * `spawning`: processes that the script spawns are part of the rehearsal, too.
 * `rank`, `spawned`: what runs before the script in a rank, and in a process that it spawns; `rehearsal`: the whole.
 

@@ -2,6 +2,7 @@
 
 [Note: ways to start] A script that starts its ranks itself (`mp.spawn`), or drives all devices from one process
 (`DataParallel`), is started once per node. All others are started once per device, with the variables of torchrun.
+Modules that the script imports are not read: what they could do, the script need not call.
 """
 
 from __future__ import annotations

@@ -21,12 +21,16 @@ _SLURM_JOB = 4711
 
 def install() -> None:
     """Make this process one of the rehearsal: stand-ins for GPUs, and everything watched. For good."""
-    from lockstep.tools.rehearse import devices, spawning, watch
+    from lockstep.tools.rehearse import devices, programs, spawning, watch
 
     settings = RehearsalSettings.load()
+    if env.CUDA_VISIBLE_DEVICES.get() is None:
+        # Scripts take the list apart. A driver, where there is one, is told of none of the GPUs that are really here.
+        env.CUDA_VISIBLE_DEVICES.set_in_python(",".join(map(str, range(settings.devices))), in_c="")
     devices.install(settings.devices, settings.memory_bytes)
     watch.install(with_horovod=settings.horovod)
     spawning.install()
+    programs.install(settings)
 
 
 def set_variables(settings: RehearsalSettings) -> None:
@@ -74,7 +78,8 @@ def _main(arguments: list[str]) -> None:
     install()
     if settings.local_rank_option:
         # Where torch.distributed.launch puts it: before the script's own.
-        arguments[1:1] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
+        first = 2 if arguments[0] == "-m" else 1
+        arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
     from lockstep.tools.rehearse.watch.recorder import recorder
 
     kind, *rest = arguments

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep import env
 from lockstep.compat.legacy.choice import tell_ranks
+from lockstep.compat.legacy.sources import locate_target
 from lockstep.compat.legacy.spelling import find_spelling
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
@@ -74,7 +75,9 @@ def _settings(rehearsal: Rehearsal, needs: Needs) -> RehearsalSettings:
         memory_bytes=0 if rehearsal.memory is None else parse_memory(rehearsal.memory),
         slurm=needs.reads_slurm,
         horovod=needs.uses_horovod and rehearsal.with_shims and importlib.util.find_spec("horovod") is None,
-        local_rank_option=(find_spelling(rehearsal.target).option or "") if passes_local_rank else "",
+        local_rank_option=(find_spelling(rehearsal.target, rehearsal.is_module).option or "")
+        if passes_local_rank
+        else "",
     )
 
 
@@ -89,7 +92,8 @@ def rehearse(rehearsal: Rehearsal) -> int:
         LaunchError: it cannot be started as asked; nothing has been started.
     """
     check_target(rehearsal.target, rehearsal.is_module)
-    needs = Needs() if rehearsal.is_module else read_script(rehearsal.target)
+    source = locate_target(rehearsal.target, rehearsal.is_module)
+    needs = Needs() if source is None else read_script(source.file)
     settings = _settings(rehearsal, needs)
     variables = env.snapshot()
     env.LOCKSTEP_REHEARSAL.set(settings.dump(), variables)

@@ -4,8 +4,9 @@ General layout, from the bottom up:
 
 * `marks`: which stand-in a tensor lies on; `naming`: which device a word means.
 * `parts`: tensors that are made of others; `mode`: hands marks from inputs to results.
+* `arithmetic`: refuses operands on two devices.
 * `tensors`: replaces the calls that ask where a tensor lies, move it or make one.
-* `cuda`: `torch.cuda`; `streams`: streams and events; `amp`: autocast.
+* `cuda`: `torch.cuda`; `memory`: `torch.cuda.memory`; `streams`: streams and events; `amp`: autocast.
 * `replicas`: `torch.nn.DataParallel`; `groups`: nccl, as groups over shared memory.
 * `sharing`: tensors that go to another process; `files`: tensors in checkpoints.
 * `tracing`: programs that torch records instead of running.
@@ -20,13 +21,14 @@ def install(count: int, limit_bytes: int = 0) -> None:
     """Give this process `count` stand-ins. For the whole process, once.
 
     Args:
-        count: devices that it sees.
+        count: devices that its node has.
         limit_bytes: memory of each; 0 for no limit.
     """
     import torch
 
     from lockstep.tools.rehearse.devices import (
         amp,
+        arithmetic,
         cuda,
         files,
         groups,
@@ -41,7 +43,7 @@ def install(count: int, limit_bytes: int = 0) -> None:
     from lockstep.tools.rehearse.devices.naming import devices
     from lockstep.tools.rehearse.patching import replace
 
-    devices.count = count
+    devices.install(count)
     ledger.limit_bytes = limit_bytes
     # torch.library and the compiler's entry points read names of torch when they are imported, so first of all.
     cuda.install()
@@ -53,6 +55,7 @@ def install(count: int, limit_bytes: int = 0) -> None:
     replicas.install()
     groups.install()
     mode.install()
+    arithmetic.install()
     tracing.install()
     from lockstep.parallel.batchnorm import SyncBatchNorm
 

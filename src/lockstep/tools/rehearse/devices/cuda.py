@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
-from lockstep.tools.rehearse.devices import streams
-from lockstep.tools.rehearse.devices.marks import ledger
-from lockstep.tools.rehearse.devices.mode import generator_of
+from lockstep.tools.rehearse.devices import memory, streams
+from lockstep.tools.rehearse.devices.mode import GeneratorOfDevice, generator_of
 from lockstep.tools.rehearse.devices.naming import devices
-from lockstep.tools.rehearse.patching import replace
+from lockstep.tools.rehearse.patching import replace, wrap
 
 __all__ = ["install"]
 
 _NAME = "Lockstep rehearsal stand-in (CPU)"
-# What a device without a limit says of itself; enough for any script that looks before it leaps.
-_TOTAL_BYTES = 80 * 1024**3
 _CAPABILITY = (8, 0)
+_SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
+# What the stand-ins compute with and talk by has no such numbers; scripts that ask want to know whether they are new
+# enough for bfloat16.
+_CUDA_VERSION = "12.4"
+_NCCL_VERSION = (2, 21, 5)
 
 _TYPES = {
     "FloatTensor": torch.float32,
@@ -81,40 +83,18 @@ def _legacy_types() -> dict[str, Any]:
     }
 
 
-def _total_bytes() -> int:
-    return ledger.limit_bytes or _TOTAL_BYTES
-
-
 def _properties(device: Any = None) -> Any:
     devices.cuda_index(device)
     return types.SimpleNamespace(
         name=_NAME,
         major=_CAPABILITY[0],
         minor=_CAPABILITY[1],
-        total_memory=_total_bytes(),
+        total_memory=memory.total_bytes(),
         multi_processor_count=1,
         is_multi_gpu_board=False,
         is_integrated=False,
         warp_size=32,
     )
-
-
-def _memory_stats(device: Any = None) -> dict[str, int]:
-    index = devices.cuda_index(device)
-    return {
-        "allocated_bytes.all.current": ledger.used(index),
-        "allocated_bytes.all.peak": ledger.peak(index),
-        "reserved_bytes.all.current": ledger.used(index),
-        "reserved_bytes.all.peak": ledger.peak(index),
-        "allocation.all.allocated": ledger.allocations(index),
-        "num_ooms": 0,
-        "num_alloc_retries": 0,
-    }
-
-
-def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    index = devices.cuda_index(device)
-    return f"cuda:{index} (stand-in): {ledger.used(index)} bytes in use, at most {ledger.peak(index)}"
 
 
 def _select(device: Any) -> None:
@@ -137,7 +117,7 @@ def _who_and_what() -> dict[str, Any]:
     return {
         "is_available": lambda: devices.count > 0,
         "device_count": lambda: devices.count,
-        "current_device": lambda: devices.current,
+        "current_device": lambda: devices.check(devices.current),
         "set_device": _select,
         "device": _DeviceContext,
         "device_of": _DeviceOf,
@@ -147,42 +127,17 @@ def _who_and_what() -> dict[str, Any]:
         "get_arch_list": lambda: ["sm_80"],
         "is_bf16_supported": lambda including_emulation=True: True,
         "can_device_access_peer": lambda device, peer: device != peer,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False,
+        "init": devices.use,
+        "_lazy_init": devices.use,
+        "is_initialized": lambda: devices.is_used and not devices.is_forked,
+        "_is_in_bad_fork": lambda: devices.is_forked,
         "synchronize": lambda device=None: (devices.index_of(device), None)[1],
         "ipc_collect": lambda: None,
-        "utilization": lambda device=None: 0,
+        **dict.fromkeys(_SENSORS, lambda device=None: 0),
+        "set_sync_debug_mode": lambda debug_mode: None,
+        "get_sync_debug_mode": lambda: 0,
+        "_sleep": lambda cycles: None,
         "is_current_stream_capturing": lambda: False,
-    }
-
-
-def _memory() -> dict[str, Any]:
-    def used(device: Any = None) -> int:
-        return ledger.used(devices.cuda_index(device))
-
-    def peak(device: Any = None) -> int:
-        return ledger.peak(devices.cuda_index(device))
-
-    def reset(device: Any = None) -> None:
-        ledger.reset_peak(devices.cuda_index(device))
-
-    def info(device: Any = None) -> tuple[int, int]:
-        return max(0, _total_bytes() - used(device)), _total_bytes()
-
-    return {
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), used),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak),
-        **dict.fromkeys(
-            ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-            reset,
-        ),
-        "mem_get_info": info,
-        "memory_stats": _memory_stats,
-        "memory_summary": _memory_summary,
-        "empty_cache": lambda: None,
-        "set_per_process_memory_fraction": lambda fraction, device=None: None,
     }
 
 
@@ -224,8 +179,8 @@ class _Generator(type):
     """`torch.Generator`, which may be asked for a GPU."""
 
     def __call__(cls, device: Any = "cpu") -> Any:
-        devices.index_of(device)
-        return torch._C.Generator("cpu")
+        index = devices.index_of(device)
+        return torch._C.Generator(device) if index is None else GeneratorOfDevice(index)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch._C.Generator)
@@ -262,8 +217,8 @@ def _accelerator() -> dict[str, Any]:
         "is_available": lambda: devices.count > 0,
         "device_count": lambda: devices.count,
         "current_accelerator": current,
-        "current_device_index": lambda: devices.current,
-        "current_device_idx": lambda: devices.current,
+        "current_device_index": lambda: devices.check(devices.current),
+        "current_device_idx": lambda: devices.check(devices.current),
         "set_device_index": _select,
         "set_device_idx": _select,
         "synchronize": lambda device=None: None,
@@ -279,17 +234,36 @@ def _install_nvtx() -> None:
     replace(torch.cuda.nvtx, "range", lambda *args, **kwargs: contextlib.nullcontext())
 
 
-# What stands for it moves bytes by shared memory; a script that asks wants to know whether it is new enough.
-_NCCL_VERSION = (2, 21, 5)
+_CUDART_CALLS = ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister")
+
+
+def _cudart() -> Any:
+    """The library that `torch.cuda.cudart()` returns: every call goes well."""
+    return types.SimpleNamespace(
+        cudaError=types.SimpleNamespace(success=0),
+        cudaMemGetInfo=memory.info,
+        **dict.fromkeys(_CUDART_CALLS, lambda *args: 0),
+    )
+
+
+def _profile_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Profile what really computes; of a GPU's events each would be warned that there is none."""
+
+    def init(self: Any, enabled: bool = True, **options: Any) -> None:
+        if options.pop("use_cuda", False) or options.get("use_device") == "cuda":
+            options.update(use_device=None, use_cpu=True)
+        original(self, enabled, **options)
+
+    return init
 
 
 def install() -> None:
     """Replace the functions of `torch.cuda` and `torch.accelerator`, `torch.device` and `torch.Generator`."""
-    for name, value in {**_who_and_what(), **_memory(), **_random(), **_legacy_types()}.items():
+    for name, value in {**_who_and_what(), **_random(), **_legacy_types()}.items():
         replace(torch.cuda, name, value)
-        for module in (torch.cuda.memory, torch.cuda.random):
-            if hasattr(module, name):
-                replace(module, name, value)
+        if hasattr(torch.cuda.random, name):
+            replace(torch.cuda.random, name, value)
+    memory.install()
     replace(torch.cuda, "make_graphed_callables", _refuse("make_graphed_callables"))
     for name in ("CUDAGraph", "graph"):  # stay classes: annotations say `CUDAGraph | None`
         original = getattr(torch.cuda, name)
@@ -299,7 +273,11 @@ def install() -> None:
     # What torch's own code asks, FSDP2 to choose the devices of its mesh.
     replace(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
     _install_nvtx()
+    replace(torch.cuda, "_cudart", _cudart())
+    replace(torch.cuda, "default_generators", tuple(map(generator_of, range(devices.total))))
+    replace(torch.version, "cuda", _CUDA_VERSION)
     replace(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
+    wrap(torch.autograd.profiler.profile, "__init__", _profile_host)
     # Asked of every RNN; the answer for a CPU build comes with a warning.
     replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
     streams.install()

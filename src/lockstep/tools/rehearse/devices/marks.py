@@ -3,19 +3,20 @@
 [Note: marks] Every tensor of a rehearsal is an ordinary CPU tensor. That its memory stands for memory of a GPU is an
 attribute of its storage. Storages keep their Python object, and with it the attribute, as long as they live; views
 share them; and everything written in C++ (kernels, the autograd engine, DDP's reducer, collectives, NumPy) sees CPU
-memory and works. A mark is set once in a storage's life, and its bytes count as used on that device until it dies.
+memory and works. A mark is set once in a storage's life, and its bytes count as used on that device until it dies, as
+many as there are after each resize.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["Ledger", "ledger", "mark", "mark_of", "mark_storage", "real_device", "storage_of"]
+__all__ = ["Ledger", "Tally", "Usage", "ledger", "mark", "mark_of", "mark_storage", "real_device", "storage_of"]
 
 _MARK = "_lockstep_device_index"
 
@@ -67,15 +68,45 @@ def mark_storage(storage: Any, index: int) -> None:
         setattr(storage, _MARK, index)
 
 
+@dataclass
+class Tally:
+    """A quantity in use.
+
+    Attributes:
+        now: at present.
+        peak: the most since it was reset.
+        ever: all that was ever added, given back or not, since it was reset.
+    """
+
+    now: int = 0
+    peak: int = 0
+    ever: int = 0
+
+    def add(self, amount: int) -> None:
+        """Use so much more, or less."""
+        self.now += amount
+        self.peak = max(self.peak, self.now)
+        self.ever += max(amount, 0)
+
+
+@dataclass
+class Usage:
+    """What a stand-in holds: bytes, and the blocks (storages) that they are in."""
+
+    num_bytes: Tally = field(default_factory=Tally)
+    blocks: Tally = field(default_factory=Tally)
+
+
 class _Tracked(weakref.ref[Any]):
     """A storage that counts, and what it counts for."""
 
     index: int
     num_bytes: int
+    key: int
 
 
 class Ledger:
-    """Bytes in use on every stand-in of this process.
+    """What is in use on every stand-in of this process.
 
     Attributes:
         limit_bytes: of each device; 0 for none.
@@ -84,30 +115,44 @@ class Ledger:
     def __init__(self) -> None:
         self.limit_bytes = 0
         self._lock = threading.RLock()
-        self._used: dict[int, int] = {}
-        self._peak: dict[int, int] = {}
-        self._count = itertools.count(1)
-        self._allocations: dict[int, int] = {}
-        self._tracked: set[_Tracked] = set()
+        self._usages: dict[int, Usage] = {}
+        # By the `id` of the storage.
+        self._tracked: dict[int, _Tracked] = {}
+
+    def of(self, index: int) -> Usage:
+        """What is in use on a device; not to be changed."""
+        return self._usages.setdefault(index, Usage())
 
     def add(self, storage: Any, index: int) -> None:
         """Count the bytes of a storage until it dies."""
         num_bytes = storage.nbytes()
         with self._lock:
-            used = self._used.get(index, 0)
-            if self.limit_bytes and used + num_bytes > self.limit_bytes:
-                raise torch.OutOfMemoryError(self._complaint(index, used, num_bytes))
-            self._used[index] = used + num_bytes
-            self._peak[index] = max(self._peak.get(index, 0), used + num_bytes)
-            self._allocations[index] = self._allocations.get(index, 0) + 1
+            self._take(index, num_bytes)
+            self.of(index).blocks.add(1)
             tracked = _Tracked(storage, self._forget)
-            tracked.index, tracked.num_bytes = index, num_bytes
-            self._tracked.add(tracked)
+            tracked.index, tracked.num_bytes, tracked.key = index, num_bytes, id(storage)
+            self._tracked[tracked.key] = tracked
+
+    def resize(self, storage: Any, num_bytes: int) -> None:
+        """Count `num_bytes` for a storage from now on, if it counts."""
+        with self._lock:
+            tracked = self._tracked.get(id(storage))
+            if tracked is not None:
+                self._take(tracked.index, num_bytes - tracked.num_bytes)
+                tracked.num_bytes = num_bytes
+
+    def _take(self, index: int, num_bytes: int) -> None:
+        tally = self.of(index).num_bytes
+        if self.limit_bytes and num_bytes > 0 and tally.now + num_bytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(self._complaint(index, tally.now, num_bytes))
+        tally.add(num_bytes)
 
     def _forget(self, tracked: Any) -> None:
         with self._lock:
-            self._tracked.discard(tracked)
-            self._used[tracked.index] -= tracked.num_bytes
+            del self._tracked[tracked.key]
+            usage = self.of(tracked.index)
+            usage.num_bytes.add(-tracked.num_bytes)
+            usage.blocks.add(-1)
 
     def _complaint(self, index: int, used: int, num_bytes: int) -> str:
         free = self.limit_bytes - used
@@ -117,22 +162,17 @@ class Ledger:
             f"(Rehearsal: `--memory` set that capacity for the stand-in of cuda:{index}.)"
         )
 
-    def used(self, index: int) -> int:
-        """Bytes in use on a device."""
-        return self._used.get(index, 0)
-
-    def peak(self, index: int) -> int:
-        """The most that were in use since `reset_peak`."""
-        return self._peak.get(index, 0)
-
     def reset_peak(self, index: int) -> None:
-        """Forget the peak; the next one counts from what is in use now."""
+        """Forget the peaks; the next ones count from what is in use now."""
         with self._lock:
-            self._peak[index] = self.used(index)
+            for tally in (self.of(index).num_bytes, self.of(index).blocks):
+                tally.peak = tally.now
 
-    def allocations(self, index: int) -> int:
-        """How many storages were ever made on a device."""
-        return self._allocations.get(index, 0)
+    def reset_total(self, index: int) -> None:
+        """Forget what was ever added, but for what is in use now."""
+        with self._lock:
+            for tally in (self.of(index).num_bytes, self.of(index).blocks):
+                tally.ever = tally.now
 
 
 def _size(num_bytes: int) -> str:

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.tools.rehearse.devices.marks import mark, mark_of
+from lockstep.tools.rehearse.devices.marks import ledger, mark, mark_of, storage_of
 from lockstep.tools.rehearse.devices.naming import CPU, devices
 from lockstep.tools.rehearse.patching import wrap
 
-__all__ = ["Observer", "StandIn", "enter_here", "generator_of", "install", "mixing", "observers", "placed"]
+__all__ = [
+    "GeneratorOfDevice",
+    "Observer",
+    "StandIn",
+    "check_one_device",
+    "enter_here",
+    "generator_of",
+    "install",
+    "is_checked",
+    "mixing",
+    "observers",
+    "placed",
+]
 
 # Called with (operator, positional arguments, result) after each operator.
 Observer = Callable[[Any, Sequence[Any], Any], None]
@@ -26,7 +39,7 @@ observers: list[Observer] = []
 
 _aten = torch.ops.aten
 # Operators whose tensor arguments CUDA wants on one device, with nothing in between that C++ code may have
-# made for itself: a mismatch here is the script's.
+# made for itself: a mismatch here is the script's. Arithmetic is none of them: see `arithmetic.py`.
 _STRICT = frozenset(
     {
         _aten.mm.default,
@@ -37,6 +50,15 @@ _STRICT = frozenset(
         _aten.nll_loss_forward.default,
         _aten.nll_loss2d_forward.default,
         _aten.mse_loss.default,
+        _aten.smooth_l1_loss.default,
+        _aten.huber_loss.default,
+        _aten.soft_margin_loss.default,
+        _aten.binary_cross_entropy.default,
+        _aten.binary_cross_entropy_with_logits.default,
+        _aten.cat.default,
+        _aten.stack.default,
+        _aten.where.self,
+        _aten.eq.Tensor,
         _aten.native_batch_norm.default,
         _aten._native_batch_norm_legit.default,
         _aten.native_layer_norm.default,
@@ -46,8 +68,13 @@ _STRICT = frozenset(
 # Results that CUDA's own operators leave in host memory, by their position.
 _IN_HOST_MEMORY = {_aten._pack_padded_sequence.default: frozenset({1})}
 
+# What makes a tensor's memory larger.
+_RESIZES = frozenset({_aten.resize_.default, _aten.resize_as_.default})
+
 _local = threading.local()
 _generators: dict[int, torch.Generator] = {}
+# By the address of what is behind them: what comes out of C++ is another Python object.
+_of_devices: weakref.WeakValueDictionary[int, GeneratorOfDevice] = weakref.WeakValueDictionary()
 # Operator -> (has it fresh outputs, does it draw random numbers, does it write into its first argument).
 _traits: dict[Any, tuple[bool, bool, bool]] = {}
 # What may write from one device into another.
@@ -56,11 +83,40 @@ _COPIES = frozenset({"aten::copy_", "aten::set_", "aten::resize_as_", "aten::_fo
 _OWN_THREADS = "lockstep-"
 
 
+class GeneratorOfDevice(torch._C.Generator):
+    """Random numbers for a stand-in, and for nothing else."""
+
+    index: int
+    _cdata: int
+
+    def __new__(cls, index: int) -> GeneratorOfDevice:
+        """A generator on the CPU, which says otherwise."""
+        self = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        self.index = index
+        _of_devices[self._cdata] = self
+        return self
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where its numbers are for."""
+        return torch.device("cuda", self.index)
+
+    def clone_state(self) -> GeneratorOfDevice:
+        """Another in the same state."""
+        clone = GeneratorOfDevice(self.index)
+        clone.set_state(self.get_state())
+        return clone
+
+    def __reduce__(self) -> Any:
+        """As torch's own, which makes another and gives it the state."""
+        return GeneratorOfDevice, (self.index,), super().__reduce__()[2]
+
+
 def generator_of(index: int) -> torch.Generator:
     """The random numbers of a stand-in; from CUDA's own first seed until it is seeded."""
     generator = _generators.get(index)
     if generator is None:
-        generator = _generators[index] = torch._C.Generator("cpu")
+        generator = _generators[index] = GeneratorOfDevice(index)
         generator.manual_seed(67280421310721)
     return generator
 
@@ -107,17 +163,39 @@ def _traits_of(func: Any) -> tuple[bool, bool, bool]:
     return found
 
 
-def _check_one_device(func: Any, arguments: Sequence[Any], index: int) -> None:
-    if getattr(_local, "mixes", False):
-        return
+def is_checked() -> bool:
+    """Whether tensors of several devices are a mistake of the script's now, in this thread."""
+    return not getattr(_local, "mixes", False) and torch._C._current_graph_task_id() == -1
+
+
+def check_one_device(name: str, arguments: Sequence[Any], index: int) -> None:
+    """Refuse tensors that do not lie on stand-in `index`; single numbers may lie in host memory.
+
+    Args:
+        name: of the operator.
+        arguments: tensors, lists of them, and others.
+        index: the device of the first that lies on any.
+
+    Raises:
+        RuntimeError: one lies elsewhere, in CUDA's words.
+    """
     for tensor in _tensors(arguments):
         other = mark_of(tensor)
         if other != index and tensor.dim() > 0:
-            name = func._schema.name.removeprefix("aten::")
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, cuda:{index} and "
                 f"{'cpu' if other is None else f'cuda:{other}'}! (when checking arguments of {name})"
             )
+
+
+def _check_generator(generator: Any, place: int | None) -> None:
+    known = _of_devices.get(generator._cdata)
+    index = None if known is None else known.index
+    if index != place:
+        names = ["cpu" if each is None else f"cuda:{each}" for each in (place, index)]
+        if None in (place, index):
+            names = [name.partition(":")[0] for name in names]
+        raise RuntimeError(f"Expected a '{names[0]}' device type for generator but found '{names[1]}'")
 
 
 class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -144,16 +222,23 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         override = getattr(_local, "override", ())
         place = override[0] if override else index
         is_fresh, is_random, writes = _traits_of(func)
-        if index is not None and func in _STRICT and torch._C._current_graph_task_id() == -1:
-            _check_one_device(func, args, index)
-        if is_random and place is not None and kwargs.get("generator") is None:
-            kwargs = {**kwargs, "generator": generator_of(place)}
+        if index is not None and func in _STRICT and is_checked():
+            check_one_device(func._schema.name.removeprefix("aten::"), args, index)
+        if is_random:
+            generator = kwargs.get("generator")
+            if generator is not None:
+                _check_generator(generator, place)
+            elif place is not None:
+                kwargs = {**kwargs, "generator": generator_of(place)}
         result = func(*args, **kwargs)
         if is_fresh and place is not None:
             self._mark(func, result, place)
         if writes and index is not None and isinstance(args[0], torch.Tensor):
             # CUDA takes no other tensor there: it is one that C++ has made for itself.
             mark(args[0], index)
+        if func in _RESIZES:
+            storage = storage_of(args[0])
+            ledger.resize(storage, storage.nbytes())
         for observer in observers:
             observer(func, args, result)
         return result

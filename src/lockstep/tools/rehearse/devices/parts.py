@@ -6,8 +6,9 @@ it is computed with its parts, which the mode sees (`mode.StandIn`), and it move
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,18 +50,34 @@ def _nested(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+@contextlib.contextmanager
+def _any_kernel(query: torch.Tensor) -> Iterator[None]:
+    """A context: scripts choose among the kernels of GPUs, most of which the CPU lacks; one that it has is allowed."""
+    is_on = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
+    is_missing = mark_of(query) is not None and not is_on
+    if is_missing:
+        torch.backends.cuda.enable_math_sdp(True)
+    try:
+        yield
+    finally:
+        if is_missing:
+            torch.backends.cuda.enable_math_sdp(False)
+
+
 def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """DTensor knows how to shard the fused kernels of GPUs, but not the CPU's: each rank attends to its own heads."""
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(query, "placements") or attn_mask is not None:
-            return original(query, key, value, attn_mask, *args, **kwargs)
+            with _any_kernel(query):
+                return original(query, key, value, attn_mask, *args, **kwargs)
         from torch.distributed.tensor import DTensor, Replicate
 
         # As on GPUs: sharded over samples or heads, whole otherwise.
         places = [each if each.is_shard(0) or each.is_shard(1) else Replicate() for each in query.placements]
         parts = [each.redistribute(placements=places).to_local() for each in (query, key, value)]
-        result = original(*parts, None, *args, **kwargs)
+        with _any_kernel(parts[0]):
+            result = original(*parts, None, *args, **kwargs)
         shape = torch.Size((*query.shape[:-1], value.shape[-1]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(

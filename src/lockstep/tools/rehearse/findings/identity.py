@@ -175,7 +175,7 @@ def _shared_gpus(job: RehearsedJob) -> Iterator[Finding]:
     for (_, device), by_rank in users.items():
         if len(by_rank) > 1:
             ranks = tuple(sorted(by_rank))
-            what = f"ranks {', '.join(map(str, ranks))} of one node all have their model on cuda:{device}"
+            what = f"ranks {', '.join(map(str, ranks))} of one node all have their model on GPU {device}"
             yield Finding("shared-gpu", by_rank[ranks[0]], what, ranks)
 
 

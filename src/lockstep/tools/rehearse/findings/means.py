@@ -18,8 +18,8 @@ def _unequal(moments: Sequence[Sequence[Any]]) -> str:
     if min(batches) < 0 or len(set(ends)) != 1:
         return ""  # Outside of a pass, or not at the same place in it.
     counts = samples if ends[0] else batches
-    if len(set(counts)) == 1:
-        return ""
+    if min(counts) < 1 or len(set(counts)) == 1:
+        return ""  # Nobody knows, or they agree.
     return f"{', '.join(map(str, counts))} samples on ranks 0 to {len(counts) - 1}"
 
 

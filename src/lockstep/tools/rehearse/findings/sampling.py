@@ -72,8 +72,9 @@ KINDS = (
     ),
     Kind(
         "padded-evaluation",
-        "evaluation counts samples twice",
-        "DistributedSampler repeats samples until the ranks have as many, so metrics change with the number of ranks",
+        "evaluation sees samples twice",
+        "DistributedSampler repeats samples until the ranks have as many, so averages over them change with the number "
+        "of ranks; an evaluator that knows its samples and counts each once is right",
         "use lockstep.DataLoader, which hands out every sample once, and reduce sums and counts together; or leave the "
         "repeated ones out of the count",
         _padded_evaluation,

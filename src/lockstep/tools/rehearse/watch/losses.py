@@ -75,7 +75,7 @@ def _look_at(loss: torch.Tensor) -> None:
         return
     now = passes.current()
     try:
-        found = find_other_divisor(loss, None if now is None else now.last_size, _is_output)
+        found = find_other_divisor(loss, None if now is None else now.last_size or None, _is_output)
     except RuntimeError:  # walked backward before, so there is nothing left to see
         return
     if found is not None:

@@ -2,18 +2,21 @@
 
 Notes `pass` for every pass over a `torch.utils.data.DataLoader`: `number` (of the loader's passes), `epoch`,
 `shuffles`, `was_told` (the sampler's `set_epoch` was ever called), `padding` (samples that the sampler adds), `length`
-(of the data set), `batches`, `samples`, `trained` (optimizer steps meanwhile), `finished`, `content` (see `contents`;
-only of passes that evaluate a model which all ranks train together); and where loader and sampler were made.
+(of the data set), `batches`, `samples` (0 where nobody knows), `trained` (optimizer steps meanwhile), `finished`,
+`content` (see `contents`; only of passes that evaluate a model which all ranks train together); and where loader and
+sampler were made.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.patching import wrap
@@ -21,10 +24,11 @@ from lockstep.tools.rehearse.sites import chain
 from lockstep.tools.rehearse.watch.contents import Contents
 from lockstep.tools.rehearse.watch.recorder import recorder
 
-__all__ = ["Pass", "add_model", "current", "install", "loader_of_data", "made_at", "on_batch", "size_of"]
+__all__ = ["Pass", "add_model", "current", "install", "loader_of_data", "made_at", "on_batch"]
 
 _MADE = "_lockstep_made_at"
 _TOLD = "_lockstep_was_told"
+_SIZES = "_lockstep_sizes"
 
 
 class Pass:
@@ -35,8 +39,8 @@ class Pass:
         sites: the lines at which the pass began.
         number: 0 for the loader's first.
         batches: number of batches read so far.
-        samples: number of samples read so far.
-        last_size: samples in the last batch.
+        samples: number of samples read so far; 0 where nobody knows.
+        last_size: samples in the last batch; 0 where nobody knows.
         backwards: backward passes meanwhile.
         steps: optimizer steps meanwhile.
         is_finished: the loader has nothing more.
@@ -53,12 +57,11 @@ class Pass:
         self.sampler = _distributed_sampler(loader)
         self.epoch = None if self.sampler is None else self.sampler.epoch
 
-    def take(self, batch: Any) -> None:
-        """Another batch."""
-        size = size_of(batch)
+    def take(self, batch: Any, size: int) -> None:
+        """Another batch, of `size` samples; 0 where nobody knows."""
         self.batches += 1
-        self.last_size = 0 if size is None else size
-        self.samples += self.last_size
+        self.last_size = size
+        self.samples += size
         if self.contents is not None:
             if _evaluates():
                 self.contents.add(batch, self.last_size)
@@ -110,20 +113,6 @@ def _evaluates() -> bool:
     return _shared.is_trained and (is_said or not torch.is_grad_enabled())
 
 
-def size_of(batch: Any) -> int | None:
-    """Samples in a batch: the first dimension of its first tensor."""
-    if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.dim() else None
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        for item in batch:
-            size = size_of(item)
-            if size is not None:
-                return size
-    return None
-
-
 def _distributed_sampler(loader: Any) -> Any:
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         sampler = getattr(holder, "sampler", None)
@@ -160,6 +149,38 @@ def _begin(original: Callable[..., Any]) -> Callable[..., Any]:
     return iterate
 
 
+def _next_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes how many samples the loader asks its data set for: what a batch looks like is the script's affair.
+
+    A loader with workers asks ahead of the batches that it hands out.
+    """
+
+    def take_index(self: Any) -> Any:
+        index = original(self)
+        # An iterable data set stops when it likes, and one index by itself may be that of a batch.
+        is_known = isinstance(index, Sequence) and self._dataset_kind == _DatasetKind.Map
+        vars(self).setdefault(_SIZES, deque()).append(len(index) if is_known else 0)
+        return index
+
+    return take_index
+
+
+def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Persistent workers begin another pass with the same iterator."""
+
+    def reset(self: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self).pop(_SIZES, None)
+        original(self, *args, **kwargs)
+
+    return reset
+
+
+def _size_of_next(iterator: Any) -> int:
+    sizes = vars(iterator).get(_SIZES)
+    in_order = getattr(iterator, "_in_order", True)  # new in torch 2.7
+    return sizes.popleft() if sizes and in_order else 0
+
+
 def _next(original: Callable[..., Any]) -> Callable[..., Any]:
     def take_next(self: Any) -> Any:
         one: Pass | None = getattr(self, "_lockstep_pass", None)
@@ -170,7 +191,7 @@ def _next(original: Callable[..., Any]) -> Callable[..., Any]:
                 one.is_finished = True
             raise
         if one is not None:
-            one.take(batch)
+            one.take(batch, _size_of_next(self))
             _current.value = one
             for listener in _current.listeners:
                 listener()
@@ -238,7 +259,8 @@ def install() -> None:
     wrap(DataLoader, "__iter__", _begin)
     wrap(DistributedSampler, "__init__", _remember_maker)
     wrap(DistributedSampler, "set_epoch", _told)
-    wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _next)
+    for name, make in (("__next__", _next), ("_next_index", _next_index), ("_reset", _reset)):
+        wrap(_BaseDataLoaderIter, name, make)
     wrap(torch.Tensor, "backward", _backward)
     wrap(torch.autograd, "backward", _backward)
     recorder.finishers.append(_finish)

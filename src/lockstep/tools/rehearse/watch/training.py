@@ -2,7 +2,8 @@
 
 Notes `optimizer` (`lr` as constructed, `first_lr` at its first step, `steps`, `device` of its first parameter),
 `steps` (`sizes`: samples in the batch of every step), `scheduler` (`gaps`: calls of its step between two steps of its
-optimizer), `clip` (`count`: gradients that were clipped while they were still multiplied by the loss scale) and `ddp`.
+optimizer), `clip` (`count`: gradients that were clipped while they were still multiplied by the loss scale) and `ddp`
+(`device`: of the node's GPUs, whichever of them the process sees).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
 from lockstep.tools.rehearse.devices.groups import nominal_backend
 from lockstep.tools.rehearse.devices.marks import mark_of
+from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.patching import replace, wrap
 from lockstep.tools.rehearse.sites import chain, is_own
@@ -149,11 +151,12 @@ def _ddp_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         sites = chain()
         parameter = next(module.parameters(), None)
+        index = None if parameter is None else mark_of(parameter)
         ids = kwargs.get("device_ids", args[0] if args else None)
         recorder.note(
             "ddp",
             sites,
-            device=None if parameter is None else mark_of(parameter),
+            device=None if index is None else devices.visible()[index],
             backend=nominal_backend(kwargs.get("process_group")),
             device_ids=None if ids is None else [str(one) for one in ids],
         )
