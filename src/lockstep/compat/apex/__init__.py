@@ -54,13 +54,15 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   fp16_utils.tofp16                           supported
   fp16_utils.fp16_to_fp32                     supported
   fp16_utils.fp32_to_fp16                     supported
-  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam; no master_weights
+  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam, in float32 for 16-bit parameters;
+                                                         no master_weights
   optimizers.FusedSGD                         different  torch.optim.SGD; no wd_after_momentum
   optimizers.FusedAdagrad                     different  torch.optim.Adagrad; no adagrad_w_mode
   optimizers.FusedLAMB                        supported
+  optimizers.FusedNovoGrad                    supported
   optimizers.FP16_Optimizer                   different  that of fp16_utils
-  optimizers.FusedNovoGrad                    refused    use FusedLAMB or torch.optim.AdamW
-  optimizers.FusedMixedPrecisionLamb          refused    use FusedLAMB with amp.initialize(opt_level="O2")
+  optimizers.FusedMixedPrecisionLamb          refused    when constructed: use FusedLAMB with
+                                                         amp.initialize(opt_level="O2")
   normalization.FusedLayerNorm                different  torch.nn.LayerNorm; no memory_efficient
   normalization.FusedRMSNorm                  different  torch.nn.RMSNorm; no memory_efficient
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
@@ -83,7 +85,7 @@ Apex went wrong in silence without it, here it is an error.
 General layout:
 
 * `amp`: mixed precision; `fp16_utils`: 16-bit models by hand.
-* `parallel`: data-parallel training; `optimizers`, `normalization`: torch's own, under Apex's names.
+* `parallel`: data-parallel training; `optimizers`: torch's own, LAMB and NovoGrad; `normalization`: torch's own.
 * `multi_tensor_apply`: can be imported, and says that it is not available.
 """
 
