@@ -35,6 +35,10 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   parallel.create_syncbn_process_group        supported
   parallel.LARC                               supported
   parallel.ReduceOp                           supported
+  parallel.distributed.flat_dist_call         supported
+  parallel.distributed.apply_flat_dist_call   supported
+  parallel.distributed.flatten                supported
+  parallel.distributed.unflatten              supported
   parallel.multiproc                          different  one process per core where there is no GPU; output of all
                                                          ranks with the rank before it, and no GPU_<rank>.log
   fp16_utils.FP16_Optimizer                   different  state_dict holds the loss scale as plain values; reads both
