@@ -75,7 +75,9 @@ def test_table_has_every_name() -> None:
     assert "parallel.multiproc" in listed
     exported = {f"{part}.{name}" for part in apex.__all__ for name in getattr(apex, part).__all__}
     assert exported - set(listed) == set(), "exported, but not in the table"
-    refused = set(apex._REFUSED) | {"optimizers.FusedMixedPrecisionLamb"}
+    refused = set(apex.REFUSED) - {"contrib", "contrib.optimizers"}
+    refused |= {f"contrib.optimizers.{name}" for name in apex.contrib.optimizers._ELSEWHERE}
+    refused.add("optimizers.FusedMixedPrecisionLamb")
     assert {name for name, word in listed.items() if word == "refused"} == refused
 
 
@@ -117,6 +119,9 @@ def test_modules_that_scripts_name() -> None:
     assert apex.parallel.LARC is LARC
     assert half_function is apex.amp.half_function
     assert apex.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
+    assert apex.contrib.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
+    with pytest.raises(ImportError, match=r"apex\.contrib\.sparsity is not supported .*; use torch's own layers"):
+        exec("from lockstep.compat.apex.contrib import sparsity")
     for name in ("Adagrad", "Adam", "LAMB", "MixedPrecisionLamb", "NovoGrad", "SGD"):
         last = "mixed_precision_lamb" if name == "MixedPrecisionLamb" else name.lower()
         module = importlib.import_module(f"lockstep.compat.apex.optimizers.fused_{last}")
@@ -124,6 +129,7 @@ def test_modules_that_scripts_name() -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    for module in (apex, apex.optimizers):
+    for module in (apex, apex.contrib.optimizers):
         with pytest.raises(AttributeError, match="no attribute 'missing'"):
             _ = module.missing
+    assert not hasattr(apex.contrib, "_missing")

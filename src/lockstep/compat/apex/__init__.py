@@ -78,38 +78,57 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   mlp                                         refused    use torch.nn.Sequential
   fused_dense                                 refused    use torch.nn.Linear
   pyprof                                      refused    use torch.profiler
-  contrib                                     refused    use torch.nn.functional.scaled_dot_product_attention, and
-                                                         torch's own layers
+  contrib.optimizers.FP16_Optimizer           different  that of fp16_utils
+  contrib.optimizers.FusedAdam                refused    use apex.optimizers.FusedAdam
+  contrib.optimizers.FusedLAMB                refused    use apex.optimizers.FusedLAMB
+  contrib.optimizers.FusedSGD                 refused    use apex.optimizers.FusedSGD
+  contrib.clip_grad                           refused    use torch.nn.utils.clip_grad_norm_
+  contrib.groupbn                             refused    use apex.parallel.SyncBatchNorm
+  contrib.layer_norm                          refused    use torch.nn.LayerNorm
+  contrib.multihead_attn                      refused    use torch.nn.functional.scaled_dot_product_attention
+  contrib.xentropy                            refused    use torch.nn.functional.cross_entropy
   transformer                                 refused    use torch.distributed.tensor.parallel
 
-What is refused raises an ImportError that names the alternative. As in Apex, gradients that accumulate over several
-backward passes, only the last of which averages over ranks, need `scale_loss(..., delay_unscale=True)` in all others;
-Apex went wrong in silence without it, here it is an error.
+What is refused raises an ImportError that names the alternative; so does all of contrib that is not listed. As in Apex,
+gradients that accumulate over several backward passes, only the last of which averages over ranks, need
+`scale_loss(..., delay_unscale=True)` in all others; Apex went wrong in silence without it, here it is an error.
 
 General layout:
 
 * `amp`: mixed precision; `fp16_utils`: 16-bit models by hand.
 * `parallel`: data-parallel training; `optimizers`: torch's own, LAMB and NovoGrad; `normalization`: torch's own.
+* `contrib`: one name of it.
 * `multi_tensor_apply`: can be imported, and says that it is not available.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-# What `import apex` brings along, as in Apex.
-_SUBPACKAGES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+# What can be had of `import apex`.
+_SUBPACKAGES = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 
-_REFUSED = {
-    "RNN": "use torch.nn.LSTM and torch.nn.GRU",
-    "contrib": "use torch.nn.functional.scaled_dot_product_attention, and torch's own layers",
-    "fused_dense": "use torch.nn.Linear",
-    "mlp": "use torch.nn.Sequential",
-    "pyprof": "use torch.profiler",
-    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
-    "transformer": "use torch.distributed.tensor.parallel",
-}
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "RNN": "use torch.nn.LSTM and torch.nn.GRU",
+        "contrib": "use torch's own layers",
+        "contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
+        "contrib.groupbn": "use apex.parallel.SyncBatchNorm",
+        "contrib.layer_norm": "use torch.nn.LayerNorm",
+        "contrib.optimizers": "use apex.optimizers",
+        "contrib.multihead_attn": "use torch.nn.functional.scaled_dot_product_attention",
+        "contrib.xentropy": "use torch.nn.functional.cross_entropy",
+        "fused_dense": "use torch.nn.Linear",
+        "mlp": "use torch.nn.Sequential",
+        "pyprof": "use torch.profiler",
+        "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+        "transformer": "use torch.distributed.tensor.parallel",
+    }
+)
+"""Modules that are not here, and those inside of them unless they are here or named too: what to use instead."""
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
@@ -117,6 +136,6 @@ __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimize
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _REFUSED:
-        raise ImportError(f"apex.{name} is not supported by lockstep.compat.apex; {_REFUSED[name]}")
+    if name in REFUSED:
+        raise ImportError(f"apex.{name} is not supported by {__name__}; {REFUSED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
