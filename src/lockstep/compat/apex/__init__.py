@@ -72,7 +72,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
   multi_tensor_apply.multi_tensor_applier     different  available is False; use torch._foreach_mul_ and its like
-  multi_tensor_apply.MultiTensorApply         different  the same
+  multi_tensor_apply.MultiTensorApply         different  the same; there is no amp_C and no apex_C
   RNN                                         refused    use torch.nn.LSTM and GRU
   reparameterization                          refused    use torch.nn.utils.parametrizations.weight_norm
   mlp                                         refused    use torch.nn.Sequential
