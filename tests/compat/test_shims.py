@@ -225,6 +225,15 @@ assert os.getcwd() not in sys.path[1:], sys.path
             [*command, *target, "x"], cwd=tmp_path, capture_output=True, text=True, timeout=limit_s(60)
         )
         assert (done.stdout, done.stderr) == ("__main__ main.py ['x'] True\n", ""), done.stderr
+    write(tmp_path, {"multiproc": "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:], 'x'])"})
+    done = subprocess.run(
+        [sys.executable, "multiproc.py", *command[1:], "main.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=limit_s(60),
+    )
+    assert (done.stdout, done.stderr) == ("__main__ main.py ['x'] True\n", ""), done.stderr
     for target, words in ((["gone.py"], "script 'gone.py' not found"), ([], "name a script to run")):
         done = subprocess.run([*command, *target], cwd=tmp_path, capture_output=True, text=True, timeout=limit_s(60))
         assert done.returncode == 2

@@ -46,4 +46,4 @@ class FusedAdagrad(ZeroGrad, torch.optim.Adagrad):
         complete_groups(self, state)
         for own in filter(None, state["state"].values()):
             own.setdefault("step", 0.0)  # only the decay of the learning rate, which Apex does not have, reads it
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]

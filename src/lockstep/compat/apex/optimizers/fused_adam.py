@@ -78,7 +78,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             for own in (state["state"].get(parameter) for parameter in group["params"]):
                 if own:
                     own.setdefault("step", float(step))
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with the running means of 16-bit parameters in float32."""

@@ -121,7 +121,8 @@ class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
 
 def _blend(before: Tensor | None, parameters: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
     """The running means of the norms of gradients, the current ones included: float32, one for each parameter."""
-    order, beta = group["norm_type"], group["betas"][1]
+    order: int = group["norm_type"]
+    beta: float = group["betas"][1]
     gradients = [parameter.grad.float() for parameter in parameters if parameter.grad is not None]
     found = [torch.linalg.vector_norm(each, _ORDERS[order]) for each in gradients]
     norms = torch.stack([each.to(found[0].device) for each in found]) if found else torch.zeros(0)
