@@ -218,8 +218,10 @@ def test_binary_cross_entropy_is_banned_with_advice(state: AmpState) -> None:
 
 
 def test_the_handle_of_init(state: AmpState) -> None:
-    handle = amp.init(enabled=True)
+    handle = amp.init(enabled=True, enable_caching=True)
     assert handle.is_active()
+    handle._clear_cache()  # as scripts do that cache and step without the handle
+    amp._amp_state.handle._clear_cache()
     assert product() == torch.float16
     net = make_net()
     optimizer = make_sgd(net)
@@ -272,4 +274,5 @@ def test_init_not_enabled(state: AmpState) -> None:
     with handle.scale_loss(loss, None) as same, optimizer.scale_loss(loss) as also:
         assert same is also is loss
     optimizer.step()
+    handle._clear_cache()
     handle._deactivate()

@@ -298,6 +298,116 @@ def test_adam_without_bias_correction(decoupled: bool) -> None:
     assert plain.state[parameter]["step"].item() == 2
 
 
+def _two_steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    for gradient in (torch.tensor([0.5, -2.0]), torch.tensor([1e-4, 1.0])):
+        parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+_OF_APEX = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.3, "params": [0]}
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("step_in", ["group", "state", "torch"])
+def test_adam_loads_checkpoints_of_apex(decoupled: bool, step_in: str) -> None:
+    """The optimizer says how weights decay, and the checkpoint does not; Apex keeps the step in the group."""
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    weight = torch.tensor([3.0, -4.0])
+    means = [{"exp_avg": torch.ones(2), "exp_avg_sq": torch.full((2,), 2.0)} for _ in range(2)]
+    other = torch.optim.Adam if decoupled else torch.optim.AdamW
+    torchs = other([nn.Parameter(weight.clone())], lr=0.1, weight_decay=0.3).state_dict()["param_groups"][0]
+    group = torchs if step_in == "torch" else {**_OF_APEX, "bias_correction": True}
+    saved = {"state": {0: means[0]}, "param_groups": [group]}
+    (group if step_in == "group" else saved["state"][0])["step"] = 5
+    expected, parameter = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    plain = kind([expected], lr=0.1, weight_decay=0.3)
+    plain.load_state_dict(
+        {"state": {0: {**means[1], "step": torch.tensor(5.0)}}, "param_groups": plain.state_dict()["param_groups"]}
+    )
+    optimizer = optimizers.FusedAdam([parameter], adam_w_mode=decoupled)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(_two_steps(optimizer, parameter), _two_steps(plain, expected))
+    again = optimizers.FusedAdam([parameter], adam_w_mode=decoupled)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.state[parameter]["step"].item() == 7
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_of_16_bit_parameters_computes_in_float32(decoupled: bool) -> None:
+    """Moments too, after a checkpoint as well: squares of 1e-4 and the eps are 0 in float16."""
+    parameter, wide = nn.Parameter(torch.tensor([3.0, -4.0]).half()), nn.Parameter(torch.tensor([3.0, -4.0]))
+    optimizer = optimizers.FusedAdam([parameter], lr=0.01, weight_decay=0.1, adam_w_mode=decoupled)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)([wide], lr=0.01, weight_decay=0.1)
+    for value in (1e-4, 3e-4, 0.0):
+        for each in (parameter, wide):
+            each.grad = torch.full_like(each, value)
+        optimizer.step()
+        reference.step()
+        assert torch.equal(parameter, wide.half())
+        wide.data.copy_(parameter)
+        loaded = optimizers.FusedAdam([parameter], adam_w_mode=decoupled)
+        loaded.load_state_dict(optimizer.state_dict())
+        optimizer = loaded
+    assert {name: each.dtype for name, each in optimizer.state[parameter].items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq"), torch.float32
+    )
+
+
+def test_adagrad_loads_checkpoints_of_apex() -> None:
+    expected, parameter = nn.Parameter(torch.tensor([3.0, -4.0])), nn.Parameter(torch.tensor([3.0, -4.0]))
+    plain = torch.optim.Adagrad([expected], lr=0.1, weight_decay=0.3, eps=1e-8)
+    plain.state[expected]["sum"] = torch.ones(2)
+    optimizer = optimizers.FusedAdagrad([parameter])
+    group = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.3, "params": [0]}
+    optimizer.load_state_dict({"state": {0: {"sum": torch.ones(2)}}, "param_groups": [group]})
+    assert torch.equal(_two_steps(optimizer, parameter), _two_steps(plain, expected))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("order", [0, 2])
+@pytest.mark.parametrize("init_zero", [True, False])
+def test_novograd(inside: bool, order: int, init_zero: bool) -> None:
+    """Twice, with another optimizer from the first one's checkpoint the second time."""
+    weight, mean, norm = torch.tensor([3.0, -4.0]), torch.zeros(2), torch.tensor(0.0)
+    parameter = nn.Parameter(weight.clone())
+    options = {"betas": (0.9, 0.5), "weight_decay": 0.3, "norm_type": order, "init_zero": init_zero}
+    saved = None
+    for step, gradient in enumerate((torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5])), start=1):
+        optimizer = optimizers.FusedNovoGrad([parameter], lr=0.1, reg_inside_moment=inside, **options)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        own = gradient.abs().max() if order == 0 else gradient.norm()
+        before = own if step == 1 and not init_zero else norm
+        norm = 0.5 * before + 0.5 * own if order == 0 else (0.5 * before**2 + 0.5 * own**2).sqrt()
+        update = gradient
+        if inside:
+            update = update / (norm / (1 - 0.5**step) ** 0.5) + 0.3 * weight
+        mean = 0.9 * mean + 0.1 * update
+        update = mean / (1 - 0.9**step)
+        if not inside:
+            update = update / (norm / (1 - 0.5**step) ** 0.5) + 0.3 * weight
+        weight = weight - 0.1 * update
+        torch.testing.assert_close(parameter.detach(), weight)
+    parameter.grad = None
+    with pytest.raises(ValueError, match="0 parameters of a group have gradients, where 1 had"):
+        optimizer.step()
+
+
+def test_novograd_keeps_16_bit_parameters_apart() -> None:
+    parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+    optimizer = optimizers.FusedNovoGrad(parameters, lr=0.1)
+    for value, parameter in zip((3.0, 1e-4), parameters, strict=True):
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    narrow, wide = optimizer.param_groups[0]["exp_avg_sq"]
+    torch.testing.assert_close(torch.cat([narrow, wide]), torch.tensor([1e-4, 3.0]) * 2**0.5, rtol=1e-3, atol=0)
+    assert optimizer.state[parameters[1]]["exp_avg"].dtype == torch.float16
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_lamb(decay: float) -> None:
     weights = [torch.tensor([3.0, -4.0]), torch.tensor([0.0])]
@@ -323,6 +433,8 @@ def test_lamb(decay: float) -> None:
         ("FusedSGD", {"lr": 0.1, "wd_after_momentum": True}),
         ("FusedAdagrad", {"adagrad_w_mode": True}),
         ("FusedLAMB", {"amsgrad": True}),
+        ("FusedNovoGrad", {"amsgrad": True}),
+        ("FusedNovoGrad", {"norm_type": 1}),
     ],
 )
 def test_what_torch_does_not_have_is_refused(name: str, options: dict[str, Any]) -> None:

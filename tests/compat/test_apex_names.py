@@ -46,6 +46,9 @@ SIGNATURES = {
     "optimizers.FusedLAMB": "params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-06, "
     "weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, "
     "use_nvlamb=False",
+    "optimizers.FusedNovoGrad": "params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
+    "weight_decay=0.0, amsgrad=False, reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False, "
+    "set_grad_none=True",
     "normalization.FusedLayerNorm": "normalized_shape, eps=1e-05, elementwise_affine=True, memory_efficient=False",
     "fp16_utils.network_to_half": "network",
     "fp16_utils.BN_convert_float": "module",
@@ -72,7 +75,9 @@ def test_table_has_every_name() -> None:
     assert "parallel.multiproc" in listed
     exported = {f"{part}.{name}" for part in apex.__all__ for name in getattr(apex, part).__all__}
     assert exported - set(listed) == set(), "exported, but not in the table"
-    refused = set(apex._REFUSED) | {f"optimizers.{name}" for name in apex.optimizers._REFUSED}
+    refused = set(apex.REFUSED) - {"contrib", "contrib.optimizers"}
+    refused |= {f"contrib.optimizers.{name}" for name in apex.contrib.optimizers._ELSEWHERE}
+    refused.add("optimizers.FusedMixedPrecisionLamb")
     assert {name for name, word in listed.items() if word == "refused"} == refused
 
 
@@ -82,6 +87,10 @@ def test_table_agrees_with_the_modules(name: str, word: str) -> None:
     module = importlib.import_module(f"lockstep.compat.apex.{part}".rstrip("."))
     if word != "refused":
         assert getattr(module, attribute, None) is not None or importlib.import_module(f"{module.__name__}.{attribute}")
+        return
+    if module is apex.optimizers:  # In one statement with others, of which a script makes use.
+        with pytest.raises(RuntimeError, match=rf"apex\.{name} is not supported .*; use "):
+            getattr(module, attribute)([])
         return
     with pytest.raises(ImportError, match=rf"apex\.{name} is not supported .*; use "):
         getattr(module, attribute)
@@ -110,9 +119,17 @@ def test_modules_that_scripts_name() -> None:
     assert apex.parallel.LARC is LARC
     assert half_function is apex.amp.half_function
     assert apex.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
+    assert apex.contrib.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
+    with pytest.raises(ImportError, match=r"apex\.contrib\.sparsity is not supported .*; use torch's own layers"):
+        exec("from lockstep.compat.apex.contrib import sparsity")
+    for name in ("Adagrad", "Adam", "LAMB", "MixedPrecisionLamb", "NovoGrad", "SGD"):
+        last = "mixed_precision_lamb" if name == "MixedPrecisionLamb" else name.lower()
+        module = importlib.import_module(f"lockstep.compat.apex.optimizers.fused_{last}")
+        assert getattr(module, f"Fused{name}") is getattr(apex.optimizers, f"Fused{name}")
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    for module in (apex, apex.optimizers):
+    for module in (apex, apex.contrib.optimizers):
         with pytest.raises(AttributeError, match="no attribute 'missing'"):
             _ = module.missing
+    assert not hasattr(apex.contrib, "_missing")

@@ -23,6 +23,7 @@ from lockstep.compat.apex.parallel import (
     create_syncbn_process_group,
     multiproc,
 )
+from lockstep.compat.apex.parallel.distributed import flat_dist_call
 from lockstep.errors import InputError, InputTypeError, LaunchError, NotInitialized
 from lockstep.launch.config import LaunchConfig
 from lockstep.testing import run_ranks
@@ -166,6 +167,18 @@ def reduce_when_told() -> None:
     assert tensors[1].item() == 1.0
 
 
+def call_on_flat_tensors() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parameters = [nn.Parameter(torch.full(shape, float(rank))) for shape in ((2, 2), ())]
+    count = torch.tensor([2 * rank], dtype=torch.float64)
+    flat_dist_call([*parameters, count, torch.empty(0)], dist.all_reduce)
+    mean = (world_size - 1) / 2
+    assert [each.tolist() for each in parameters] == [[[mean] * 2] * 2, mean]
+    assert count.item() == 2 * mean
+    flat_dist_call([each.data.fill_(rank) for each in parameters], dist.broadcast, (world_size - 1,))
+    assert [each.unique().tolist() for each in parameters] == [[world_size - 1]] * 2
+
+
 def all_engine_checks() -> None:
     reduce_gradients()
     sum_halves_in_float32()
@@ -174,6 +187,7 @@ def all_engine_checks() -> None:
     leave_parameters_unused()
     refuse()
     reduce_when_told()
+    call_on_flat_tensors()
 
 
 def train_with_amp(level: str) -> list[float]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lockstep.compat.horovod.torch as hvd
+from lockstep.compat.horovod.torch.runtime import Runtime
 from lockstep.errors import InputError
 from lockstep.testing import limit_s, run_ranks
 
@@ -245,6 +246,34 @@ def adasum() -> None:
     basis[rank] = 2.0
     assert hvd.allreduce(basis, op=hvd.Adasum).tolist() == [2.0] * size + [0.0] * (4 - size)
     assert torch.allclose(hvd.allreduce(torch.ones(3), op=hvd.Adasum), torch.ones(3), rtol=1e-6)
+
+
+def adasum_of_hosts(hosts: tuple[tuple[int, ...], ...]) -> None:
+    """As for tensors on GPUs: the mean over the ranks of a host, and Adasum of the hosts' means."""
+    own = torch.zeros(2)
+    own[next(number for number, ranks in enumerate(hosts) if hvd.rank() in ranks)] = hvd.rank()
+    means = [sum(ranks) / len(ranks) for ranks in hosts]
+    orthogonal, equal = hvd.grouped_allreduce([own, torch.ones(3)], op=hvd.Adasum)
+    assert orthogonal.tolist() == [*means, 0.0][:2]
+    assert torch.allclose(equal, torch.ones(3), rtol=1e-6)
+
+
+def like_gpus(hosts: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.compat.horovod.torch.adasum.combines_hosts", lambda device_type: True)
+        patch.setattr(Runtime, "_gather_hosts", lambda self, control: ([len(hosts[0])] * self.world.world_size, hosts))
+        if len({len(ranks) for ranks in hosts}) > 1 or len(hosts) == 3:
+            with pytest.raises(NotImplementedError, match="GPU Adasum"):
+                in_world(lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum))
+        else:
+            in_world(adasum_of_hosts, hosts)
+
+
+@pytest.mark.parametrize(
+    "hosts", [((0, 1, 2),), ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1), (2,)), ((0,), (1,), (2,))]
+)
+def test_adasum_of_gpus_combines_hosts(hosts: tuple[tuple[int, ...], ...]) -> None:
+    run_ranks(like_gpus, sum(map(len, hosts)), hosts, init=False)
 
 
 def sparse() -> None:

@@ -183,6 +183,8 @@ def test_old_script_runs_unedited(launches: Launches) -> None:
         dist.init_process_group('tcp', init_method='file://meeting', world_size=world, rank=RANK, group_name='all')
         assert os.path.exists('meeting') or RANK, os.listdir('.')
         assert old_dist.get_rank() == RANK and dist.get_backend() == 'gloo'
+        assert dist._backend == dist.dist_backend.GLOO and dist._backend != dist.dist_backend.NCCL
+        torch.nn.parallel.deprecated.DistributedDataParallel(torch.nn.Linear(1, 1), broadcast_buffers=False)
 
         tensors = [torch.ones(1), torch.ones(1)]
         dist.all_reduce_multigpu(tensors, op=dist.reduce_op.SUM)
@@ -274,6 +276,8 @@ ACCURACY = """
         ("import torch\nprint(torch._six.string_classes)", ["torch._six"]),
         ("import torch.cuda.comm as comm", ["torch.cuda.comm"]),
         ("import torch.distributed.deprecated as dist", ["torch.distributed.deprecated"]),
+        ("model = torch.nn.parallel.deprecated.DistributedDataParallel(model)", ["torch.nn.parallel.deprecated"]),
+        ("import torch.distributed as dist\nslow = dist._backend == dist.dist_backend.GLOO", ["dist_backend"]),
         (
             "import torch.distributed as dist\ndist.all_reduce_multigpu([t], op=dist.reduce_op.SUM)",
             ["multigpu", "reduce_op"],
@@ -475,6 +479,9 @@ def test_hints_know_what_torch_says() -> None:
         ("eq", lambda: pred.eq(pred)[:2].view(-1)),
         ("verbose", lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, verbose=True)),
         ("torch._six", lambda: __import__("torch._six")),
+        ("torch.nn.parallel.deprecated", lambda: torch.nn.parallel.deprecated.DistributedDataParallel),
+        ("torch.nn.parallel.deprecated", lambda: __import__("torch.nn.parallel.deprecated")),
+        ("dist_backend", lambda: dist._backend),
         ("multigpu", lambda: dist.all_reduce_multigpu([torch.ones(1)])),
         (None, lambda: {}["missing"]),
         (None, lambda: torch.ones(2) @ torch.ones(3)),

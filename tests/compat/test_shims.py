@@ -18,7 +18,7 @@ from lockstep.compat import finder
 from lockstep.testing import limit_s
 
 SHIM = {
-    "__init__": "import doorway_log; doorway_log.seen.append(__name__)",
+    "__init__": "import doorway_log; doorway_log.seen.append(__name__)\nREFUSED = {'mlp': 'use nn', 'deep': 'use sea'}",
     "amp": "import doorway_log; doorway_log.seen.append(__name__)\nclass Scaler: pass\nvalue = 3",
     "deep/__init__": "",
     "deep/inner": "from doorway.amp import Scaler",
@@ -72,6 +72,16 @@ def test_what_the_shim_does_not_have_cannot_be_imported() -> None:
             importlib.import_module(name)
     assert importlib.util.find_spec("oldpack.contrib") is None
     assert importlib.util.find_spec("oldpack.amp").origin.endswith("doorway/amp.py")
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_the_shim_refuses_is_refused_with_its_advice() -> None:
+    for name, advice in (("mlp", "use nn"), ("deep.other", "use sea"), ("deep.other.more", "use sea")):
+        with pytest.raises(ModuleNotFoundError, match=rf"oldpack\.\S+ is not supported by doorway; {advice}"):
+            importlib.import_module(f"oldpack.{name}")
+    with pytest.raises(ModuleNotFoundError, match=r"oldpack\.mlp is not supported by doorway; use nn"):
+        exec("from oldpack.mlp import MLP")
+    assert importlib.import_module("oldpack.deep.inner").__name__ == "doorway.deep.inner"
 
 
 def test_looking_for_it_loads_no_shim(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +225,15 @@ assert os.getcwd() not in sys.path[1:], sys.path
             [*command, *target, "x"], cwd=tmp_path, capture_output=True, text=True, timeout=limit_s(60)
         )
         assert (done.stdout, done.stderr) == ("__main__ main.py ['x'] True\n", ""), done.stderr
+    write(tmp_path, {"multiproc": "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:], 'x'])"})
+    done = subprocess.run(
+        [sys.executable, "multiproc.py", *command[1:], "main.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=limit_s(60),
+    )
+    assert (done.stdout, done.stderr) == ("__main__ main.py ['x'] True\n", ""), done.stderr
     for target, words in ((["gone.py"], "script 'gone.py' not found"), ([], "name a script to run")):
         done = subprocess.run([*command, *target], cwd=tmp_path, capture_output=True, text=True, timeout=limit_s(60))
         assert done.returncode == 2

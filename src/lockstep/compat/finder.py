@@ -38,7 +38,11 @@ class ShimFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module behind the name, the real package's own if that is installed, or None."""
+        """The module behind the name, the real package's own if that is installed, or None.
+
+        Raises:
+            ModuleNotFoundError: a module that the shim refuses, and knows an alternative to.
+        """
         package, _, rest = fullname.partition(".")
         shim = SHIMS.get(package)
         if shim is None:
@@ -52,6 +56,7 @@ class ShimFinder(MetaPathFinder):
         name = f"{shim}.{rest}" if rest else shim
         behind = _find(name)
         if behind is None:
+            _refuse(package, rest)
             return None
         return ModuleSpec(fullname, _ShimLoader(name), origin=behind.origin)
 
@@ -67,6 +72,17 @@ def _find(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:  # A module, and not a package, stands above it.
         return None
+
+
+def _refuse(package: str, rest: str) -> None:
+    """Raise what a shim has to say about a module that it does not have, if anything."""
+    advices = getattr(sys.modules[package], "REFUSED", {}) if rest else {}
+    name = rest
+    while name and name not in advices:
+        name = name.rpartition(".")[0]
+    if name:
+        full = f"{package}.{rest}"
+        raise ModuleNotFoundError(f"{full} is not supported by {SHIMS[package]}; {advices[name]}", name=full)
 
 
 def _is_stray(spec: ModuleSpec, shim: str) -> bool:

@@ -7,7 +7,8 @@ has an effect:
 * `import horovod…` and `import apex…` find `lockstep.compat.…` where the real packages are not installed (`finder.py`);
 * when torch has been imported, or at once if it has, it is changed as far as the script needs it (`legacy`): most
   scripts need nothing, and find torch untouched;
-* processes that `multiprocessing` spawns do the same before they import anything of the script.
+* processes that `multiprocessing` spawns do the same before they import anything of the script. What the script starts
+  by `subprocess` is left alone: `python -m lockstep.compat.script`, with no launcher, is for that.
 
 It imports no torch, and no multiprocessing, which would take the bootstrap of a rank for the main module.
 """

@@ -5,6 +5,7 @@ For processes that no launcher of Lockstep's starts, and scripts that nobody wan
     srun python -m lockstep.compat.script train.py
     mpirun -np 4 python -m lockstep.compat.script -m package.train --epochs 3
     torchrun --nproc-per-node 4 -m lockstep.compat.script train.py
+    python multiproc.py -m lockstep.compat.script train.py    # starts [sys.executable, *sys.argv[1:]] for each rank
 
 The script is the main module, as with plain `python`. `--compat` is that of `lockstep run`.
 """

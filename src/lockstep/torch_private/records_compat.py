@@ -26,6 +26,9 @@ RECORDS = (
     _old("torch._six", Use.ADD, "names for Python 2 and 3, until torch 1.13"),
     _old("torch.cuda.comm", Use.ADD, "torch.nn.parallel.comm under its old name"),
     _old("torch.distributed.deprecated", Use.ADD, "torch.distributed under another name, in torch 1.0"),
+    _old("torch.nn.parallel.deprecated", Use.ADD, "torch.nn.parallel under another name, in torch 1.0"),
+    _old("torch.distributed.dist_backend", Use.ADD, "names of backends, until torch 0.4"),
+    _old("torch.distributed._backend", Use.ADD, "the default group's backend, until torch 0.4"),
     NameRecord(
         "torch.nn.functional.binary_cross_entropy",
         Use.PATCH,

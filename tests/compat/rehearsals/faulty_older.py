@@ -39,6 +39,7 @@ def main():
     parser.add_argument("--resume")
     args = parser.parse_args()
     dist.init_process_group("tcp")  # fault: needs-older-torch
+    assert dist._backend == dist.dist_backend.GLOO  # fault: needs-older-torch
     data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 4)
     size = dist.get_world_size()
     loader = DataLoader(data, batch_size=args.batch_size / size, sampler=InOrder(data))  # fault: needs-older-torch

@@ -35,6 +35,10 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   parallel.create_syncbn_process_group        supported
   parallel.LARC                               supported
   parallel.ReduceOp                           supported
+  parallel.distributed.flat_dist_call         supported
+  parallel.distributed.apply_flat_dist_call   supported
+  parallel.distributed.flatten                supported
+  parallel.distributed.unflatten              supported
   parallel.multiproc                          different  one process per core where there is no GPU; output of all
                                                          ranks with the rank before it, and no GPU_<rank>.log
   fp16_utils.FP16_Optimizer                   different  state_dict holds the loss scale as plain values; reads both
@@ -54,56 +58,77 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   fp16_utils.tofp16                           supported
   fp16_utils.fp16_to_fp32                     supported
   fp16_utils.fp32_to_fp16                     supported
-  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam; no master_weights
+  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam, in float32 for 16-bit parameters;
+                                                         no master_weights
   optimizers.FusedSGD                         different  torch.optim.SGD; no wd_after_momentum
   optimizers.FusedAdagrad                     different  torch.optim.Adagrad; no adagrad_w_mode
   optimizers.FusedLAMB                        supported
+  optimizers.FusedNovoGrad                    supported
   optimizers.FP16_Optimizer                   different  that of fp16_utils
-  optimizers.FusedNovoGrad                    refused    use FusedLAMB or torch.optim.AdamW
-  optimizers.FusedMixedPrecisionLamb          refused    use FusedLAMB with amp.initialize(opt_level="O2")
+  optimizers.FusedMixedPrecisionLamb          refused    when constructed: use FusedLAMB with
+                                                         amp.initialize(opt_level="O2")
   normalization.FusedLayerNorm                different  torch.nn.LayerNorm; no memory_efficient
   normalization.FusedRMSNorm                  different  torch.nn.RMSNorm; no memory_efficient
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
   multi_tensor_apply.multi_tensor_applier     different  available is False; use torch._foreach_mul_ and its like
-  multi_tensor_apply.MultiTensorApply         different  the same
+  multi_tensor_apply.MultiTensorApply         different  the same; there is no amp_C and no apex_C
   RNN                                         refused    use torch.nn.LSTM and GRU
   reparameterization                          refused    use torch.nn.utils.parametrizations.weight_norm
   mlp                                         refused    use torch.nn.Sequential
   fused_dense                                 refused    use torch.nn.Linear
   pyprof                                      refused    use torch.profiler
-  contrib                                     refused    use torch.nn.functional.scaled_dot_product_attention, and
-                                                         torch's own layers
+  contrib.optimizers.FP16_Optimizer           different  that of fp16_utils
+  contrib.optimizers.FusedAdam                refused    use apex.optimizers.FusedAdam
+  contrib.optimizers.FusedLAMB                refused    use apex.optimizers.FusedLAMB
+  contrib.optimizers.FusedSGD                 refused    use apex.optimizers.FusedSGD
+  contrib.clip_grad                           refused    use torch.nn.utils.clip_grad_norm_
+  contrib.groupbn                             refused    use apex.parallel.SyncBatchNorm
+  contrib.layer_norm                          refused    use torch.nn.LayerNorm
+  contrib.multihead_attn                      refused    use torch.nn.functional.scaled_dot_product_attention
+  contrib.xentropy                            refused    use torch.nn.functional.cross_entropy
   transformer                                 refused    use torch.distributed.tensor.parallel
 
-What is refused raises an ImportError that names the alternative. As in Apex, gradients that accumulate over several
-backward passes, only the last of which averages over ranks, need `scale_loss(..., delay_unscale=True)` in all others;
-Apex went wrong in silence without it, here it is an error.
+What is refused raises an ImportError that names the alternative; so does all of contrib that is not listed. As in Apex,
+gradients that accumulate over several backward passes, only the last of which averages over ranks, need
+`scale_loss(..., delay_unscale=True)` in all others; Apex went wrong in silence without it, here it is an error.
 
 General layout:
 
 * `amp`: mixed precision; `fp16_utils`: 16-bit models by hand.
-* `parallel`: data-parallel training; `optimizers`, `normalization`: torch's own, under Apex's names.
+* `parallel`: data-parallel training; `optimizers`: torch's own, LAMB and NovoGrad; `normalization`: torch's own.
+* `contrib`: one name of it.
 * `multi_tensor_apply`: can be imported, and says that it is not available.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-# What `import apex` brings along, as in Apex.
-_SUBPACKAGES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+# What can be had of `import apex`.
+_SUBPACKAGES = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 
-_REFUSED = {
-    "RNN": "use torch.nn.LSTM and torch.nn.GRU",
-    "contrib": "use torch.nn.functional.scaled_dot_product_attention, and torch's own layers",
-    "fused_dense": "use torch.nn.Linear",
-    "mlp": "use torch.nn.Sequential",
-    "pyprof": "use torch.profiler",
-    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
-    "transformer": "use torch.distributed.tensor.parallel",
-}
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "RNN": "use torch.nn.LSTM and torch.nn.GRU",
+        "contrib": "use torch's own layers",
+        "contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
+        "contrib.groupbn": "use apex.parallel.SyncBatchNorm",
+        "contrib.layer_norm": "use torch.nn.LayerNorm",
+        "contrib.optimizers": "use apex.optimizers",
+        "contrib.multihead_attn": "use torch.nn.functional.scaled_dot_product_attention",
+        "contrib.xentropy": "use torch.nn.functional.cross_entropy",
+        "fused_dense": "use torch.nn.Linear",
+        "mlp": "use torch.nn.Sequential",
+        "pyprof": "use torch.profiler",
+        "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+        "transformer": "use torch.distributed.tensor.parallel",
+    }
+)
+"""Modules that are not here, and those inside of them unless they are here or named too: what to use instead."""
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
@@ -111,6 +136,6 @@ __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimize
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _REFUSED:
-        raise ImportError(f"apex.{name} is not supported by lockstep.compat.apex; {_REFUSED[name]}")
+    if name in REFUSED:
+        raise ImportError(f"apex.{name} is not supported by {__name__}; {REFUSED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,8 @@ gloo_built, nccl_built             | supported |
 cuda_built, rocm_built             | different | those of PyTorch
 ddl_built, ccl_built               | supported | always False
 start_timeline, stop_timeline      | different | needs no HOROVOD_TIMELINE=DYNAMIC
-Average, Sum, Adasum               | supported | Adasum on the CPU without MPI, too
+Average, Sum                       | supported |
+Adasum                             | supported | on the CPU without MPI, too; of hosts' means for tensors on GPUs
 Min, Max, Product                  | different | refused while a rank has joined: its zeros would count
 HorovodInternalError               | different | also says which ranks asked for what, and where
 HostsUpdatedInterrupt              | supported |

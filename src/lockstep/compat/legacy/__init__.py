@@ -19,6 +19,8 @@ what old scripts use                               here        how
                                                                without MPI; rank and size are MPI's, as they were
 `init_method="file://name"`                        different   in the current folder; torch wants a whole path
 `torch.distributed.deprecated`                     different   `torch.distributed` under that name
+`torch.nn.parallel.deprecated`                     different   `torch.nn.parallel` under that name
+`dist.dist_backend.GLOO`, `dist._backend`          supported   both, for scripts that use one of them
 `DataLoader(batch_size=64.0)`, `BatchSampler`      supported   whole numbers; 42.67 is an error (of old, all data in
                                                                one batch)
 `Sampler.__init__(data_source)`                    supported   the argument is ignored, as it was

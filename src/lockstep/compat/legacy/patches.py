@@ -113,6 +113,32 @@ def _add_deprecated() -> bool:
     return add_module("torch.distributed.deprecated", {"__getattr__": functools.partial(getattr, dist)}, _DOC)
 
 
+def _add_deprecated_parallel() -> bool:
+    content = {"__getattr__": functools.partial(getattr, torch.nn.parallel)}
+    return add_module("torch.nn.parallel.deprecated", content, _DOC)
+
+
+class _BackendOfWorld:
+    """`torch.distributed._backend`: equal to the name of the default group's backend, "undefined" without a group."""
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return str(dist.get_backend()) if dist.is_initialized() else "undefined"
+
+
+def _add_dist_backend() -> bool:
+    # Both or none: scripts that find one use the other.
+    if hasattr(dist, "_backend") or hasattr(dist, "dist_backend"):
+        return False
+    names = {name: name.lower() for name in ("UNDEFINED", "TCP", "MPI", "GLOO", "NCCL")}
+    add("torch.distributed.dist_backend", SimpleNamespace(**names))
+    return add("torch.distributed._backend", _BackendOfWorld())
+
+
 def _trust_plain_data() -> bool:
     """Let `torch.load` take what checkpoints of old hold beside tensors, and what runs no code when it is read."""
     trusted: list[Any] = [argparse.Namespace]
@@ -250,8 +276,10 @@ _CHANGES: Mapping[str, Callable[[], bool]] = MappingProxyType(
         "torch._six": _add_six,
         "torch.cuda.comm": _add_cuda_comm,
         "torch.distributed.deprecated": _add_deprecated,
+        "torch.nn.parallel.deprecated": _add_deprecated_parallel,
         "multigpu": _add_multigpu,
         "reduce_op": _add_reduce_op,
+        "dist_backend": _add_dist_backend,
         "init_process_group": _let_old_calls_through,
         "batch_size": _let_floats_through,
         "sampler": _let_data_through,

@@ -19,7 +19,7 @@ __all__ = ["OLD_FILE_URL", "Signs", "signs_in"]
 OLD_FILE_URL = re.compile(r"file://[^/?]+(\?.*)?")
 """A place to meet that names no folder."""
 
-_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated")
+_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated", "torch.nn.parallel.deprecated")
 _LAST_PARTS = frozenset(module.rpartition(".")[2] for module in _MODULES)
 _MULTIGPU = re.compile(r"(all_reduce|broadcast|reduce|all_gather|reduce_scatter)_multigpu")
 _BATCH_SIZE = re.compile(r"(.*_)?(batch_?size|bsz?)", re.IGNORECASE)
@@ -132,6 +132,8 @@ def _old_functions(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
                 yield "multigpu", getattr(node, "lineno", 0)
             elif name == "reduce_op":
                 yield "reduce_op", getattr(node, "lineno", 0)
+            elif name in ("_backend", "dist_backend"):
+                yield "dist_backend", getattr(node, "lineno", 0)
 
 
 def _aliases_of_distributed(nodes: list[ast.AST]) -> set[str]:

@@ -90,6 +90,9 @@ class AmpHandle:
         """Whether casts are in force, here and now."""
         return self._is_active
 
+    def _clear_cache(self) -> None:
+        """There is no cache; see [Note: autocast]."""
+
     def _replace(self, module: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
         original = getattr(module, name)
         self._replaced.append((module, name, original))

@@ -108,6 +108,9 @@ class NoOpHandle:
         """The loss as it is."""
         yield loss
 
+    def _clear_cache(self) -> None:
+        """There is no cache."""
+
     def _deactivate(self) -> None:
         """There is nothing to put back."""
 

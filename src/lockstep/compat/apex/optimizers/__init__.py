@@ -1,21 +1,24 @@
-"""`apex.optimizers`: torch's own under Apex's names, and LAMB. See the table in `lockstep.compat.apex`."""
+"""`apex.optimizers`: torch's own under Apex's names, LAMB and NovoGrad. See the table in `lockstep.compat.apex`.
+
+General layout: a module for each optimizer, as in Apex, and `base`, what they have in common.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.compat.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
-from lockstep.compat.apex.optimizers.fused import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from lockstep.compat.apex.optimizers.fused_adagrad import FusedAdagrad
+from lockstep.compat.apex.optimizers.fused_adam import FusedAdam
+from lockstep.compat.apex.optimizers.fused_lamb import FusedLAMB
+from lockstep.compat.apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
+from lockstep.compat.apex.optimizers.fused_novograd import FusedNovoGrad
+from lockstep.compat.apex.optimizers.fused_sgd import FusedSGD
 
-__all__ = ["FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedSGD"]
-
-_REFUSED = {
-    "FusedMixedPrecisionLamb": "use FusedLAMB with amp.initialize(opt_level='O2')",
-    "FusedNovoGrad": "use FusedLAMB or torch.optim.AdamW",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _REFUSED:
-        raise ImportError(f"apex.optimizers.{name} is not supported by lockstep.compat.apex; {_REFUSED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "FP16_Optimizer",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]

@@ -1,9 +1,9 @@
-"""Apex's `DistributedDataParallel` and `Reducer` over the one engine."""
+"""Apex's `DistributedDataParallel` and `Reducer` over the one engine, and its collectives on flattened tensors."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,15 @@ from lockstep.log import get_logger, warn_once
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.grad_bucket import GradBucket
 
-__all__ = ["DistributedDataParallel", "Reducer", "accumulates"]
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "accumulates",
+    "apply_flat_dist_call",
+    "flat_dist_call",
+    "flatten",
+    "unflatten",
+]
 
 _logger = get_logger(__name__)
 
@@ -182,15 +190,56 @@ class Reducer:
         tensors = self.grads
         if self.module is not None:
             tensors = [each.grad for each in self.module.parameters() if each.grad is not None]
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for members in by_kind.values():
-            flat = torch.cat([each.reshape(-1) for each in members])
-            dist.all_reduce(flat)
-            flat.div_(dist.get_world_size())
-            for tensor, mean in zip(members, torch.split(flat, [each.numel() for each in members]), strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+        flat_dist_call(tensors, dist.all_reduce)
+
+
+# ---- functions that scripts import from this module ------------------------------------------------
+
+
+def flatten(bucket: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype and device, one behind the other. Local.
+
+    >>> flatten([torch.tensor([[1, 2]]), torch.tensor(3)]).tolist()
+    [1, 2, 3]
+    """
+    return torch.cat([each.reshape(-1) for each in bucket])
+
+
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a flattened tensor, in the shapes of the tensors of a bucket. Local; they share its memory."""
+    parts = torch.split(coalesced, [each.numel() for each in bucket])
+    return [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
+
+
+@torch.no_grad()
+def apply_flat_dist_call(
+    bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Run a collective on tensors of one dtype and device as one tensor, in place. Collective.
+
+    Args:
+        bucket: the tensors.
+        call: such as `torch.distributed.broadcast`; the result of `torch.distributed.all_reduce` is divided by the
+            number of ranks.
+        extra_args: its arguments after the tensor.
+    """
+    flat = flatten(bucket)
+    call(flat, *(extra_args or ()))
+    if call is dist.all_reduce:
+        flat.div_(dist.get_world_size())
+    for tensor, part in zip(bucket, unflatten(flat, bucket), strict=True):
+        tensor.copy_(part)
+
+
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """As `apply_flat_dist_call`, for tensors of any dtypes and devices: once for each. Collective."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in by_kind.values():
+        apply_flat_dist_call(bucket, call, extra_args)
 
 
 def _world() -> dist.ProcessGroup:

@@ -4,14 +4,21 @@ Adaptive Summation", 2020).
 Two gradients a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: the sum if they are orthogonal, the mean if
 they are equal. More ranks are combined in pairs, then pairs of pairs, which is why their number must be a power of
 two.
+
+[Note: Adasum of GPUs] Horovod with NCCL adds tensors on GPUs up within each host, combines the sums of the hosts by
+Adasum, and divides the result by the number of ranks of a host; on one host that is the mean. Scripts count on it:
+they multiply their learning rate by `hvd.local_size()` if `hvd.nccl_built()`, and by 1 otherwise. It is the hosts then
+whose number must be a power of two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-__all__ = ["combine", "is_power_of_two", "reduce_adasum"]
+__all__ = ["combine", "combines_hosts", "is_power_of_two", "reduce_adasum", "reduce_adasum_of_hosts"]
 
 
 def is_power_of_two(number: int) -> bool:
@@ -32,6 +39,11 @@ def combine(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     one_weight = 1.0 - dot / (2 * one_square) if one_square else 1.0
     two_weight = 1.0 - dot / (2 * two_square) if two_square else 1.0
     return (one * one_weight + two * two_weight).reshape(first.shape).to(first.dtype)
+
+
+def combines_hosts(device_type: str) -> bool:
+    """Whether it is hosts and not ranks that are combined. Local; see [Note: Adasum of GPUs]."""
+    return device_type != "cpu" and dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def reduce_adasum(tensor: torch.Tensor, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
@@ -57,3 +69,26 @@ def reduce_adasum(tensor: torch.Tensor, ranks: tuple[int, ...], rank: int, group
         # Both sides compute the same from the same in the same order.
         tensor.copy_(combine(tensor, theirs) if rank < peer else combine(theirs, tensor))
         distance *= 2
+
+
+def reduce_adasum_of_hosts(
+    tensor: torch.Tensor, hosts: Sequence[Sequence[int]], rank: int, group: dist.ProcessGroup
+) -> None:
+    """Replace `tensor` by the adaptive sum of the hosts' sums, over the ranks of a host. Collective; one all_reduce.
+
+    Args:
+        tensor: any shape, a floating-point dtype; the same on all ranks.
+        hosts: the ranks of each host in the group, equally many; as many hosts as a power of two.
+        rank: of this process in the group.
+        group: its ranks take part.
+    """
+    # All sums travel at once: for up to a few hosts no more goes over the network than if each rank exchanged its
+    # tensor with a peer of every level, and NCCL needs no other group.
+    sums = tensor.new_zeros((len(hosts), *tensor.shape))
+    (own,) = (index for index, ranks in enumerate(hosts) if rank in ranks)
+    sums[own].copy_(tensor)
+    dist.all_reduce(sums, group=group)
+    parts = list(sums.unbind())
+    while len(parts) > 1:
+        parts = [combine(one, two) for one, two in zip(parts[::2], parts[1::2], strict=True)]
+    tensor.copy_(parts[0]).div_(len(hosts[0]))

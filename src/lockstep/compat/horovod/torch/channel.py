@@ -79,6 +79,7 @@ class Channel:
         accelerator: another for tensors on GPUs, or None.
         timeline: records what the channel does.
         timeout_s: seconds until a request that the other ranks do not make is an error.
+        hosts: global ranks of each host.
     """
 
     def __init__(
@@ -90,13 +91,14 @@ class Channel:
         accelerator: dist.ProcessGroup | None,
         timeline: Timeline,
         timeout_s: float,
+        hosts: Sequence[Sequence[int]],
     ) -> None:
         self.set_id = set_id
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(global_rank)
         self.control = control
         self.accelerator = accelerator
-        self._executor = Executor(self.ranks, self.rank, control, accelerator)
+        self._executor = Executor(self.ranks, self.rank, control, accelerator, hosts)
         self._timeline = timeline
         self._timeout_s = env.HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.get() or timeout_s
         self._warning_s = env.HOROVOD_STALL_CHECK_TIME_SECONDS.get() or _STALL_WARNING_S

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from lockstep.comm.backend import engine_of
-from lockstep.compat.horovod.torch.adasum import reduce_adasum
+from lockstep.compat.horovod.torch import adasum
 from lockstep.compat.horovod.torch.meta import Meta
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.torch_private.tensors import foreach_copy_
@@ -86,12 +86,19 @@ class Executor:
         rank: rank of this process in the set.
         control: its group for CPU tensors.
         accelerator: its group for tensors on GPUs, or None.
+        hosts: global ranks of each host; for Adasum, which only the set of all ranks has.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, control: dist.ProcessGroup, accelerator: dist.ProcessGroup | None
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        control: dist.ProcessGroup,
+        accelerator: dist.ProcessGroup | None,
+        hosts: Sequence[Sequence[int]],
     ) -> None:
         self._ranks = ranks
+        self._hosts = hosts
         self._rank = rank
         self._control = control
         self._accelerator = accelerator
@@ -142,7 +149,7 @@ class Executor:
             for (dtype, _, device), tensor in zip(match.meta.tensors, tensors, strict=True):
                 alike.setdefault((match.meta.op, dtype, device), []).append(tensor)
         for (op, _, device), tensors in alike.items():
-            self._reduce_alike(op, tensors, self._group_for(device))
+            self._reduce_alike(op, tensors, device)
         for match, tensors in zip(matches, outputs, strict=True):
             for tensor in tensors:
                 scale(tensor, match.meta.postscale)
@@ -170,12 +177,19 @@ class Executor:
             tensors.append(tensor)
         return tensors
 
-    def _reduce_alike(self, op: str, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    def _reduce_alike(self, op: str, tensors: Sequence[torch.Tensor], device_type: str) -> None:
         """Reduce tensors of one dtype and kind of device in place."""
+        group = self._group_for(device_type)
         if op == "Adasum":
-            for tensor in tensors:
-                reduce_adasum(tensor, self._ranks, self._rank, group)
-            return
+            by_host = adasum.combines_hosts(device_type)
+            if not by_host or len(self._hosts) > 1:
+                for tensor in tensors:
+                    if by_host:
+                        adasum.reduce_adasum_of_hosts(tensor, self._hosts, self._rank, group)
+                    else:
+                        adasum.reduce_adasum(tensor, self._ranks, self._rank, group)
+                return
+            op = "Average"
         small = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() <= _FUSE_BYTES]
         if len(small) < 2:
             self._reduce_each(op, tensors, group)

@@ -332,7 +332,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise InputError("this optimizer is a DistributedOptimizer already; wrap it once")
     names, parameters = find_names(optimizer, named_parameters)
     if chosen == Adasum and runtime.is_open() and size() > 1:
-        check_op(chosen, [], process_set)
+        check_op(chosen, parameters, process_set)
         if process_set.process_set_id != 0:
             raise UnsupportedError("Adasum does not support non-global process sets yet.")
         delta = wrap(optimizer, DeltaOptimizer)

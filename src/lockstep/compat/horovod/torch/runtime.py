@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,20 @@ _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 _runtime: Runtime | None = None
 
 
+class _Groups(NamedTuple):
+    """The groups of a process set.
+
+    Attributes:
+        control: for CPU tensors; None on ranks outside the set.
+        accelerator: for tensors on GPUs, or None.
+        timeout_s: seconds until their operations fail.
+    """
+
+    control: dist.ProcessGroup | None
+    accelerator: dist.ProcessGroup | None
+    timeout_s: float
+
+
 class Runtime:
     """Horovod's state in this process. Collective to make.
 
@@ -36,6 +51,7 @@ class Runtime:
 
     Attributes:
         timeline: the first rank's trace.
+        hosts: global ranks of each host.
         local_sizes: number of ranks on each rank's host.
     """
 
@@ -46,15 +62,22 @@ class Runtime:
         self._ids = itertools.count()
         self._channels: dict[int, Channel] = {}
         self._ranks: dict[int, tuple[int, ...]] = {}
-        self.add_set(tuple(range(world.world_size)))
-        self.local_sizes = self._gather_local_sizes()
+        ranks = tuple(range(world.world_size))
+        groups = self._make_groups(ranks)
+        assert groups.control is not None
+        self.local_sizes, self.hosts = self._gather_hosts(groups.control)
+        self._open_channel(ranks, groups)
 
-    def _gather_local_sizes(self) -> list[int]:
-        sizes: list[int] = [0] * self.world.world_size
-        own = torch.tensor([self.world.local_world_size], device="cpu")
-        table = torch.empty(len(sizes), dtype=own.dtype, device="cpu")
-        gather_equal(table, own, self.channel(0).control)
-        return [int(size) for size in table]
+    def _gather_hosts(self, control: dist.ProcessGroup) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+        """`local_sizes` and `hosts`."""
+        own = torch.tensor([self.world.local_world_size, self.world.node_rank], device="cpu")
+        table = torch.empty(self.world.world_size, 2, dtype=own.dtype, device="cpu")
+        gather_equal(table.view(-1), own, control)
+        sizes, numbers = table.t().tolist()
+        hosts: dict[int, list[int]] = {}
+        for rank, number in enumerate(numbers):
+            hosts.setdefault(number, []).append(rank)
+        return sizes, tuple(map(tuple, hosts.values()))
 
     def add_set(self, ranks: tuple[int, ...]) -> int:
         """Make the groups of a process set. Collective over all ranks, also those outside.
@@ -62,19 +85,32 @@ class Runtime:
         Returns:
             Its number.
         """
-        set_id = next(self._ids)
+        return self._open_channel(ranks, self._make_groups(ranks))
+
+    def _make_groups(self, ranks: tuple[int, ...]) -> _Groups:
         has_gpus = "nccl" in self.world.backend
         control_backend = (BACKEND_NAME if self._is_one_host() else "gloo") if has_gpus else None
         engine = engine_of(dist.group.WORLD)
         timeout = None if engine is None else timedelta(seconds=engine.timeout_s)
         control = dist.new_group(list(ranks), backend=control_backend, timeout=timeout)
         accelerator = dist.new_group(list(ranks), backend="nccl") if has_gpus else None
+        if not isinstance(control, dist.ProcessGroup):
+            return _Groups(None, None, 0.0)
+        return _Groups(control, accelerator, (timeout or default_timeout(control)).total_seconds())
+
+    def _open_channel(self, ranks: tuple[int, ...], groups: _Groups) -> int:
+        set_id = next(self._ids)
         self._ranks[set_id] = ranks
-        if self.world.rank in ranks:
-            assert isinstance(control, dist.ProcessGroup)
-            limit = timeout or default_timeout(control)
+        if groups.control is not None:
             self._channels[set_id] = Channel(
-                set_id, ranks, self.world.rank, control, accelerator, self.timeline, limit.total_seconds()
+                set_id,
+                ranks,
+                self.world.rank,
+                groups.control,
+                groups.accelerator,
+                self.timeline,
+                groups.timeout_s,
+                self.hosts,
             )
         return set_id
 

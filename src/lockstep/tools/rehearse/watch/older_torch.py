@@ -24,7 +24,7 @@ from lockstep.tools.rehearse.watch.recorder import recorder
 __all__ = ["install"]
 
 _LAYOUT = "_lockstep_plain_layout"
-_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated")
+_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated", "torch.nn.parallel.deprecated")
 _ERRORS = {
     "init_process_group": 'torch knows no backend "tcp", and of a file:// URL wants the whole path',
     "batch_size": "torch takes no float as batch_size",
@@ -32,6 +32,7 @@ _ERRORS = {
     "verbose": "torch's schedulers take no verbose=",
     "multigpu": "torch.distributed has no {name}",
     "reduce_op": "torch.distributed has no reduce_op",
+    "dist_backend": "torch.distributed has no dist_backend and no _backend",
     "eq": "the result of Tensor.eq lies in memory as its operands do since torch 1.7: {name}",
     "load": "torch.load reads tensors and plain values alone: the file holds {name}",
 }
@@ -65,6 +66,15 @@ class _ReduceOps(SimpleNamespace):
         return SimpleNamespace.__getattribute__(self, name)
 
 
+class _Backends(SimpleNamespace):
+    """`torch.distributed.dist_backend` where torch lacks it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            _note("dist_backend")
+        return SimpleNamespace.__getattribute__(self, name)
+
+
 def _noting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,6 +93,8 @@ def _watch_names(changes: frozenset[str]) -> None:
             module.__class__ = _Module
     if type(ops := vars(dist).get("reduce_op")) is SimpleNamespace:
         replace(dist, "reduce_op", _ReduceOps(**vars(ops)))
+    if type(backends := vars(dist).get("dist_backend")) is SimpleNamespace:
+        replace(dist, "dist_backend", _Backends(**vars(backends)))
     for name in multigpu.__all__:
         if getattr(dist, name, None) is getattr(multigpu, name):
             wrap(dist, name, _noting(name))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.compat.horovod.common.exceptions import UnsupportedError
-from lockstep.compat.horovod.torch.adasum import is_power_of_two
+from lockstep.compat.horovod.torch import adasum, runtime
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
 from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
@@ -83,7 +83,8 @@ def check_op(op: ReductionOp, tensors: Sequence[torch.Tensor], process_set: Proc
 
     Raises:
         InputError: a dtype without such an operation.
-        UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two.
+        UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two. For tensors on
+            GPUs, it is the hosts that are counted, and must have equally many ranks.
     """
     for tensor in tensors:
         is_float = tensor.dtype.is_floating_point
@@ -93,8 +94,17 @@ def check_op(op: ReductionOp, tensors: Sequence[torch.Tensor], process_set: Proc
         return
     if process_set is not global_process_set and process_set.process_set_id != 0:
         raise UnsupportedError("Adasum does not support non-global process sets yet.")
+    if any(adasum.combines_hosts(tensor.device.type) for tensor in tensors):
+        sizes = [len(ranks) for ranks in runtime.current().hosts]
+        if len(set(sizes)) > 1:
+            raise UnsupportedError(f"Running GPU Adasum on hosts with {sizes} ranks is not supported yet.")
+        if not adasum.is_power_of_two(len(sizes)):
+            raise UnsupportedError(
+                f"Running GPU Adasum with non-power of 2 nodes is not supported yet: there are {len(sizes)}."
+            )
+        return
     size = global_process_set.size() or 1
-    if not is_power_of_two(size):
+    if not adasum.is_power_of_two(size):
         raise UnsupportedError(f"Running Adasum with non-power of 2 ranks is not supported yet: there are {size}.")
 
 

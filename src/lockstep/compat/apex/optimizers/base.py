@@ -1,0 +1,42 @@
+"""What Apex's fused optimizers have in common here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["ZeroGrad", "complete_groups", "is_narrow"]
+
+
+class ZeroGrad:
+    """`set_grad_none` of Apex, as the default of torch's `set_to_none`."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients: to None if `set_grad_none`, else to zeros."""
+        chosen = self.set_grad_none if set_to_none is None else set_to_none
+        super().zero_grad(chosen)  # type: ignore[misc]
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether a tensor has 16-bit floats: Apex's kernels compute in float32 then."""
+    return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def complete_groups(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Give groups that are about to be taken over the options that whoever saved them did not have. Local.
+
+    Args:
+        optimizer: that takes them over.
+        state: what its `__setstate__` has been given: of `load_state_dict`, or of a pickled optimizer.
+
+    Returns:
+        The optimizer's own options.
+    """
+    defaults: dict[str, Any] = state.get("defaults") or optimizer.defaults
+    for group in state["param_groups"]:
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+    return defaults

@@ -1,0 +1,116 @@
+"""`apex.optimizers.FusedLAMB`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.compat.apex.optimizers.base import ZeroGrad
+from lockstep.errors import InputError
+from lockstep.torch_private.tensors import foreach_norm
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
+    """LAMB (You et al. 2020, arXiv:1904.00962), which torch does not have; made of torch's foreach operations.
+
+    Gradients are first divided by `max(1, norm of all gradients / max_grad_norm)`. Then each parameter moves by `lr`
+    times its Adam update (decay included), times the ratio of the norms of parameter and update.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: correct the running means for their start at zero.
+        betas: decay of the two running means.
+        eps: added to the square root in the denominator.
+        weight_decay: added to the update, times the parameter.
+        amsgrad: must be False, as in Apex.
+        adam_w_mode: decay is part of the update; False: of the gradient.
+        grad_averaging: new gradients enter the first mean with 1 - beta; False: with 1.
+        set_grad_none: `zero_grad` sets gradients to None instead of zero.
+        max_grad_norm: see above; 0 for no limit.
+        use_nvlamb: use the ratio of norms for parameters without decay too.
+
+    Raises:
+        InputError: `amsgrad`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise InputError("FusedLAMB has no AMSGrad variant, here as in Apex")
+        self.set_grad_none = set_grad_none
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return loss
+        norms = foreach_norm([each.float() for each in gradients])
+        norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+        for group in self.param_groups:
+            limit = group["max_grad_norm"]
+            divisor = (norm / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
+            # Kept in the group, as in Apex, so that old checkpoints load.
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group, divisor.to(parameter.device))
+        return loss
+
+    def _move(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor) -> None:
+        assert parameter.grad is not None
+        state, (beta1, beta2), decay = self.state[parameter], group["betas"], group["weight_decay"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        gradient = parameter.grad / divisor
+        if not self.adam_w_mode:
+            gradient = gradient + decay * parameter
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        first, second = 1.0, 1.0
+        if group["bias_correction"]:
+            first, second = 1 - beta1 ** group["step"], math.sqrt(1 - beta2 ** group["step"])
+        update = (state["exp_avg"] / first) / (state["exp_avg_sq"].sqrt() / second + group["eps"])
+        if self.adam_w_mode:
+            update = update + decay * parameter
+        if decay != 0 or self.use_nvlamb:
+            size, step = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+            update = update * torch.where((size != 0) & (step != 0), size / step, 1.0)
+        parameter.add_(update, alpha=-group["lr"])
