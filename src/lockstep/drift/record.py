@@ -15,7 +15,7 @@ import torch
 from lockstep.drift.engines import engines
 from lockstep.drift.gradients import LoneGradients
 
-__all__ = ["LOADER", "SAMPLER", "Record", "Splitter"]
+__all__ = ["LOADER", "SAMPLER", "OptimizerRecord", "Splitter"]
 
 _MAX_SYNCED = 16
 _ADVICE = "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop"
@@ -49,7 +49,7 @@ SAMPLER = Splitter(
 )
 
 
-class Record:
+class OptimizerRecord:
     """What one optimizer did.
 
     Args:

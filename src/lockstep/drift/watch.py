@@ -53,7 +53,7 @@ from lockstep.comm.callsite import make_locator, site_text
 from lockstep.drift.comparison import compare, digest
 from lockstep.drift.engines import engines, engines_of, parameters_of
 from lockstep.drift.gradients import LoneGradients
-from lockstep.drift.record import LOADER, SAMPLER, Record, Splitter
+from lockstep.drift.record import LOADER, SAMPLER, OptimizerRecord, Splitter
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import open_groups, sequence_number_of
@@ -64,8 +64,8 @@ __all__ = ["describe_step", "watch_optimizers", "watch_samplers"]
 _logger = get_logger(__name__)
 
 _MAX_SUSPECTS = 4  # their parameters are kept alive
-_records: WeakKeyDictionary[Optimizer, Record] = WeakKeyDictionary()
-_suspects: deque[Record] = deque(maxlen=_MAX_SUSPECTS)
+_records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
+_suspects: deque[OptimizerRecord] = deque(maxlen=_MAX_SUSPECTS)
 _num_engine_steps = 0  # of optimizers whose parameters an engine averages
 _is_installed = False
 _watched: weakref.ref[dist.ProcessGroup] | None = None  # the default group over which data is split
@@ -160,22 +160,22 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         _look_at_parameters(optimizer, record)
 
 
-def _count_step(record: Record) -> None:
+def _count_step(record: OptimizerRecord) -> None:
     global _num_engine_steps
     record.num_steps += 1
     _num_engine_steps += record.has_engine
 
 
-def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> Record:
+def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> OptimizerRecord:
     if not _records and engines():
         gc.collect()  # see [Note: engines that are gone] in `engines.py`
-    record = _records[optimizer] = Record(_splitter, _num_engine_steps, has_engine=bool(engines_of(optimizer)))
+    record = _records[optimizer] = OptimizerRecord(_splitter, _num_engine_steps, has_engine=bool(engines_of(optimizer)))
     if not record.has_engine and not _is_sharded(first):
         record.lone = LoneGradients(first, _communication)
     return record
 
 
-def _look_at_parameters(optimizer: Optimizer, record: Record) -> None:
+def _look_at_parameters(optimizer: Optimizer, record: OptimizerRecord) -> None:
     if not record.lives_long(_num_engine_steps):
         return
     is_alone = record.lone is not None and record.lone.note_step()
@@ -186,7 +186,7 @@ def _look_at_parameters(optimizer: Optimizer, record: Record) -> None:
         _look_beside_engines(optimizer, record)
 
 
-def _suspect(optimizer: Optimizer, record: Record) -> None:
+def _suspect(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """See [Note: quiet steps]."""
     record.parameters = list(parameters_of(optimizer))
     record.label = describe_step(optimizer)
@@ -195,7 +195,7 @@ def _suspect(optimizer: Optimizer, record: Record) -> None:
     _warn_of(record, optimizer)
 
 
-def _look_beside_engines(optimizer: Optimizer, record: Record) -> None:
+def _look_beside_engines(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """See [Note: beside an engine]."""
     if not _beside_engines(optimizer)[1]:
         return
@@ -237,7 +237,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return type(parameter) not in (torch.Tensor, torch.nn.Parameter)
 
 
-def _warn_of(record: Record, optimizer: Optimizer) -> None:
+def _warn_of(record: OptimizerRecord, optimizer: Optimizer) -> None:
     if dist.get_rank() == 0:
         warn_once(
             _logger,
