@@ -92,7 +92,7 @@ def main() -> None:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
-    with lockstep.init() as world:
+    with lockstep.init(device="cpu") as world:  # on GPUs: model and batches .to(world.device)
         by_hand, by_engine = train(True, world, data), train(False, world, data)
         for epoch, (ours, theirs) in enumerate(zip(by_hand, by_engine, strict=True)):
             assert abs(ours - theirs) < 1e-6 * theirs, "float32 sums in another order: a rounding apart"
