@@ -7,6 +7,7 @@ General layout:
 * `display`: what a person sees of a run while it goes on.
 * `runlog`, `curves`: what a run leaves behind: its folder, its metrics, and a picture of them.
 * `summary`: what a run came to; `mistakes`: what rank 0 says of options that cannot be used.
+* `devices`: GPUs or the CPU.
 
 The loop itself is `lockstep.train`.
 """

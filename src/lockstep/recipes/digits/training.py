@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,11 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0; or 2 where the options cannot be used, which rank 0 has then said on stderr.
     """
-    opened = open_world("digits", options.backend)
+    opened = open_world("digits", options.backend, None)
     if opened is None:
         return 2
-    with opened as world:
+    world, notes = opened
+    with world:
         try:
             config, trainer = _prepare(options, world)
             folder = folder_of_run(options, "digits")
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
             return 2
         trainer.checkpoints = folder / "checkpoints"
         with ExitStack() as stack:
-            views = _views(options, config, world, trainer, folder) if world.rank == 0 else []
+            views = _views(options, config, world, trainer, folder, notes) if world.rank == 0 else []
             for view in views:
                 stack.enter_context(view)
             times = RankTimes()
@@ -138,7 +139,12 @@ def _saved_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _views(
-    options: argparse.Namespace, config: DigitsConfig, world: World, trainer: Trainer, folder: Path
+    options: argparse.Namespace,
+    config: DigitsConfig,
+    world: World,
+    trainer: Trainer,
+    folder: Path,
+    notes: Sequence[str],
 ) -> list[RunLog | Display]:
     """What rank 0 writes and shows."""
     header = {
@@ -157,6 +163,7 @@ def _views(
         f"digits: {world.world_size} {'rank' if world.world_size == 1 else 'ranks'} on {world.backend}, "
         f"{parameters:,} parameters in {config.dtype}, global batch {config.batch_size}"
     )
+    heading = "\n".join([heading, *notes])
     if options.resume is not None:
         heading += f"\ngoing on after epoch {trainer.epoch} of {options.resume}, in {folder}"
     steps_per_epoch = -(-len(trainer.loader) // config.accumulate)

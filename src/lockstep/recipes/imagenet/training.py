@@ -81,17 +81,18 @@ def run(options: argparse.Namespace, url: str | None = None) -> int:
         say_mistake("imagenet", mistake, env.RANK.get() or 0)
         return 2
     backend, device, notes = _device(options)
-    opened = open_world("imagenet", backend, device=device, **place)
+    opened = open_world("imagenet", backend, device, **place)
     if opened is None:
         return 2
-    with opened as world:
+    world, notes_on_device = opened
+    with world:
         try:
             job = make_job(options, strategy, world)
             folder = None if options.evaluate else folder_of_run(options, "imagenet")
         except _MISTAKES as mistake:
             say_together("imagenet", mistake, world.rank)
             return 2
-        job.notes[:0] = notes
+        job.notes[:0] = [*notes, *notes_on_device]
         if folder is None:
             _only_evaluate(options, strategy, job, world)
         else:
