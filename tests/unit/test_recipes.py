@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
+import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,8 @@ from lockstep.recipes.curves import draw_curves
 from lockstep.recipes.digits.options import DigitsConfig, add_arguments, resolve_config
 from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits, stratified_split
 from lockstep.recipes.display import Display
-from lockstep.recipes.runlog import RunLog, create_run_folder, read_metrics
+from lockstep.recipes.run_folder import create_run_folder, folder_of_run, read_metrics
+from lockstep.recipes.runlog import RunLog
 from lockstep.recipes.summary import RankTime, Summary
 from lockstep.testing import limit_s
 from lockstep.train import EpochReport, StepReport
@@ -197,6 +202,51 @@ class TestRunLog:
             create_run_folder(tmp_path / "file", "digits")
         with pytest.raises(InputError, match=r"cannot make .*choose another --out"):
             create_run_folder(tmp_path / "file" / "below", "digits")
+
+    def resume(self, run: Path, *more: str) -> Path:
+        return folder_of_run(parse("--resume", str(run / "checkpoints"), *more), "digits")
+
+    @pytest.fixture
+    def finished(self, tmp_path: Path) -> Path:
+        """A run to go on from."""
+        run = tmp_path / "run"
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"kind": "run"}\n', encoding="utf-8")
+        return run
+
+    def test_a_run_goes_on_in_its_folder_or_in_a_new_one(self, finished: Path) -> None:
+        assert self.resume(finished) == finished
+        assert sorted(path.name for path in finished.iterdir()) == ["checkpoints", "metrics.jsonl"]
+        assert self.resume(finished, "--out", str(finished.parent)) == finished.parent / "digits"
+
+    @pytest.mark.parametrize("broken", ["metrics.jsonl", "checkpoints"])
+    def test_a_run_that_cannot_be_written_is_said(self, finished: Path, broken: str, monkeypatch: Any) -> None:
+        """As on a file system that is mounted read-only, which root cannot write to either."""
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        opens = Path.open
+        if broken == "metrics.jsonl":
+            monkeypatch.setattr(
+                Path, "open", lambda path, *how, **more: (refuse if "a" in how else opens)(path, *how, **more)
+            )
+        else:
+            monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+        said = f"cannot write to {finished}: Read-only file system; go on in a new folder, with --name or --out"
+        with pytest.raises(InputError, match=re.escape(said)):
+            self.resume(finished)
+        assert self.resume(finished, "--out", str(finished.parent)).exists()
+
+    @pytest.mark.parametrize("more", [(), ("--name", "later")])
+    def test_damaged_metrics_are_said_before_a_folder_is_made(
+        self, finished: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(finished.parent)
+        (finished / "metrics.jsonl").write_text('{"kind": "run"}\nnoise\n', encoding="utf-8")
+        with pytest.raises(InputError, match=r"metrics.jsonl, line 2: 'noise' is no record of a run; remove the line"):
+            self.resume(finished, *more)
+        assert [path.name for path in finished.parent.iterdir()] == ["run"]
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

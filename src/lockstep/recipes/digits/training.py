@@ -20,7 +20,8 @@ from lockstep.recipes.digits.options import DigitsConfig, resolve_config
 from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits
 from lockstep.recipes.display import Display
 from lockstep.recipes.mistakes import open_world, say_together
-from lockstep.recipes.runlog import RunLog, describe_environment, folder_of_run
+from lockstep.recipes.run_folder import CHECKPOINTS, folder_of_run
+from lockstep.recipes.runlog import RunLog, describe_environment
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
 from lockstep.world import World
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         except (InputError, CheckpointError) as mistake:
             say_together("digits", mistake, world.rank)
             return 2
-        trainer.checkpoints = folder / "checkpoints"
+        trainer.checkpoints = folder / CHECKPOINTS
         with ExitStack() as stack:
             views = _views(options, config, world, trainer, folder, notes) if world.rank == 0 else []
             for view in views:

@@ -33,7 +33,7 @@ from lockstep.recipes.imagenet.starting import choose_strategy, meeting_url
 from lockstep.recipes.imagenet.strategies import Strategy, prepare
 from lockstep.recipes.imagenet.waiting import LoaderAdvice
 from lockstep.recipes.mistakes import open_world, say_mistake, say_together
-from lockstep.recipes.runlog import folder_of_run
+from lockstep.recipes.run_folder import CHECKPOINTS, folder_of_run
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
 from lockstep.world import World
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, url: str | None = None) -> int:
 
 def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, folder: Path) -> None:
     trainer = job.trainer
-    trainer.checkpoints = folder / "checkpoints"
+    trainer.checkpoints = folder / CHECKPOINTS
     with ExitStack() as stack:
         views = make_views(options, strategy, job.config, world, trainer, folder, job.notes) if world.rank == 0 else []
         for view in views:
