@@ -6,11 +6,13 @@ import argparse
 import errno
 import io
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,11 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def test_a_run_without_a_readable_held_out_image_has_a_summary() -> None:
+    summary = replace(SUMMARY, correct=0, total=0, held_out_loss=math.nan, expected=5)
+    assert summary.as_dict()["accuracy"] == 0
+
+
 class TestDisplay:
     def show(self, **console: Any) -> str:
         file = io.StringIO()
@@ -282,6 +289,15 @@ class TestDisplay:
         assert shown.count("12.5%") == 2
         assert "\x1b" not in shown
 
+    def test_paths_are_shown_as_they_are(self) -> None:
+        file = io.StringIO()
+        with Display("going on in runs [new]", Path("[run] :cat: 2"), 1, 0, 1, Console(file=file)) as display:
+            display.say("listed in [bold]")
+            display.finish(SUMMARY)
+        lines = file.getvalue().splitlines()
+        assert lines[:2] == ["going on in runs [new]", "listed in [bold]"]
+        assert lines[-1].startswith("[run] :cat: 2: metrics.jsonl")
+
     def test_a_bar_on_a_terminal(self) -> None:
         shown = self.show(force_terminal=True, color_system=None)
         assert "4/4 steps   loss 0.5000    1,234 samples/s" in shown
@@ -298,3 +314,15 @@ def test_curves_of_short_and_long_runs(tmp_path: Path, num_epochs: int) -> None:
         records += [{"kind": "epoch", "epoch": number, "step": 2 * number, "loss": 1 / number, **held_out}]
     draw_curves(records, tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("loss", [0.0, None])
+def test_curves_of_a_run_without_a_positive_loss(tmp_path: Path, loss: float | None) -> None:
+    """matplotlib would warn of a logarithm."""
+    held_out = {f"held_out_{name}": 0.0 for name in ("accuracy", "correct", "images")}
+    records = [
+        {"kind": "step", "step": 1, "epoch": 1, "loss": loss},
+        {"kind": "epoch", "epoch": 1, "step": 1, "loss": loss, "held_out_loss": None, **held_out},
+    ]
+    draw_curves(records, tmp_path / "curves.png", "a run")
+    assert (tmp_path / "curves.png").exists()

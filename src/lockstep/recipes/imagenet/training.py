@@ -136,7 +136,7 @@ def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
     _check(options, config, strategy, state)
     parts, notes = open_images(options, config)
     train_set, val_set = parts
-    module, optimizer = _network(options, config, train_set.num_classes, world)
+    module, optimizer = _network(options, config, train_set.num_classes, world, is_resumed=state is not None)
     chosen = prepare(
         strategy,
         module,
@@ -259,12 +259,13 @@ def _assemble(
 
 
 def _network(
-    options: argparse.Namespace, config: ImagenetConfig, num_classes: int, world: World
+    options: argparse.Namespace, config: ImagenetConfig, num_classes: int, world: World, *, is_resumed: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if config.pretrained:  # rank 0 downloads, for all that share its cache
+    pretrained = config.pretrained and not is_resumed  # a checkpoint replaces every weight
+    if pretrained:  # rank 0 downloads, for all that share its cache
         on_rank_zero(lambda: str(create_model(config.arch, num_classes, pretrained=True, size=config.size) is not None))
     seeding.begin_common_stream(config.seed, world.rank)
-    module = create_model(config.arch, num_classes, pretrained=config.pretrained, size=config.size)
+    module = create_model(config.arch, num_classes, pretrained=pretrained, size=config.size)
     check_size(module, config.arch, config.size)
     if config.sync_bn:
         module = lockstep.SyncBatchNorm.convert_sync_batchnorm(module)
