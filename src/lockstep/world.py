@@ -447,8 +447,8 @@ def _choose_device(backend: str, topology: Topology, device: str | torch.device 
     if needed > count:
         raise SetupError(
             f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
-            f"{topology.local_world_size} rank(s). Start at most {count} of them "
-            f"here (--nproc {max(count, 1)}), or run on the CPU with lockstep.init(device='cpu')"
+            f"{topology.local_world_size} rank(s). Start at most {count} ranks here "
+            f"(--nproc {max(count, 1)}), or run on the CPU with lockstep.init(device='cpu')"
         )
     torch.cuda.set_device(chosen)
     return chosen
