@@ -46,7 +46,7 @@ def spawned_by_torch(rank: int, world_size: int, url: str) -> None:
 
 
 def spawned_by_lockstep() -> float:
-    with lockstep.init():
+    with lockstep.init(device="cpu"):  # where `train` has its model
         return train()
 
 

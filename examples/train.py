@@ -9,15 +9,16 @@ torch.manual_seed(0)
 images = torch.randn(1000, 64)
 train_set = torch.utils.data.TensorDataset(images, (images @ torch.randn(64, 10)).argmax(1))
 
-with lockstep.init() as world:
+with lockstep.init(seed=0) as world:
     model = lockstep.DistributedDataParallel(torch.nn.Linear(64, 10).to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = lockstep.DataLoader(train_set, batch_size=128, shuffle=True, seed=0)  # 128 over all ranks together
+    # batches of 128 over all ranks together, on this rank's device
+    loader = lockstep.DataLoader(train_set, batch_size=128, shuffle=True, seed=0, device=world.device)
     loss_over_all = lockstep.metrics.Mean()
     for epoch in range(5):
         for inputs, labels in loader:
             optimizer.zero_grad()
-            loss = cross_entropy(model(inputs.to(world.device)), labels.to(world.device))
+            loss = cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
             loss_over_all.update(loss.detach())

@@ -454,7 +454,7 @@ class Trainer:
         window = ledger.window_samples
         if not window:
             self.optimizer.zero_grad()
-            self.model.zero_grad()  # also what it does not step
+            self.model.module.zero_grad()  # also what it does not step
         loss = self.loss_fn(self.model, data)
         ledger.add(loss, share)
         # As a part of a full window of micro-batches as large as its first; exactly 1 without accumulation.

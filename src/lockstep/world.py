@@ -51,7 +51,7 @@ from lockstep.topology.slurm import describe_allocation
 from lockstep.torch_private.groups import group_count, plugin_backends, set_group_count
 from lockstep.torch_private.stores import FileStore, HashStore, Store
 
-__all__ = ["World", "check_at_shutdown", "current_world", "init", "symmetric_empty"]
+__all__ = ["World", "check_at_shutdown", "current_world", "default_gpu", "init", "symmetric_empty"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MPI = "mpi"
@@ -424,8 +424,8 @@ def _as_device(device: str | torch.device) -> torch.device:
         raise InputError(f"device is {device!r}, which torch does not know: {str(error).splitlines()[0]}") from None
 
 
-def _default_gpu(topology: Topology, count: int) -> tuple[int, torch.device]:
-    """How many GPUs this rank must see for its host to have enough, and which of them is its own."""
+def default_gpu(topology: Topology, count: int) -> tuple[int, torch.device]:
+    """How many GPUs this rank, which sees `count`, must see for its host to have enough, and which is its own."""
     of_host = env.SLURM_GPUS_ON_NODE.get() if topology.launcher == "slurm" else None
     if count > 0 and of_host is not None and count < topology.local_world_size <= of_host:
         # Asked for --gpus-per-task or --gpu-bind, Slurm shows each task its own alone, counted from 0.
@@ -443,7 +443,7 @@ def _choose_device(backend: str, topology: Topology, device: str | torch.device 
     if chosen.index is not None:
         needed = chosen.index + 1
     else:
-        needed, chosen = _default_gpu(topology, count)  # type: ignore[unreachable]  # stubs: always an index
+        needed, chosen = default_gpu(topology, count)  # type: ignore[unreachable]  # stubs: always an index
     if needed > count:
         raise SetupError(
             f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "

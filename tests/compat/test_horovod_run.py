@@ -165,6 +165,72 @@ def test_check_build(capsys: Any) -> None:
     assert "[X] PyTorch" in capsys.readouterr().out
 
 
+def _options_with(tmp_path: Path, text: str, *words: str) -> Any:
+    """The options of a command line with a file of these."""
+    pytest.importorskip("yaml")
+    path = tmp_path / "config.yaml"
+    path.write_text(textwrap.dedent(text))
+    parser = horovodrun._make_parser()
+    arguments = ["-np", "2", "--config-file", str(path), *words, "python", "x.py"]
+    return horovodrun._with_config(parser, parser.parse_args(arguments), arguments)
+
+
+def test_every_section_of_a_config_file(tmp_path: Path, capfd: Any) -> None:
+    """With the keys that Horovod has."""
+    chosen = _options_with(
+        tmp_path,
+        """
+        controller: gloo
+        verbose: true
+        params: {fusion_threshold_mb: 32, cycle_time_ms: 10, cache_capacity: 2048, hierarchical_allreduce: true}
+        autotune: {enabled: true, log_file: tune.txt, warmup_samples: 5, gaussian_process_noise: 0.9}
+        timeline: {filename: trace.json, mark_cycles: true}
+        stall_check: {enabled: false, warning_time_seconds: 120, shutdown_time_seconds: 240}
+        library_options: {mpi_threads_disable: true, num_nccl_streams: 2, ccl_bgt_affinity: 1, gloo_timeout_seconds: 9}
+        logging: {level: INFO, with_timestamp: true}
+        """,
+    )
+    assert capfd.readouterr().err == ""
+    assert (chosen.use_gloo, chosen.use_mpi, chosen.verbose, chosen.fusion_threshold_mb) == (True, False, True, ["32"])
+    assert (chosen.autotune, chosen.autotune_log_file, chosen.thread_affinity) == (True, ["tune.txt"], ["1"])
+    assert (chosen.timeline_filename, chosen.timeline_mark_cycles, chosen.log_level) == ("trace.json", True, "INFO")
+    times = chosen.stall_check_warning_time_seconds, chosen.stall_check_shutdown_time_seconds
+    assert (chosen.stall_check, *times) == (False, 120.0, 240.0)
+    job = horovodrun.plan(chosen)
+    assert job.environment["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+    ignored = capfd.readouterr().err
+    for option in ("--fusion-threshold-mb", "--autotune-warmup-samples", "--num-nccl-streams", "--log-with-timestamp"):
+        assert option in ignored
+
+
+def test_command_line_wins_over_a_config_file(tmp_path: Path) -> None:
+    text = "controller: mpi\nstall_check: {enabled: true, warning_time_seconds: 5}\ntimeline: {filename: a}\n"
+    with pytest.raises(LaunchError, match=r"mpirun -np 2 python x\.py"):
+        horovodrun.plan(_options_with(tmp_path, text))
+    chosen = _options_with(tmp_path, text, "--gloo", "--no-stall-check", "--timeline-filename", "b")
+    assert (chosen.use_mpi, chosen.stall_check, chosen.timeline_filename) == (False, False, "b")
+    assert chosen.stall_check_warning_time_seconds == 5
+
+
+def test_keys_of_a_config_file_that_mean_nothing_are_named(tmp_path: Path, capfd: Any) -> None:
+    assert _options_with(tmp_path, "stal_check: {enabled: false}\nautotune: {enable: true}\nversion: 1\n").command
+    assert "config.yaml: stal_check, autotune.enable, version mean no option and are ignored" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n", "expected sections"),
+        ("controller: ssh\n", "controller is 'ssh'; give one of gloo, mpi, jsrun"),
+        ("stall_check: {warning_time_seconds: soon}\n", "invalid float value: 'soon'"),
+        ("a: [\n", "config.yaml"),
+    ],
+)
+def test_config_files_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        _options_with(tmp_path, text)
+
+
 def test_command_starts_ranks_with_horovods_variables(tmp_path: Path, capfd: Any) -> None:
     script, config = tmp_path / "show.py", tmp_path / "config.yaml"
     script.write_text(

@@ -51,6 +51,65 @@ def test_statistics_of_a_batch() -> None:
     assert_same_only_if_heeded(by_statistics)
 
 
+def with_means_in_a_loss(site: Site) -> None:
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    for x, y in site.loader(pairs(24), 6):
+        loss_of(model(x), y).backward(create_graph=True)
+        penalty = sum((each.grad.square().sum() for each in model.parameters()), torch.zeros(()))
+        optimizer.zero_grad()
+        (loss_of(model(x), y) + 0.1 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_within_a_loss() -> None:
+    assert_refused(with_means_in_a_loss, "They are means over the ranks, through which no gradient goes back")
+
+
+def stepped_by_hooks(site: Site) -> None:
+    """Each parameter has an optimizer, which steps when its gradient is there, or behind the backward pass."""
+    model = site.wrap(Net())
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    if not site.changes:
+        for each in optimizers:
+            each.register_post_accumulate_grad_hook(step)
+    for x, y in site.loader(pairs(23), 6):
+        loss_of(model(x), y).backward()
+        if site.changes:
+            for each in optimizers:
+                step(each)
+
+
+def test_optimizers_within_the_backward_pass() -> None:
+    assert_refused(functools.partial(unheeded, stepped_by_hooks), "the optimizer steps within the backward pass")
+    assert_same(stepped_by_hooks)
+
+
+def attributed(site: Site) -> None:
+    """Now and then one rank asks which of some inputs a few outputs depend on."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(site.loader(pairs(23), 6)):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        if number % 2 == 0 and (site.alone or dist.get_rank() == 0):
+            model.eval()
+            for some in (x[:1].clone(), torch.ones(5, 3, dtype=torch.float64)):
+                torch.autograd.grad(model(some.requires_grad_()).sum(), some)
+            model.train()
+        optimizer.step()
+
+
+def test_gradients_of_an_evaluation() -> None:
+    assert_same(attributed)
+
+
 # ---- data ---------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lockstep import checkpoint
 from lockstep.recipes.digits import add_arguments, main
@@ -28,6 +31,16 @@ def digits(*options: str) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return main(parser.parse_args(options))
+
+
+def digits_with_one_gpu(*options: str) -> int:
+    """The recipe on this rank, to which torch says that there is one GPU."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+        mock.patch.object(dist, "is_nccl_available", return_value=True),
+    ):
+        return digits(*options)
 
 
 def train(world_size: int, out: Path, name: str, *options: str) -> list[dict[str, Any]]:
@@ -191,3 +204,14 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, capfd: pytest
     checkpoint.save(tmp_path, {"model": {}}, step=1)
     assert run_ranks(digits, 1, "--resume", str(tmp_path), init=False) == [2]
     assert "was not written by the digits recipe" in capfd.readouterr().err
+
+
+def test_more_ranks_than_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--out", str(tmp_path), "--epochs", "1", "--batch-size", "512")
+    assert run_ranks(digits_with_one_gpu, 2, *arguments, init=False) == [0, 0]
+    first, note, *_ = capfd.readouterr().out.splitlines()
+    assert first.startswith("digits: 2 ranks on lockstep")
+    assert note == "2 ranks, but 1 GPU here: training on the CPU. --nproc 1 trains on 1 GPU"
+    assert run_ranks(digits_with_one_gpu, 2, *arguments, "--backend", "nccl", init=False) == [2, 2]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("lockstep train digits: error: backend nccl needs a GPU for each rank")

@@ -12,13 +12,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
 
 from lockstep import checkpoint, env
-from lockstep.recipes.imagenet import add_arguments, main, strategies
+from lockstep.errors import SetupError
+from lockstep.recipes.imagenet import add_arguments, main, models, strategies
 from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
 from lockstep.testing import limit_s, run_ranks
 
@@ -206,6 +208,25 @@ def test_a_run_goes_on_in_its_folder(data: Path, tmp_path: Path, single: dict[st
     assert not Path("runs").exists()
 
 
+def work_with_weights(options: argparse.Namespace, can_be_had: bool) -> int:
+    """The program on this rank, with trained weights that are the initial ones, or cannot be downloaded."""
+    offline = SetupError("there is no network")
+    with mock.patch.object(models, "_load_torchvision_weights") as load:
+        load.side_effect = (lambda model, name: model) if can_be_had else offline
+        return main(options)
+
+
+def test_trained_weights_are_not_loaded_again_to_go_on(data: Path, tmp_path: Path) -> None:
+    """The checkpoint has all weights; in an evaluation, too."""
+    given = (data, *QUICK, "--out", tmp_path, "--name", "run")
+    begun = parse(*given, "--epochs", 1, "--pretrained")
+    assert run_ranks(work_with_weights, 1, begun, False, init=False) == [2]
+    assert run_ranks(work_with_weights, 1, begun, True, init=False) == [0]
+    for more in (("--epochs", 2), ("-e",)):
+        resumed = parse(*given, "--resume", tmp_path / "run", *more)
+        assert run_ranks(work_with_weights, 1, resumed, False, init=False) == [0]
+
+
 def test_checkpoints_within_an_epoch(data: Path, out: Path) -> None:
     train(data, out, "often", 2, "--epochs", 1, "--save-every", 2)
     steps = [int(path.name.split("-")[1]) for path in checkpoint.available(out / "often" / "checkpoints")]
@@ -294,9 +315,11 @@ def test_broken_images_weigh_nothing(spoiled: Path, tmp_path: Path, capfd: pytes
     assert with_it.endswith("5 of 6 counted")
     assert capfd.readouterr().out.strip() == with_it.replace("5 of 6", "5 of 5")
 
-    for path in (spoiled / "train").rglob("*.jpg"):
+    for path in spoiled.rglob("*.jpg"):
         path.write_bytes(b"")
-    assert losses(train(spoiled, out, "none", 2, "--skip-broken", "--epochs", 1)) == [0, 0]
+    records = train(spoiled, out, "none", 2, "--skip-broken", "--epochs", 1)
+    assert losses(records) == [0, 0]
+    assert (records[-1]["total"], records[-1]["expected"], records[-1]["accuracy"]) == (0, 5, 0)
 
 
 def said_of(capfd: pytest.CaptureFixture[str], world_size: int, *options: object) -> str:

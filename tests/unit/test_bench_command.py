@@ -6,6 +6,7 @@ import argparse
 import importlib.machinery
 import io
 import json
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lockstep.bench.pages import Table, as_markdown, as_text
 from lockstep.bench.results import Result, Series
 from lockstep.bench.session import ProgressLine, Session, parse_duration
 from lockstep.commands import bench
+from lockstep.testing import limit_s
 
 Measure = Callable[[argparse.Namespace, Session], None]
 
@@ -152,6 +154,32 @@ def test_without_matplotlib_one_line_says_so(
     assert "matplotlib is not installed: pip install 'torch-lockstep[train]'" in capfd.readouterr().err
     assert sorted(path.name for path in (tmp_path / "bench-fake").iterdir()) == ["fake.json", "fake.md"]
     assert ".png" not in (tmp_path / "bench-fake" / "fake.md").read_text()
+
+
+WITHOUT_EXTRAS = """
+import importlib, pkgutil, sys
+
+for name in ("matplotlib", "PIL", "rich", "tensorboard"):
+    sys.modules[name] = None
+import lockstep.bench
+from lockstep import cli
+
+for each in pkgutil.walk_packages(lockstep.bench.__path__, "lockstep.bench."):
+    if each.name.rpartition(".")[2] not in ("figures", "charts", "plots"):  # for who draws
+        importlib.import_module(each.name)
+sys.exit(cli.main(["bench", "comm", "--nproc", "1", "--quick", "--verbs", "all_reduce", "--backends", "lockstep",
+                   "--no-peers", "--out", sys.argv[1]]))
+"""
+
+
+def test_core_install_is_enough(tmp_path: Path) -> None:
+    """All modules that measure are imported without the packages of extras, and one measures."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, str(tmp_path)], capture_output=True, text=True, timeout=limit_s(120)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "matplotlib is not installed: pip install 'torch-lockstep[train]'" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "bench-comm").iterdir()) == ["comm.json", "comm.md"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -41,6 +43,20 @@ def test_report_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert found["shared memory"]["status"] == "ok"
     assert set(found["torch"]) == {"status", "subject", "text", "remedy", "command"}
+
+
+def test_packages_of_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that users install; what of them is absent is named, with the command that brings it."""
+    project = (PAGE.parents[1] / "pyproject.toml").read_text()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    text_of = {result.subject: result.text for result in versions.look_at_extras()}
+    for extra in ("train", "imagenet", "notebook"):
+        (packages,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
+        modules = packages.replace("scikit-learn", "sklearn").replace("pillow", "PIL").replace('"', "")
+        assert text_of[f"[{extra}]"].startswith(f"without {modules}, which")
+        assert text_of[f"[{extra}]"].endswith(f"pip install 'torch-lockstep[{extra}]'")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert {result.text for result in versions.look_at_extras() if result.subject.startswith("[")} == {"there"}
 
 
 def test_too_many_threads_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

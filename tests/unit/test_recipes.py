@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
+import math
+import os
+import re
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +26,8 @@ from lockstep.recipes.curves import draw_curves
 from lockstep.recipes.digits.options import DigitsConfig, add_arguments, resolve_config
 from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits, stratified_split
 from lockstep.recipes.display import Display
-from lockstep.recipes.runlog import RunLog, create_run_folder, read_metrics
+from lockstep.recipes.run_folder import create_run_folder, folder_of_run, read_metrics
+from lockstep.recipes.runlog import RunLog
 from lockstep.recipes.summary import RankTime, Summary
 from lockstep.testing import limit_s
 from lockstep.train import EpochReport, StepReport
@@ -198,6 +205,51 @@ class TestRunLog:
         with pytest.raises(InputError, match=r"cannot make .*choose another --out"):
             create_run_folder(tmp_path / "file" / "below", "digits")
 
+    def resume(self, run: Path, *more: str) -> Path:
+        return folder_of_run(parse("--resume", str(run / "checkpoints"), *more), "digits")
+
+    @pytest.fixture
+    def finished(self, tmp_path: Path) -> Path:
+        """A run to go on from."""
+        run = tmp_path / "run"
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"kind": "run"}\n', encoding="utf-8")
+        return run
+
+    def test_a_run_goes_on_in_its_folder_or_in_a_new_one(self, finished: Path) -> None:
+        assert self.resume(finished) == finished
+        assert sorted(path.name for path in finished.iterdir()) == ["checkpoints", "metrics.jsonl"]
+        assert self.resume(finished, "--out", str(finished.parent)) == finished.parent / "digits"
+
+    @pytest.mark.parametrize("broken", ["metrics.jsonl", "checkpoints"])
+    def test_a_run_that_cannot_be_written_is_said(self, finished: Path, broken: str, monkeypatch: Any) -> None:
+        """As on a file system that is mounted read-only, which root cannot write to either."""
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        opens = Path.open
+        if broken == "metrics.jsonl":
+            monkeypatch.setattr(
+                Path, "open", lambda path, *how, **more: (refuse if "a" in how else opens)(path, *how, **more)
+            )
+        else:
+            monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+        said = f"cannot write to {finished}: Read-only file system; go on in a new folder, with --name or --out"
+        with pytest.raises(InputError, match=re.escape(said)):
+            self.resume(finished)
+        assert self.resume(finished, "--out", str(finished.parent)).exists()
+
+    @pytest.mark.parametrize("more", [(), ("--name", "later")])
+    def test_damaged_metrics_are_said_before_a_folder_is_made(
+        self, finished: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(finished.parent)
+        (finished / "metrics.jsonl").write_text('{"kind": "run"}\nnoise\n', encoding="utf-8")
+        with pytest.raises(InputError, match=r"metrics.jsonl, line 2: 'noise' is no record of a run; remove the line"):
+            self.resume(finished, *more)
+        assert [path.name for path in finished.parent.iterdir()] == ["run"]
+
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard would show of a folder: (step, value) by tag."""
@@ -205,6 +257,11 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = accumulator.EventAccumulator(str(folder))
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_run_without_a_readable_held_out_image_has_a_summary() -> None:
+    summary = replace(SUMMARY, correct=0, total=0, held_out_loss=math.nan, expected=5)
+    assert summary.as_dict()["accuracy"] == 0
 
 
 class TestDisplay:
@@ -232,6 +289,15 @@ class TestDisplay:
         assert shown.count("12.5%") == 2
         assert "\x1b" not in shown
 
+    def test_paths_are_shown_as_they_are(self) -> None:
+        file = io.StringIO()
+        with Display("going on in runs [new]", Path("[run] :cat: 2"), 1, 0, 1, Console(file=file)) as display:
+            display.say("listed in [bold]")
+            display.finish(SUMMARY)
+        lines = file.getvalue().splitlines()
+        assert lines[:2] == ["going on in runs [new]", "listed in [bold]"]
+        assert lines[-1].startswith("[run] :cat: 2: metrics.jsonl")
+
     def test_a_bar_on_a_terminal(self) -> None:
         shown = self.show(force_terminal=True, color_system=None)
         assert "4/4 steps   loss 0.5000    1,234 samples/s" in shown
@@ -248,3 +314,15 @@ def test_curves_of_short_and_long_runs(tmp_path: Path, num_epochs: int) -> None:
         records += [{"kind": "epoch", "epoch": number, "step": 2 * number, "loss": 1 / number, **held_out}]
     draw_curves(records, tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("loss", [0.0, None])
+def test_curves_of_a_run_without_a_positive_loss(tmp_path: Path, loss: float | None) -> None:
+    """matplotlib would warn of a logarithm."""
+    held_out = {f"held_out_{name}": 0.0 for name in ("accuracy", "correct", "images")}
+    records = [
+        {"kind": "step", "step": 1, "epoch": 1, "loss": loss},
+        {"kind": "epoch", "epoch": 1, "step": 1, "loss": loss, "held_out_loss": None, **held_out},
+    ]
+    draw_curves(records, tmp_path / "curves.png", "a run")
+    assert (tmp_path / "curves.png").exists()

@@ -207,7 +207,7 @@ def _budget(text: str) -> float:
 
 
 def _new_folder(out: Path, name: str) -> Path:
-    from lockstep.recipes.runlog import create_run_folder
+    from lockstep.recipes.run_folder import create_run_folder
 
     try:
         return create_run_folder(out, name)

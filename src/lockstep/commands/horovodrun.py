@@ -10,7 +10,7 @@ What becomes of its options:
 --timeline-filename, --timeline-mark-cycles            HOROVOD_TIMELINE, HOROVOD_TIMELINE_MARK_CYCLES
 --[no-]stall-check, --stall-check-*-time-seconds       HOROVOD_STALL_…
 --log-level                                            LOCKSTEP_LOG_LEVEL
---config-file                                          read, if PyYAML is installed
+--config-file                                          read, if PyYAML is installed; names keys that mean nothing
 --check-build, --verbose, --version                    as in horovodrun
 --gloo                                                 what happens anyway: no MPI
 --mpi, --jsrun                                         refused: mpirun, jsrun and srun start the script themselves
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import os
 import shlex
 import shutil
@@ -36,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep import env
+from lockstep.commands.horovodrun_config import CONTROLLERS, read_config
 from lockstep.commands.parsing import Parser
 from lockstep.compat.horovod import __version__
 from lockstep.compat.horovod.runner import is_this_host, parse_hosts
@@ -162,12 +162,13 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         LaunchError: it cannot be started as asked; for several hosts, with the commands that do it.
     """
-    chosen = _make_parser().parse_args(list(arguments))
+    parser = _make_parser()
+    chosen = parser.parse_args(list(arguments))
     if chosen.check_build:
         print(_describe_build())
         return 0
     if chosen.config_file is not None:
-        _read_config(chosen)
+        chosen = _with_config(parser, chosen, arguments)
     with _elastic_folder(_is_elastic(chosen)) as folder:
         config = plan(chosen, folder)
         if chosen.verbose:
@@ -350,29 +351,14 @@ def _find_target(command: Sequence[str]) -> tuple[str, tuple[str, ...], bool]:
     return "lockstep.launch.program", tuple(command), True
 
 
-def _read_config(chosen: argparse.Namespace) -> None:
-    """Options from a YAML file, for those that the command line does not have.
-
-    Raises:
-        LaunchError: no PyYAML, or no such file.
-    """
-    if importlib.util.find_spec("yaml") is None:
-        raise LaunchError("--config-file needs PyYAML: pip install pyyaml; or give the options on the command line")
-    yaml = importlib.import_module("yaml")
-    try:
-        content = yaml.safe_load(Path(chosen.config_file).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise LaunchError(f"--config-file {chosen.config_file}: {error}") from None
-    sections = {"timeline": "timeline_", "stall_check": "stall_check_", "logging": "log_", "params": "", "autotune": ""}
-    for section, value in content.items():
-        pairs = value.items() if isinstance(value, dict) else [("", value)]
-        for key, setting in pairs:
-            name = f"{sections.get(section, '')}{key}" if key else section.replace("-", "_")
-            name = {"stall_check_disable": "stall_check", "log_level": "log_level"}.get(name, name).replace("-", "_")
-            if section == "stall_check" and key == "disable":
-                setting = not setting
-            if getattr(chosen, name, setting) in (None, False):
-                setattr(chosen, name, setting)
+def _with_config(parser: Parser, chosen: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of the file, where the command line has none of its own."""
+    words, unknown = read_config(chosen.config_file, parser._option_string_actions)
+    if chosen.use_gloo or chosen.use_mpi or chosen.use_jsrun:
+        words = [word for word in words if word not in CONTROLLERS.values()]
+    if unknown:
+        say(f"lockstep: --config-file {chosen.config_file}: {', '.join(unknown)} mean no option and are ignored\n")
+    return parser.parse_args([*words, *arguments])
 
 
 @contextlib.contextmanager

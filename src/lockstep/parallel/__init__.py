@@ -10,6 +10,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `reducer`: when: once for each backward pass.
 * `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches; `backward_pass`: how far it
   is, a drawing.
+* `second_order`: means that a loss contains.
 * `missing_gradients`: parameters that a backward pass brought no gradient for.
 * `feeding`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
 * `claims`, `divergence`: whether all ranks understood a step alike, and hold the same parameters.

@@ -36,7 +36,7 @@ from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.parts import Parts, Slice, describe_share, slice_of
 from lockstep.tree import tensors_in
 
-__all__ = ["PLAIN", "Feed", "Feeding", "Question", "add_up", "count_samples"]
+__all__ = ["PLAIN", "Deferred", "Feed", "Feeding", "Question", "add_up", "count_samples"]
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,15 @@ def draw_curves(records: Iterable[Record], path: Path, title: str) -> None:
 def _draw_loss(axes: Axes, steps: Sequence[Record], epochs: Sequence[Record]) -> None:
     ends = [record["epoch"] for record in epochs]
     places = _in_epochs(steps, epochs)
-    axes.plot(places, _column(steps, "loss"), color=_BLUE, alpha=0.3, linewidth=0.8, label="one step")
+    columns = _column(steps, "loss"), _column(epochs, "loss"), _column(epochs, "held_out_loss")
+    of_steps, of_epochs, held_out = columns
+    axes.plot(places, of_steps, color=_BLUE, alpha=0.3, linewidth=0.8, label="one step")
     middles = [end - 0.5 for end in ends]  # a mean over an epoch belongs to its middle
-    axes.plot(middles, _column(epochs, "loss"), color=_BLUE, linewidth=2, label="training, mean of an epoch")
-    axes.plot(ends, _column(epochs, "held_out_loss"), color=_ORANGE, linewidth=2, marker="o", ms=4, label="held out")
-    axes.set(yscale="log", ylabel="cross-entropy loss (log scale)", title="Loss")
+    axes.plot(middles, of_epochs, color=_BLUE, linewidth=2, label="training, mean of an epoch")
+    axes.plot(ends, held_out, color=_ORANGE, linewidth=2, marker="o", ms=4, label="held out")
+    axes.set(ylabel="cross-entropy loss", title="Loss")
+    if any(value > 0 for column in columns for value in column):  # else every image was broken, or the run diverged
+        axes.set(yscale="log", ylabel="cross-entropy loss (log scale)")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.legend(frameon=False)

@@ -55,7 +55,7 @@ class Display:
         self._task = self._progress.add_task("", completed=steps_done, total=steps_total, loss="     –", rate="     –")
 
     def __enter__(self) -> Display:
-        self.console.print(self.heading, style="bold", soft_wrap=True)
+        self._print(self.heading, style="bold")
         self._progress.start()
         return self
 
@@ -65,14 +65,14 @@ class Display:
     def __call__(self, report: Report) -> None:
         """Show one report; a `Trainer` callback."""
         if isinstance(report, EpochReport):
-            self.console.print(self._epoch_line(report), soft_wrap=True)
+            self._print(self._epoch_line(report))
         else:
             rate = f"{report.samples_per_s:6,.0f}"
             self._progress.update(self._task, completed=report.step, loss=f"{report.loss:.4f}", rate=rate)
 
     def say(self, line: str) -> None:
         """Show a line among those of the epochs."""
-        self.console.print(line, soft_wrap=True, markup=False)
+        self._print(line)
 
     def stop(self, why: str) -> None:
         """The run ends before its last epoch."""
@@ -84,9 +84,11 @@ class Display:
         self._progress.stop()
         self.console.print()
         self.console.print(_result_table(summary), _rank_table(summary), sep="\n")
-        self.console.print(
-            f"{self.folder}: metrics.jsonl, curves.png, checkpoints, TensorBoard scalars", soft_wrap=True
-        )
+        self._print(f"{self.folder}: metrics.jsonl, curves.png, checkpoints, TensorBoard scalars")
+
+    def _print(self, line: str, style: str | None = None) -> None:
+        """Show a line as it is: brackets and colons are of paths, no markup."""
+        self.console.print(line, style=style, soft_wrap=True, markup=False, emoji=False)
 
     def _epoch_line(self, report: EpochReport) -> str:
         held_out = report.evaluation

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, `metrics.jsonl`, TensorBoard scalars and `curves.png`.
+"""What a run leaves behind in its folder: `metrics.jsonl`, TensorBoard scalars and `curves.png`.
 
 `metrics.jsonl` holds one JSON object per line, each with a "kind":
 
@@ -14,12 +14,11 @@ folder first drops the lines of what it does again, in one step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,63 +27,14 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 import lockstep
-from lockstep.errors import InputError
-from lockstep.rank_zero import on_rank_zero
 from lockstep.recipes.curves import draw_curves
-from lockstep.recipes.options import DEFAULT_OUT
+from lockstep.recipes.run_folder import METRICS, Record, find_run, read_metrics
 from lockstep.recipes.summary import Summary
 from lockstep.train import EpochReport, Report
 
-__all__ = ["RunLog", "create_run_folder", "describe_environment", "find_run", "folder_of_run", "read_metrics"]
+__all__ = ["RunLog", "describe_environment"]
 
-METRICS = "metrics.jsonl"
 CURVES = "curves.png"
-_LARGEST = 1e300
-
-Record = dict[str, Any]
-
-
-def create_run_folder(out: Path, name: str) -> Path:
-    """Make a new folder `out/name`, or `out/name-2`, `out/name-3`, … where that exists.
-
-    Collective: rank 0 makes it, every rank gets its path.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-
-    def create() -> str:
-        number = 1
-        while True:
-            folder = out / (name if number == 1 else f"{name}-{number}")
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                folder.mkdir()
-                return str(folder)
-            except FileExistsError:
-                if not folder.exists():  # it is `out` that is no folder
-                    raise InputError(f"cannot keep runs in {out}: it is a file; choose another --out") from None
-                number += 1
-            except OSError as error:
-                raise InputError(f"cannot make {folder}: {error.strerror}; choose another --out") from error
-
-    return Path(on_rank_zero(create))
-
-
-def folder_of_run(options: argparse.Namespace, recipe: str) -> Path:
-    """The folder of the run that goes on, unless a place for a new one was named; else a new one. Collective.
-
-    Args:
-        options: those of `lockstep.recipes.options.add_run_options`.
-        recipe: the name of runs that are given none.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    resumed = None if options.resume is None else find_run(options.resume)
-    if resumed is not None and options.name is None and options.out is None:
-        return resumed
-    return create_run_folder(options.out or DEFAULT_OUT, options.name or recipe)
 
 
 def describe_environment() -> Record:
@@ -98,41 +48,6 @@ def describe_environment() -> Record:
         "cores": len(os.sched_getaffinity(0)),
         "threads_per_rank": torch.get_num_threads(),
     }
-
-
-def read_metrics(path: Path) -> Iterator[Record]:
-    """The records of a `metrics.jsonl`; a last line that was cut off is left out. Local.
-
-    Raises:
-        InputError: a line is no record; names it.
-    """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith("\n"):
-                yield _parse(line, f"{path}, line {number}")
-
-
-def _parse(line: str, place: str) -> Record:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    kind = record.get("kind") if isinstance(record, dict) else None
-    if not isinstance(kind, str) or (kind in ("step", "epoch") and not _are_numbers(record)):
-        raise InputError(f"{place}: {line[:60].strip()!r} is no record of a run; remove the line, or resume elsewhere")
-    return dict(record)
-
-
-def _are_numbers(record: Record) -> bool:
-    """Whether the values of a step or an epoch are those of its report, which has numbers alone."""
-    are_plain = all(
-        value is None or (isinstance(value, int | float) and abs(value) <= _LARGEST)
-        for name, value in record.items()
-        if name != "kind"
-    )
-    return are_plain and all(
-        type(record.get(name)) is int and 0 <= record[name] < 1 << 62 for name in ("step", "epoch")
-    )
 
 
 class RunLog:
@@ -216,14 +131,6 @@ class RunLog:
 
 def _is_no_number(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def find_run(resumed: Path) -> Path | None:
-    """The folder of the run that a `--resume` path (run, checkpoint folder or file) belongs to. Local."""
-    for folder in (resumed, resumed.parent, resumed.parent.parent):
-        if (folder / METRICS).is_file():
-            return folder
-    return None
 
 
 def _is_of(record: Record, last_step: int) -> bool:

@@ -58,8 +58,8 @@ class Summary:
 
     @property
     def accuracy(self) -> float:
-        """Share of the held-out samples that were classified correctly, 0 … 1."""
-        return self.correct / self.total
+        """Share of the held-out samples that were classified correctly, 0 … 1; 0 where none could be read."""
+        return self.correct / self.total if self.total else 0.0
 
     @property
     def train_s(self) -> float:

@@ -15,9 +15,6 @@ from torch.utils.data import Dataset, Subset, SubsetRandomSampler
 import lockstep
 from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.recipes.digits.task import DigitsNet, load_digits
-from lockstep.recipes.imagenet.images import FolderImages, normalize
-from lockstep.recipes.imagenet.listing import list_part
-from lockstep.recipes.imagenet.models import create_model
 
 __all__ = ["LISTINGS", "Task", "build_task"]
 
@@ -118,6 +115,10 @@ def build_task(given: Mapping[str, Any]) -> Task:
         train, held_out = load_digits(dtype)
         make, lr, as_input = DigitsNet, 0.02, _as_is
     else:
+        from lockstep.recipes.imagenet.images import FolderImages, normalize  # needs Pillow, which digits does not
+        from lockstep.recipes.imagenet.listing import list_part
+        from lockstep.recipes.imagenet.models import create_model
+
         folder, kept_in = Path(given["data"]), Path(given["kept_in"])
         listings = {part: list_part(folder, part, kept_in) for part in ("train", "val")}
         train = FolderImages(listings["train"], given["size"], augment=True)

@@ -30,8 +30,6 @@ from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.bench.strategies.task import LISTINGS
 from lockstep.bench.strategies.ways import PARTS, SINGLE, WAYS, Way, why_not
 from lockstep.launch.environment import visible_cores, visible_gpus
-from lockstep.recipes.imagenet.listing import list_part
-from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
 
 __all__ = ["run"]
 
@@ -112,6 +110,9 @@ def _task(options: argparse.Namespace, session: Session) -> dict[str, Any]:
     }
     if options.recipe == "digits":
         return task
+    from lockstep.recipes.imagenet.listing import list_part
+    from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes  # needs Pillow, which digits does not
+
     folder = options.data or session.folder / _SHAPES
     kept_in = session.folder / LISTINGS
     if options.data is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from lockstep.recipes.digits.options import DigitsConfig, resolve_config
 from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits
 from lockstep.recipes.display import Display
 from lockstep.recipes.mistakes import open_world, say_together
-from lockstep.recipes.runlog import RunLog, describe_environment, folder_of_run
+from lockstep.recipes.run_folder import CHECKPOINTS, folder_of_run
+from lockstep.recipes.runlog import RunLog, describe_environment
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
 from lockstep.world import World
@@ -40,19 +41,20 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0; or 2 where the options cannot be used, which rank 0 has then said on stderr.
     """
-    opened = open_world("digits", options.backend)
+    opened = open_world("digits", options.backend, None)
     if opened is None:
         return 2
-    with opened as world:
+    world, notes = opened
+    with world:
         try:
             config, trainer = _prepare(options, world)
             folder = folder_of_run(options, "digits")
         except (InputError, CheckpointError) as mistake:
             say_together("digits", mistake, world.rank)
             return 2
-        trainer.checkpoints = folder / "checkpoints"
+        trainer.checkpoints = folder / CHECKPOINTS
         with ExitStack() as stack:
-            views = _views(options, config, world, trainer, folder) if world.rank == 0 else []
+            views = _views(options, config, world, trainer, folder, notes) if world.rank == 0 else []
             for view in views:
                 stack.enter_context(view)
             times = RankTimes()
@@ -138,7 +140,12 @@ def _saved_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _views(
-    options: argparse.Namespace, config: DigitsConfig, world: World, trainer: Trainer, folder: Path
+    options: argparse.Namespace,
+    config: DigitsConfig,
+    world: World,
+    trainer: Trainer,
+    folder: Path,
+    notes: Sequence[str],
 ) -> list[RunLog | Display]:
     """What rank 0 writes and shows."""
     header = {
@@ -157,6 +164,7 @@ def _views(
         f"digits: {world.world_size} {'rank' if world.world_size == 1 else 'ranks'} on {world.backend}, "
         f"{parameters:,} parameters in {config.dtype}, global batch {config.batch_size}"
     )
+    heading = "\n".join([heading, *notes])
     if options.resume is not None:
         heading += f"\ngoing on after epoch {trainer.epoch} of {options.resume}, in {folder}"
     steps_per_epoch = -(-len(trainer.loader) // config.accumulate)

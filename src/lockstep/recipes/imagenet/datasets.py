@@ -13,7 +13,7 @@ from lockstep.recipes.imagenet.images import DummyImages, FolderImages
 from lockstep.recipes.imagenet.listing import list_part
 from lockstep.recipes.imagenet.options import ImagenetConfig
 from lockstep.recipes.options import DEFAULT_OUT
-from lockstep.recipes.runlog import find_run
+from lockstep.recipes.run_folder import find_run
 from lockstep.world import World
 
 __all__ = ["Images", "check_classes", "class_names_of", "make_loader", "open_images"]

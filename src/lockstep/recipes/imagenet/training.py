@@ -33,7 +33,7 @@ from lockstep.recipes.imagenet.starting import choose_strategy, meeting_url
 from lockstep.recipes.imagenet.strategies import Strategy, prepare
 from lockstep.recipes.imagenet.waiting import LoaderAdvice
 from lockstep.recipes.mistakes import open_world, say_mistake, say_together
-from lockstep.recipes.runlog import folder_of_run
+from lockstep.recipes.run_folder import CHECKPOINTS, folder_of_run
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
 from lockstep.world import World
@@ -81,17 +81,18 @@ def run(options: argparse.Namespace, url: str | None = None) -> int:
         say_mistake("imagenet", mistake, env.RANK.get() or 0)
         return 2
     backend, device, notes = _device(options)
-    opened = open_world("imagenet", backend, device=device, **place)
+    opened = open_world("imagenet", backend, device, **place)
     if opened is None:
         return 2
-    with opened as world:
+    world, notes_on_device = opened
+    with world:
         try:
             job = make_job(options, strategy, world)
             folder = None if options.evaluate else folder_of_run(options, "imagenet")
         except _MISTAKES as mistake:
             say_together("imagenet", mistake, world.rank)
             return 2
-        job.notes[:0] = notes
+        job.notes[:0] = [*notes, *notes_on_device]
         if folder is None:
             _only_evaluate(options, strategy, job, world)
         else:
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace, url: str | None = None) -> int:
 
 def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, folder: Path) -> None:
     trainer = job.trainer
-    trainer.checkpoints = folder / "checkpoints"
+    trainer.checkpoints = folder / CHECKPOINTS
     with ExitStack() as stack:
         views = make_views(options, strategy, job.config, world, trainer, folder, job.notes) if world.rank == 0 else []
         for view in views:
@@ -135,7 +136,7 @@ def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
     _check(options, config, strategy, state)
     parts, notes = open_images(options, config)
     train_set, val_set = parts
-    module, optimizer = _network(options, config, train_set.num_classes, world)
+    module, optimizer = _network(options, config, train_set.num_classes, world, is_resumed=state is not None)
     chosen = prepare(
         strategy,
         module,
@@ -258,12 +259,13 @@ def _assemble(
 
 
 def _network(
-    options: argparse.Namespace, config: ImagenetConfig, num_classes: int, world: World
+    options: argparse.Namespace, config: ImagenetConfig, num_classes: int, world: World, *, is_resumed: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if config.pretrained:  # rank 0 downloads, for all that share its cache
+    pretrained = config.pretrained and not is_resumed  # a checkpoint replaces every weight
+    if pretrained:  # rank 0 downloads, for all that share its cache
         on_rank_zero(lambda: str(create_model(config.arch, num_classes, pretrained=True, size=config.size) is not None))
     seeding.begin_common_stream(config.seed, world.rank)
-    module = create_model(config.arch, num_classes, pretrained=config.pretrained, size=config.size)
+    module = create_model(config.arch, num_classes, pretrained=pretrained, size=config.size)
     check_size(module, config.arch, config.size)
     if config.sync_bn:
         module = lockstep.SyncBatchNorm.convert_sync_batchnorm(module)

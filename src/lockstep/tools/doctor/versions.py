@@ -21,7 +21,12 @@ _OUT_OF_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot all
 
 # Extra of this package -> what it is for, and the modules that it brings.
 _EXTRAS = {
-    "train": ("`lockstep train`", ("sklearn", "rich", "matplotlib", "tensorboard")),
+    "train": ("`lockstep train` needs", ("sklearn", "rich", "matplotlib", "tensorboard")),
+    "imagenet": (
+        "`lockstep train imagenet` needs, torchvision only for networks that it has not built in and for --pretrained",
+        ("PIL", "torchvision", "rich", "matplotlib", "tensorboard"),
+    ),
+    "notebook": ("`lockstep.spawn` needs in a notebook", ("cloudpickle",)),
 }
 
 
@@ -88,7 +93,7 @@ def look_at_extras() -> Iterator[CheckResult]:
     for extra, (use, modules) in _EXTRAS.items():
         absent = [name for name in modules if importlib.util.find_spec(name) is None]
         install = f"pip install 'torch-lockstep[{extra}]'"
-        text = "there" if not absent else f"without {', '.join(absent)}, which {use} needs: {install}"
+        text = "there" if not absent else f"without {', '.join(absent)}, which {use}: {install}"
         yield CheckResult(f"[{extra}]", text)
     is_there = find_py_spy() is not None
     yield CheckResult("py-spy", "there" if is_there else "not there; for --stacks-on-timeout: pip install py-spy")
