@@ -157,9 +157,16 @@ def _chosen_by_name(wanted: str, present: Sequence[Interface]) -> list[Interface
 
 
 def name_for_engines(address: str) -> str | None:
-    """The interface of this host by which it reaches `address`, for the variables of Gloo and NCCL; None if unknown."""
-    source = source_towards(address)
-    return next((one.name for one in interfaces() if one.address == source), None)
+    """The interface of this host by which it reaches `address`, for the variables of Gloo and NCCL; None if unknown.
+
+    On rank 0's host `address` is its own, and where its name leads to itself (127.0.1.1, as some systems call
+    themselves) the way there is the loopback interface, where no other host comes. Then it is the interface of the
+    default route, as in `candidates`; a loopback interface only where there is nothing else.
+    """
+    present = interfaces()
+    outward = [one for one in present if not one.is_loopback] or present
+    sources = [source_towards(address), source_towards(_FAR_AWAY)]
+    return next((one.name for source in sources for one in outward if one.address == source), None)
 
 
 class ProbeListener:
