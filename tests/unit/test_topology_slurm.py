@@ -325,5 +325,14 @@ def test_one_task_per_node_that_spawns_its_ranks(rank: int, local_rank: int) -> 
 )
 def test_other_numbers_are_taken_as_they_are(variables: dict[str, str], rank: int, world_size: int) -> None:
     assert read_topology(variables, rank=rank, world_size=world_size) == (
-        Topology(rank, world_size, rank, world_size, 0, 1, "environment")
+        Topology(
+            rank,
+            world_size,
+            rank,
+            world_size,
+            0,
+            1,
+            "environment",
+            unsaid=frozenset({"local_rank", "local_world_size", "node_rank", "num_nodes"}),
+        )
     )
