@@ -239,6 +239,7 @@ def test_step_knows_its_job() -> None:
         ({"SLURM_PROCID": "3"}, "rank is 3, but world_size is 3"),
         ({"SLURM_PROCID": "three"}, "SLURM_PROCID='three'"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but slurm started 3 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is 0 and WORLD_SIZE is 1, but slurm started 3 ranks: unset RANK and"),
     ],
 )
 def test_contradictions_are_said(changes: dict[str, str], message: str) -> None:
@@ -290,6 +291,15 @@ def test_launcher_inside_of_a_step_knows_better() -> None:
     assert read_topology({**ONE_PER_NODE, **alone, "LOCKSTEP_RENDEZVOUS": "/tmp/x"}) == (
         Topology(1, 2, 1, 2, 0, 1, "lockstep")
     )
+
+
+def test_ranks_of_a_launcher_may_be_fewer_than_the_tasks_of_the_step() -> None:
+    """`srun lockstep run` starts a job in each task, and says so."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for launcher in ("LOCKSTEP_RENDEZVOUS", "TORCHELASTIC_RUN_ID"):
+        assert read_topology({**TASK, **one, launcher: "x"}).world_size == 1
+    assert read_topology({**TASK, "RANK": "3", "WORLD_SIZE": "6"}).world_size == 6, "a script that starts ranks itself"
+    assert read_topology(TASK, rank=0, world_size=1).world_size == 1, "arguments say what is meant"
 
 
 @pytest.mark.parametrize("by_argument", [True, False])
