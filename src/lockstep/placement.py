@@ -12,16 +12,15 @@ import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.errors import RendezvousError
+from lockstep.shm.liveness import pid_namespace
+from lockstep.shm.segment import boot_id
 from lockstep.topology import Topology
 from lockstep.torch_private.stores import PrefixStore, Store
 
 __all__ = ["describe_own_host", "place", "place_by_exchange"]
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def place_by_exchange(topology: Topology, store: Store, timeout: timedelta, gpus: Sequence[str] = ()) -> Topology:
@@ -63,7 +62,7 @@ def describe_own_host(gpus: Sequence[str] = ()) -> str:
         gpus: what tells the GPUs that this process sees from all others.
     """
     try:
-        host = [_BOOT_ID.read_text().strip(), str(os.stat("/proc/self/ns/pid").st_ino)]
+        host = [boot_id(), str(pid_namespace())]
     except OSError:  # a system without /proc
         host = [os.uname().nodename, ""]
     return json.dumps([*host, *gpus])
