@@ -111,6 +111,19 @@ def test_only_listeners_with_the_nonce_count() -> None:
     assert reachable({1: (listener.nonce, [(address, port)])}) == {1: []}
 
 
+def test_addresses_that_are_silent_keep_nobody_from_the_next() -> None:
+    """More hosts than could be tried at once by threads, each with a first address where nothing ever answers."""
+    listener = ProbeListener([LOOPBACK])
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as silent:
+            ((_, address, port),) = listener.endpoints
+            endpoints = [silent.getsockname(), (address, port)]
+            hosts = {host: (listener.nonce, list(endpoints)) for host in range(60)}
+            assert reachable(hosts) == {host: [1] for host in hosts}
+    finally:
+        listener.close()
+
+
 def connected() -> tuple[Links, Links]:
     """The links of two ranks; a stranger tries to be let in first."""
     listeners = [PeerListener("127.0.0.1") for _ in range(2)]
