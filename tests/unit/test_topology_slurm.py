@@ -343,6 +343,6 @@ def test_other_numbers_are_taken_as_they_are(variables: dict[str, str], rank: in
             0,
             1,
             "environment",
-            unsaid=frozenset({"local_rank", "local_world_size", "node_rank", "num_nodes"}),
+            unsaid=("local_world_size", "local_rank", "node_rank", "num_nodes"),
         )
     )

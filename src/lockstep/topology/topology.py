@@ -37,7 +37,7 @@ class Topology:
     num_nodes: int = 1
     launcher: str = "single"
     hosts: tuple[str, ...] = ()
-    unsaid: frozenset[str] = frozenset()
+    unsaid: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, size_name, size in (

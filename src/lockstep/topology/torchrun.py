@@ -30,9 +30,9 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
     if node_rank is None:
         node_rank = env.NODE_RANK.get(variables)
     said = {"local_rank": local_rank, "node_rank": node_rank, "num_nodes": num_nodes}
-    unsaid = frozenset[str]()
+    unsaid: tuple[str, ...] = ()
     if local_world_size is None:
-        unsaid = frozenset({"local_world_size", *(name for name, value in said.items() if value is None)})
+        unsaid = ("local_world_size", *(name for name, value in said.items() if value is None))
         local_world_size = _guess_local_world_size(rank, world_size, local_rank, node_rank)
     ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1.
     if local_rank is None:
