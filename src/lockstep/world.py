@@ -488,7 +488,8 @@ def _hint_at_unused_allocation(topology: Topology) -> None:
     if allocation is not None:
         warn_once(
             get_logger(__name__),
-            f"{allocation}, but this process is alone: start the script with `srun python script.py` to use them",
+            f"{allocation}, but this process is alone: start the script with `srun python script.py` to use them, or "
+            "with `lockstep run script.py` for ranks on this node alone",
         )
 
 

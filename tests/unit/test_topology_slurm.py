@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SetupError
-from lockstep.topology import Topology, read_topology
+from lockstep.testing import limit_s
+from lockstep.topology import Topology, read_topology, slurm
 from lockstep.topology.slurm import describe_allocation, read_step
 from lockstep.topology.slurm_forms import expand_counts, expand_hosts
 
@@ -266,6 +270,41 @@ SINGLE = Topology(0, 1, 0, 1)
 def test_shell_of_a_job_is_one_process(variables: dict[str, str]) -> None:
     assert read_topology(variables) == SINGLE
     assert "job 1 of Slurm has" in (describe_allocation(variables) or "")
+
+
+PTY = TASK | {"SLURM_PTY_PORT": "40001", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+
+
+def test_what_is_started_in_a_shell_of_srun_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n3 --pty bash`, and then `python train.py`: no other task runs the script."""
+    monkeypatch.setattr(slurm, "is_in_a_shell_of_slurm", lambda pid: pid == os.getppid())
+    assert read_topology(PTY) == SINGLE
+    assert describe_allocation(PTY) == "job 1 of Slurm has 3 tasks on 2 nodes"
+    assert read_topology(PTY | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}).world_size == 3, "srun has started it"
+    monkeypatch.setattr(slurm, "is_in_a_shell_of_slurm", lambda pid: False)
+    assert read_topology(PTY).world_size == 3, "srun --pty python train.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_dialog"),
+    [(["-s"], True), (["--norc", "-i"], True), (["-c", "cat; true"], False), (["x.sh"], False)],
+)
+def test_shell_that_somebody_types_into(options: list[str], is_dialog: bool, tmp_path: Path) -> None:
+    """Told from one that runs a script; and so is what is started from there."""
+    (tmp_path / "x.sh").write_text("echo here; cat")
+    shell = subprocess.Popen(
+        ["bash", *options], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert shell.stdin is not None
+    assert shell.stdout is not None
+    try:
+        shell.stdin.write(b"echo here\n")
+        shell.stdin.flush()
+        assert b"here" in shell.stdout.readline()
+        # This test itself may have been started in such a shell.
+        assert slurm.is_in_a_shell_of_slurm(shell.pid) is (is_dialog or slurm.is_in_a_shell_of_slurm(os.getpid()))
+    finally:
+        shell.communicate(timeout=limit_s(30))
 
 
 def test_allocation_is_described_where_one_process_leaves_it_unused() -> None:
