@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.errors import RendezvousError
@@ -89,7 +90,9 @@ def place(topology: Topology, descriptions: Sequence[str]) -> Topology:
         "node_rank": node_rank,
         "num_nodes": len(hosts),
     }
-    values = {name: found[name] if name in topology.unsaid else getattr(topology, name) for name in found}
+    values: dict[str, Any] = {
+        name: found[name] if name in topology.unsaid else getattr(topology, name) for name in found
+    }
     # What was said of the one may leave no room for what was found of the other.
     values["local_world_size"] = max(values["local_world_size"], values["local_rank"] + 1)
     values["num_nodes"] = max(values["num_nodes"], values["node_rank"] + 1)
