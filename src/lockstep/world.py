@@ -282,12 +282,17 @@ def _open(
     chosen_device = None if needs_place else _choose_device(backend, topology, device)
     if backend != _MPI and store is None and init_method is None:
         store, init_method = _find_rendezvous(topology, limit)
-        if store is not None and topology.launcher == "environment":
-            topology = place_by_exchange(topology, store, limit, _visible_gpus() if needs_place else [])
-    if chosen_device is None:
-        chosen_device = _choose_device(backend, topology, device)
+        topology = _place(topology, store, limit, needs_place)
+    chosen_device = chosen_device or _choose_device(backend, topology, device)
     _meet(backend, topology, store, init_method, limit)
     return World(topology, chosen_device, backend, owns_group=True)
+
+
+def _place(topology: Topology, store: Store | None, timeout: timedelta, by_gpus: bool) -> Topology:
+    """The topology with what variables set by hand leave open, where the ranks have a store to tell each other."""
+    if store is None or topology.launcher != "environment":
+        return topology
+    return place_by_exchange(topology, store, timeout, _visible_gpus() if by_gpus else [])
 
 
 def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:
