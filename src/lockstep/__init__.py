@@ -13,7 +13,7 @@ General layout, from the top down; imports point down, and `tests/unit/test_laye
 * `parallel`: averages gradients over ranks; `data`: loads global batches; `metrics`: counts every sample once;
   `checkpoint`: saves and restores a run.
 * `rank_zero`: what rank 0 does for all; `drift`: finds ranks whose models come apart.
-* `world`: `init`, which opens the world.
+* `world`: `init`, which opens the world; `placement`: which ranks share a host, where no launcher says so.
 * `comm`: process groups for torch.distributed; `rendezvous`: how ranks find each other.
 * `shm`: the shared memory of one host.
 * `batch`: how many samples of a global batch a rank holds.

@@ -214,6 +214,7 @@ SLURM_PROCID = Variable("SLURM_PROCID", _integer, "Number of this task in its st
 SLURM_NTASKS = Variable("SLURM_NTASKS", _integer, "Number of tasks of the step; in a batch script, of the job.")
 SLURM_NPROCS = Variable("SLURM_NPROCS", _integer, "Older name of SLURM_NTASKS; set by Slurm.")
 SLURM_STEP_NUM_TASKS = Variable("SLURM_STEP_NUM_TASKS", _integer, "Number of tasks of the step; set by srun.")
+SLURM_PTY_PORT = Variable("SLURM_PTY_PORT", _integer, "Set where srun --pty gives task 0 of the step a terminal.")
 SLURM_LOCALID = Variable("SLURM_LOCALID", _integer, "Number of this task on its node; set by srun.")
 SLURM_NODEID = Variable("SLURM_NODEID", _integer, "Number of this node in the step; set by srun.")
 SLURM_NNODES = Variable("SLURM_NNODES", _integer, "Number of nodes of the step; in a batch script, of the job.")

@@ -20,8 +20,8 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,7 @@ _NONCE_BYTES = 16
 _TRY_S = 3.0
 _BETTER_ONE_MAY_FOLLOW_S = 0.2
 _POLL_MS = 100
+_MAX_TRIES = 256
 _MAX_CLIENTS = 4096
 _BACKLOG = 1024
 
@@ -157,9 +158,16 @@ def _chosen_by_name(wanted: str, present: Sequence[Interface]) -> list[Interface
 
 
 def name_for_engines(address: str) -> str | None:
-    """The interface of this host by which it reaches `address`, for the variables of Gloo and NCCL; None if unknown."""
-    source = source_towards(address)
-    return next((one.name for one in interfaces() if one.address == source), None)
+    """The interface of this host by which it reaches `address`, for the variables of Gloo and NCCL; None if unknown.
+
+    On rank 0's host `address` is its own, and where its name leads to itself (127.0.1.1, as some systems call
+    themselves) the way there is the loopback interface, where no other host comes. Then it is the interface of the
+    default route, as in `candidates`; a loopback interface only where there is nothing else.
+    """
+    present = interfaces()
+    outward = [one for one in present if not one.is_loopback] or present
+    sources = [source_towards(address), source_towards(_FAR_AWAY)]
+    return next((one.name for source in sources for one in outward if one.address == source), None)
 
 
 class ProbeListener:
@@ -261,52 +269,96 @@ def listen_on(address: str) -> socket.socket:
     return listener
 
 
-def _answers(address: str, port: int, nonce: str) -> bool:
-    """Whether that listener is what listens at the address."""
-    challenge = secrets.token_bytes(_NONCE_BYTES)
-    try:
-        with socket.create_connection((address, port), timeout=_TRY_S) as client:
-            client.sendall(challenge)
-            received, until_s = b"", time.monotonic() + _TRY_S
-            while len(received) < MAC_BYTES:
-                client.settimeout(max(until_s - time.monotonic(), 0.001))
-                piece = client.recv(MAC_BYTES - len(received))
-                if not piece:
-                    break
-                received += piece
-            return _key_of_probe(nonce).has_made(received, challenge)
-    except OSError:
-        return False
+class _Try:
+    """One address that is tried: a connection that is made, sends a challenge and hears the answer, without waiting."""
+
+    def __init__(self, host: int, index: int, nonce: str, address: str, port: int) -> None:
+        self.host, self.index = host, index
+        self.until_s = time.monotonic() + _TRY_S
+        self._nonce = nonce
+        self._challenge = secrets.token_bytes(_NONCE_BYTES)
+        self._received = b""
+        self._is_challenged = False
+        self.client = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self.client.setblocking(False)
+            self.client.connect_ex((address, port))  # what comes of it shows in the socket's error
+        except OSError:  # no address
+            self.client.close()
+            raise
+
+    def go_on(self) -> bool | None:
+        """Whether that listener is what listens there, once that is known. Call it when the socket is ready."""
+        try:
+            if not self._is_challenged:
+                if self.client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    return False
+                self.client.send(self._challenge)
+                self._is_challenged = True
+                return None
+            piece = self.client.recv(MAC_BYTES - len(self._received))
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            return False
+        self._received += piece
+        if piece and len(self._received) < MAC_BYTES:
+            return None
+        return _key_of_probe(self._nonce).has_made(self._received, self._challenge)
+
+    @property
+    def awaited(self) -> int:
+        """What poll is to wait for."""
+        return select.POLLIN if self._is_challenged else select.POLLOUT
 
 
 def reachable(listeners: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) -> dict[int, list[int]]:
-    """Which addresses of other hosts can be reached from here. Takes up to 3 s where some cannot.
+    """Which addresses of other hosts can be reached from here. Takes up to 3 s per 256 of them where some cannot.
 
     Args:
         listeners: for each host its listener's nonce, and (address, port) of each endpoint.
 
     Returns:
-        For each host the indices of the endpoints that answered, in order. All are tried at once; one that has
-        not answered shortly after each host has one that did does not count.
+        For each host the indices of the endpoints that answered, in order. They are tried at once, the first ones of
+        all hosts before the second ones; one that has not answered shortly after each host has one that did does not
+        count.
     """
-    tries: dict[Future[bool], tuple[int, int]] = {}
     found: dict[int, list[int]] = {host: [] for host in listeners}
-    pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="lockstep-try")
+    untried = deque(
+        sorted(
+            ((host, index) for host, (_, endpoints) in listeners.items() for index in range(len(endpoints))),
+            key=lambda one: one[1],
+        )
+    )
+    tries: dict[int, _Try] = {}
     try:
-        for host, (nonce, endpoints) in listeners.items():
-            for index, (address, port) in enumerate(endpoints):
-                tries[pool.submit(_answers, address, port, nonce)] = (host, index)
-        pending = set(tries)
-        deadline = time.monotonic() + _TRY_S
-        while pending and time.monotonic() < deadline:
-            timeout_s = _BETTER_ONE_MAY_FOLLOW_S if all(found.values()) else deadline - time.monotonic()
-            done, pending = wait(pending, timeout=timeout_s, return_when="FIRST_COMPLETED")
-            for one in done:
-                host, index = tries[one]
-                if one.result():
-                    found[host].append(index)
-            if not done and all(found.values()):
+        while untried or tries:
+            while untried and len(tries) < _MAX_TRIES:
+                host, index = untried.popleft()
+                nonce, endpoints = listeners[host]
+                with contextlib.suppress(OSError):
+                    one = _Try(host, index, nonce, *endpoints[index])
+                    tries[one.client.fileno()] = one
+            has_changed = _go_on(tries, found, _BETTER_ONE_MAY_FOLLOW_S if all(found.values()) else _POLL_MS / 1000)
+            if not has_changed and all(found.values()):
                 break
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for one in tries.values():
+            one.client.close()
     return {host: sorted(indices) for host, indices in found.items()}
+
+
+def _go_on(tries: dict[int, _Try], found: dict[int, list[int]], longest_s: float) -> bool:
+    """Wait until some of the tries can go on, and note and remove those that are over; whether any could."""
+    poll = select.poll()
+    for descriptor, one in tries.items():
+        poll.register(descriptor, one.awaited)
+    ready = {descriptor for descriptor, _ in poll.poll(longest_s * 1000)}
+    now_s = time.monotonic()
+    for descriptor, one in list(tries.items()):
+        answers = one.go_on() if descriptor in ready else None
+        if answers:
+            found[one.host].append(one.index)
+        if answers is not None or now_s > one.until_s:
+            tries.pop(descriptor).client.close()
+    return bool(ready)

@@ -42,6 +42,7 @@ from lockstep.log import get_logger, warn_once
 from lockstep.mpi_library import is_installed as is_mpi4py_installed
 from lockstep.mpi_library import load as load_mpi
 from lockstep.network_interfaces import name_for_engines
+from lockstep.placement import place_by_exchange
 from lockstep.rendezvous import tcp
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.rendezvous.slurm_store import meet_in_slurm
@@ -56,6 +57,10 @@ __all__ = ["World", "check_at_shutdown", "current_world", "default_gpu", "init",
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MPI = "mpi"
 
+_UNSAID_HINT = (
+    ". If ranks are on other hosts, or each sees GPUs of its own alone, set LOCAL_RANK to the number of each rank's "
+    "GPU, and LOCAL_WORLD_SIZE to the number of ranks on its host"
+)
 _SHUT_DOWN = "this world was shut down; call lockstep.init() again to open another"
 
 _current: World | None = None
@@ -272,9 +277,22 @@ def _open(
     choose_wire(wire)
     _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)
-    chosen_device = _choose_device(backend, topology, device)
+    # Which GPU is this rank's may depend on the others. Otherwise a rank that raises here should keep none waiting.
+    needs_place = "local_rank" in topology.unsaid and _takes_default_gpu(backend, device)
+    chosen_device = None if needs_place else _choose_device(backend, topology, device)
+    if backend != _MPI and store is None and init_method is None:
+        store, init_method = _find_rendezvous(topology, limit)
+        topology = _place(topology, store, limit, needs_place)
+    chosen_device = chosen_device or _choose_device(backend, topology, device)
     _meet(backend, topology, store, init_method, limit)
     return World(topology, chosen_device, backend, owns_group=True)
+
+
+def _place(topology: Topology, store: Store | None, timeout: timedelta, by_gpus: bool) -> Topology:
+    """The topology with what variables set by hand leave open, where the ranks have a store to tell each other."""
+    if store is None or topology.launcher != "environment":
+        return topology
+    return place_by_exchange(topology, store, timeout, _visible_gpus() if by_gpus else [])
 
 
 def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:
@@ -282,8 +300,6 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
     if backend == _MPI:  # Torch's own needs no store, and warns of rank and world size.
         dist.init_process_group(backend, timeout=timeout)
         return
-    if store is None and init_method is None:
-        store, init_method = _find_rendezvous(topology, timeout)
     names_given = group_count()
     try:
         dist.init_process_group(
@@ -424,12 +440,28 @@ def _as_device(device: str | torch.device) -> torch.device:
         raise InputError(f"device is {device!r}, which torch does not know: {str(error).splitlines()[0]}") from None
 
 
+def _takes_default_gpu(backend: str, device: str | torch.device | None) -> bool:
+    """Whether the device is a GPU, and its number depends on which ranks share this host."""
+    if device is None:
+        return "nccl" in backend
+    return str(device) == "cuda"
+
+
+def _visible_gpus() -> list[str]:
+    """What tells the GPUs that this process sees from all others; empty where torch does not say."""
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [str(one.uuid) for one in properties if hasattr(one, "uuid")]
+
+
 def default_gpu(topology: Topology, count: int) -> tuple[int, torch.device]:
     """How many GPUs this rank, which sees `count`, must see for its host to have enough, and which is its own."""
     of_host = env.SLURM_GPUS_ON_NODE.get() if topology.launcher == "slurm" else None
     if count > 0 and of_host is not None and count < topology.local_world_size <= of_host:
         # Asked for --gpus-per-task or --gpu-bind, Slurm shows each task its own alone, counted from 0.
         return 1, torch.device("cuda", 0)
+    if "local_world_size" in topology.unsaid and "local_rank" not in topology.unsaid:
+        # LOCAL_RANK alone was given, and counts: ranks of this host may see a part of its GPUs.
+        return topology.local_rank + 1, torch.device("cuda", topology.local_rank)
     # Judged by the number of ranks, so that all of them stop here, and none waits for those that did.
     return topology.local_world_size, torch.device("cuda", topology.local_rank)
 
@@ -449,6 +481,7 @@ def _choose_device(backend: str, topology: Topology, device: str | torch.device 
             f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
             f"{topology.local_world_size} rank(s). Start at most {count} ranks here "
             f"(--nproc {max(count, 1)}), or run on the CPU with lockstep.init(device='cpu')"
+            f"{_UNSAID_HINT if 'local_world_size' in topology.unsaid else ''}"
         )
     torch.cuda.set_device(chosen)
     return chosen
@@ -460,7 +493,8 @@ def _hint_at_unused_allocation(topology: Topology) -> None:
     if allocation is not None:
         warn_once(
             get_logger(__name__),
-            f"{allocation}, but this process is alone: start the script with `srun python script.py` to use them",
+            f"{allocation}, but this process is alone: start the script with `srun python script.py` to use them, or "
+            "with `lockstep run script.py` for ranks on this node alone",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from lockstep.rendezvous import tcp
 from lockstep.rendezvous.urls import _EnvHandler
 from lockstep.shm.control_blocks import Failure
 from lockstep.shm.liveness import PeerIdentity
+from lockstep.shm.segment import boot_id
 from lockstep.shm.sync import FailureKind, PeerFailure, PeerState
 from lockstep.testing import limit_s
 from lockstep.topology import Topology
@@ -273,6 +276,31 @@ def test_meeting_name_comes_from_the_job(variables: dict[str, str], ending: str)
 
 def test_meeting_name_without_a_job_is_that_of_the_parent() -> None:
     assert "-mpi-parent" in meeting.rendezvous_name({})
+
+
+@pytest.mark.parametrize("variable", ["PMI_RANK", "OTHER"])
+def test_a_program_through_which_a_rank_is_started_is_not_its_launcher(variable: str) -> None:
+    """`mpirun -n 4 numactl.sh python train.py`: ranks have different parents, and one launcher."""
+    wrapper = subprocess.Popen(
+        ["sh", "-c", "sh -c 'echo $$; read end; true'; true"],
+        env={"PATH": os.defpath, variable: "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert wrapper.stdout is not None
+        rank = int(wrapper.stdout.readline())
+        launcher = os.getpid() if variable == "PMI_RANK" else rank
+        assert meeting._launcher_above(rank) == launcher
+    finally:
+        wrapper.communicate("\n", timeout=limit_s(30))
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_kernels() -> None:
+    hosts = ["node 1", "node 2", "node 1"]
+    assert meeting._locate(1, hosts) == Topology(1, 3, 0, 1, 1, 2, "mpirun", ("node", "node"))
+    assert meeting._own_host().split() == [socket.gethostname(), boot_id()]
 
 
 def test_ranks_are_placed_by_the_names_of_their_hosts() -> None:

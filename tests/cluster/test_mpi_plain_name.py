@@ -89,7 +89,18 @@ def test_mpirun_decides_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(LaunchError, match="not found"):
         main(["nowhere.py"])
     assert not is_rank_of_mpirun({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
-    assert not is_rank_of_mpirun({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "0"})
+    two = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert not is_rank_of_mpirun(two | {"RANK": "0", "LOCKSTEP_RENDEZVOUS": "/tmp/x"})
+    assert is_rank_of_mpirun(two | {"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_left_over_rank_starts_no_launcher_in_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would start a job of its own, and all of them would train separately."""
+    left_over = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "1"}
+    for variable, value in left_over.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(LaunchError, match="RANK is 0 and WORLD_SIZE is 1, but mpirun started 2 ranks: unset RANK and"):
+        main([SCRIPT])
 
 
 def test_torchs_own_mpi_is_left_alone() -> None:

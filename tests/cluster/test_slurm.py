@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import select
 import subprocess
 import sys
 import textwrap
@@ -193,6 +196,38 @@ def test_shells_are_alone(cluster: SlurmCluster, tmp_path: Path, submitted_in_a_
         (found,) = probe(cluster, tmp_path, "salloc", "--quiet", "-n3")
     assert (found["world_size"], found["launcher"]) == (1, "single")
     assert "has 3 tasks on 1 node" in found["allocation"]
+
+
+def type_into(cluster: SlurmCluster, words: list[str], *lines: str) -> str:
+    """What is to be read on the terminal where somebody runs a program and types these lines."""
+    ours, terminal = os.openpty()
+    program = subprocess.Popen(words, env=cluster.environment, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    try:
+        os.write(ours, "".join(f"{line}\n" for line in lines).encode())
+        read = b""
+        with contextlib.suppress(OSError):  # nobody has the terminal any more
+            while select.select([ours], [], [], limit_s(60))[0] and (piece := os.read(ours, 65536)):
+                read += piece
+    finally:
+        os.close(ours)
+        program.terminate()
+        program.wait(limit_s(60))
+    return read.decode(errors="replace")
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_shell_of_a_step_is_alone_whatever_its_number_of_tasks(
+    cluster: SlurmCluster, tmp_path: Path, tasks: int
+) -> None:
+    """And a script that `srun --pty` starts itself is a rank."""
+    path = script(tmp_path, PROBE)
+    shown = type_into(cluster, ["srun", f"-n{tasks}", "--pty", "bash", "--norc"], f"{sys.executable} {path}", "exit")
+    (found,) = records(shown)
+    assert (found["world_size"], found["launcher"]) == (1, "single")
+    assert f"has {tasks} tasks on 1 node" in found["allocation"]
+    shown = type_into(cluster, ["srun", f"-n{tasks}", "--pty", sys.executable, path])
+    assert (records(shown)[0]["rank"], records(shown)[0]["world_size"]) == (0, tasks)
 
 
 def test_hosts_without_an_address(cluster: SlurmCluster, tmp_path: Path) -> None:

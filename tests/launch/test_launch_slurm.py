@@ -47,8 +47,8 @@ def run_main(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_token_is_made_where_the_job_runs(folder: Path) -> None:
-    """Slurm keeps the script, so no token stands in it; each run has another."""
-    script = BatchJob("train.py", nodes=2).script()
+    """Slurm keeps the script, so no token stands in it; each run has another. On one host no port is opened."""
+    script = BatchJob("train.py", sbatch_args=("--nodes=2",)).script()
     (line,) = [line for line in script.splitlines() if "LOCKSTEP_TOKEN" in line]
     said = [
         subprocess.run(
@@ -58,12 +58,31 @@ def test_token_is_made_where_the_job_runs(folder: Path) -> None:
             text=True,
             timeout=limit_s(30),
         ).stdout.strip()
-        for given in ({}, {}, {"LOCKSTEP_TOKEN": "mine"})
+        for given in (
+            {"SLURM_NNODES": "2"},
+            {"SLURM_NNODES": "2"},
+            {"SLURM_NNODES": "2", "LOCKSTEP_TOKEN": "mine"},
+            {"SLURM_NNODES": "1"},
+        )
     ]
     assert len(said[0]) == len(said[1]) == 64
     assert said[0] != said[1]
-    assert said[2] == "mine"
-    assert "LOCKSTEP_TOKEN" not in BatchJob("train.py").script(), "on one host no port is opened"
+    assert said[2:] == ["mine", ""]
+
+
+@pytest.mark.parametrize(("given", "cores"), [({}, "1,none"), ({"SLURM_CPUS_PER_TASK": "8"}, "8,8")])
+def test_srun_gets_the_cores_that_the_job_has_for_each_task(given: dict[str, str], cores: str) -> None:
+    """Whoever asked for them; without a number srun is not told one, as it would keep each task to so many cores."""
+    show = 'srun() { echo "$OMP_NUM_THREADS,${SRUN_CPUS_PER_TASK:-none}"; }'
+    script = BatchJob("train.py", sbatch_args=("--cpus-per-task=8",)).script().replace("exec srun", "srun")
+    done = subprocess.run(
+        ["bash", "-c", f"{show}\n{script}"],
+        env={"PATH": os.defpath, **given},
+        capture_output=True,
+        text=True,
+        timeout=limit_s(30),
+    )
+    assert done.stdout.strip() == cores
 
 
 # ---- the script -------------------------------------------------------------------------------------
@@ -102,7 +121,7 @@ def test_all_that_can_be_asked_for(capfd: pytest.CaptureFixture[str], folder: Pa
         "--signal=B:USR1@60",
         "--mem=64G",
     ]
-    start = f"srun --kill-on-bad-exit=1 --cpus-per-task=8 {sys.executable} -u"
+    start = f"srun --kill-on-bad-exit=1 {sys.executable} -u"
     assert f"{start} -m lockstep.compat.script train.py --lr 0.1 --slurm &\n" in script
     _, script, _ = run_main(capfd, *words, "--no-compat", "train.py", "--lr", "0.1", "--slurm")
     assert f"{start} train.py --lr 0.1 --slurm &\n" in script
@@ -177,8 +196,22 @@ def test_submitted_job_and_its_log_are_named(capfd: pytest.CaptureFixture[str], 
     assert (code, err) == (0, "")
     assert out == f"job 42: 6 ranks of train.py\nlog: {folder}/logs/train-%-42-%t.out\n"
     assert (folder / "logs").is_dir(), "Slurm would fail without it, and say so nowhere"
-    assert (folder / "arguments").read_text() == "--parsable\n"
+    said = (folder / "arguments").read_text().split()
+    assert said == ["--parsable", "--nodes=2", "--ntasks-per-node=3", f"--output={folder}/logs/%x-%%-%j-%t.out"]
     assert "--ntasks-per-node=3" in directives((folder / "batch.sh").read_text())
+
+
+def test_what_was_asked_for_wins_over_variables_of_sbatch(folder: Path) -> None:
+    """They win over the lines of a script, and arguments over them."""
+    fake_sbatch(folder, "echo 42")
+    job = BatchJob("train.py", partition="gpu", time="30", requeue=True, sbatch_args=("--account=me", "--job-name=x"))
+    submit(job)
+    said = (folder / "arguments").read_text().split()
+    assert said == [
+        *("--parsable", "--partition=gpu", "--nodes=1", "--ntasks-per-node=1", "--time=30", "--requeue"),
+        *("--open-mode=append", "--signal=B:USR1@60", "--account=me", "--job-name=x"),
+    ]
+    assert [option for option in directives((folder / "batch.sh").read_text()) if option in said] == said[1:]
 
 
 def test_slurms_refusal_is_passed_on(folder: Path) -> None:

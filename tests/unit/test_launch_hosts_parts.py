@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -385,6 +386,55 @@ def test_places_that_cannot_be_had() -> None:
     nowhere = replace(quick(port, join_s=0.3), address="no-such-host.invalid")
     with pytest.raises(LaunchError, match=r"the name service does not know no-such-host.invalid .*; give an address"):
         JobStore.open(nowhere, time.sleep)
+
+
+def test_holder_whose_name_is_not_known_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a pod appears once it is ready; no other launcher will listen there."""
+    failures = iter(range(5))
+    known = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
+        if host == "localhost" and next(failures, None) is not None:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return known(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    store = JobStore.open(replace(quick(find_free_port(), join_s=limit_s(30)), address="localhost"), lambda nap_s: None)
+    try:
+        assert store.is_holder
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "name_errors", "patience_s"),
+    [(400, 100, None), (0, 400, 30), (6500, 0, 600), (5900, 200, 600)],  # tenths of a second
+)
+def test_patience_with_a_name_begins_when_it_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, before: int, name_errors: int, patience_s: int | None
+) -> None:
+    clock_s = [0.0]
+
+    def nap(nap_s: float) -> None:
+        clock_s[0] += nap_s
+
+    def connect(*_: Any) -> socket.socket:
+        number = round(clock_s[0] * 10)
+        if number < before:
+            raise ConnectionRefusedError(111, "Connection refused")
+        if number < before + name_errors:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return socket.socket()
+
+    monkeypatch.setattr(job_store_module, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(job_store_module, "say", lambda text: None)
+    config = quick(1, join_s=600)
+    if patience_s is None:
+        assert job_store_module._reach(config, nap, lambda: None) == "0.0.0.0"
+    else:
+        with pytest.raises(LaunchError, match=f"found nobody at .* within {patience_s} s"):
+            job_store_module._reach(config, nap, lambda: None)
 
 
 @pytest.mark.parametrize("answers", [True, False])

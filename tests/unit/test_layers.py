@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.batch", "lockstep.seeding"),
     ("lockstep.shm", "lockstep.rendezvous"),
     ("lockstep.comm",),
+    ("lockstep.placement",),
     ("lockstep.world",),
     ("lockstep.rank_zero", "lockstep.drift"),
     ("lockstep.parallel", "lockstep.data", "lockstep.metrics", "lockstep.checkpoint"),

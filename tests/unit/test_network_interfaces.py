@@ -7,11 +7,20 @@ import threading
 
 import pytest
 
+from lockstep import network_interfaces
 from lockstep.comm.hosts.layout import Layout, Member
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.errors import RendezvousError
-from lockstep.network_interfaces import Interface, ProbeListener, candidates, interfaces, reachable, source_towards
+from lockstep.network_interfaces import (
+    Interface,
+    ProbeListener,
+    candidates,
+    interfaces,
+    name_for_engines,
+    reachable,
+    source_towards,
+)
 from lockstep.shm.liveness import PeerIdentity
 
 LOOPBACK = Interface("lo", "127.0.0.1", True)
@@ -60,6 +69,33 @@ def test_route_comes_first() -> None:
     assert LOOPBACK in interfaces()
 
 
+@pytest.mark.parametrize(
+    ("found", "towards_master", "towards_far_away", "name"),
+    [
+        (FOUND, "198.51.100.7", "203.0.113.5", "ib0"),
+        (FOUND, "127.0.0.1", "203.0.113.5", "eth0"),  # rank 0's host, whose name is that of 127.0.1.1
+        (FOUND, "127.0.0.1", None, None),
+        (FOUND, None, None, None),
+        ([LOOPBACK], "127.0.0.1", None, "lo"),
+    ],
+)
+def test_engines_are_not_bound_to_the_loopback_interface(
+    monkeypatch: pytest.MonkeyPatch,
+    found: list[Interface],
+    towards_master: str | None,
+    towards_far_away: str | None,
+    name: str | None,
+) -> None:
+    """No other host reaches it, and NCCL would tell all of them to come there."""
+    monkeypatch.setattr(network_interfaces, "interfaces", lambda: found)
+    monkeypatch.setattr(
+        network_interfaces,
+        "source_towards",
+        lambda address: towards_master if address == "node0" else towards_far_away,
+    )
+    assert name_for_engines("node0") == name
+
+
 def test_only_listeners_with_the_nonce_count() -> None:
     listener, other = ProbeListener([LOOPBACK]), ProbeListener([LOOPBACK])
     try:
@@ -73,6 +109,19 @@ def test_only_listeners_with_the_nonce_count() -> None:
         listener.close()
         other.close()
     assert reachable({1: (listener.nonce, [(address, port)])}) == {1: []}
+
+
+def test_addresses_that_are_silent_keep_nobody_from_the_next() -> None:
+    """More hosts than could be tried at once by threads, each with a first address where nothing ever answers."""
+    listener = ProbeListener([LOOPBACK])
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as silent:
+            ((_, address, port),) = listener.endpoints
+            endpoints = [silent.getsockname(), (address, port)]
+            hosts = {host: (listener.nonce, list(endpoints)) for host in range(60)}
+            assert reachable(hosts) == {host: [1] for host in hosts}
+    finally:
+        listener.close()
 
 
 def connected() -> tuple[Links, Links]:

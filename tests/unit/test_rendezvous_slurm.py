@@ -6,15 +6,19 @@ import dataclasses
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import RendezvousError
+from lockstep.launch.free_port import find_free_port
+from lockstep.rendezvous import folder, tcp, waiting
 from lockstep.rendezvous.slurm import master_address, master_port, rendezvous_name
 from lockstep.testing import limit_s
 from lockstep.topology.slurm import SlurmStep
 
+WAITS = "rank 0 waits for rank 1, rank 2 to come to "
 UNKNOWN = "no-such-host.invalid"
 STEP = SlurmStep(
     job_id=7,
@@ -108,3 +112,25 @@ def test_rank_zero_elsewhere() -> None:
 def test_launchers_may_ask_without_torch() -> None:
     program = "import sys, lockstep.rendezvous.slurm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=limit_s(60)).returncode == 0
+
+
+# ---- waiting ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["folder", "port"])
+def test_rank_zero_says_for_whom_it_waits(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody has started the script once, in a shell of a step: the deadline is half an hour away."""
+    monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.02)
+    monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    limit = timedelta(seconds=0.2)
+    meet = {
+        "folder": lambda: folder.open_store("lockstep-test-waiting", 0, 3, limit),
+        "port": lambda: tcp.open_store("127.0.0.1", find_free_port(), 0, 3, limit),
+    }
+    with pytest.raises(RendezvousError, match="rank 1, rank 2 did not come"):
+        meet[kind]()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert WAITS in line
+    assert "srun, mpirun or `lockstep run --nproc N script.py` starts all ranks" in line

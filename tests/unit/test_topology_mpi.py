@@ -63,6 +63,10 @@ def test_torchrun_inside_of_mpirun_wins() -> None:
     assert read_topology(OPEN_MPI | inner) == Topology(0, 2, 0, 2, 0, 1, "torchrun")
 
 
+def test_script_that_starts_more_ranks_than_mpirun_is_left_alone() -> None:
+    assert read_topology(OPEN_MPI | {"RANK": "5", "WORLD_SIZE": "8"}).world_size == 8
+
+
 def test_mpirun_inside_of_a_slurm_step_wins() -> None:
     """mpirun starts one daemon per node by srun; the ranks inherit the daemon's variables."""
     assert read_topology(SLURM_STEP | OPEN_MPI).launcher == "mpirun"
@@ -75,7 +79,8 @@ def test_srun_that_speaks_pmi_is_slurm() -> None:
 
 def test_arguments_equal_to_what_mpirun_says_keep_its_local_ranks() -> None:
     assert read_topology(OPEN_MPI, rank=3, world_size=4) == Topology(3, 4, 1, 2, 1, 2, "mpirun")
-    assert read_topology(OPEN_MPI, rank=0, world_size=2) == Topology(0, 2, 0, 2, 0, 1, "environment")
+    other = read_topology(OPEN_MPI, rank=0, world_size=2)
+    assert (other.launcher, other.local_world_size) == ("environment", 2)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,7 @@ def test_arguments_equal_to_what_mpirun_says_keep_its_local_ranks() -> None:
         ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "rank is 2, but world_size is 2"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK is 1: .* no variable says of how many.*backend='mpi'"),
         (MPICH | {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but mpirun started 3 ranks"),
+        (MPICH | {"RANK": "0", "WORLD_SIZE": "1"}, "RANK is 0 and WORLD_SIZE is 1, but mpirun started 3 ranks: unset"),
     ],
 )
 def test_contradictions_are_said(variables: dict[str, str], message: str) -> None:

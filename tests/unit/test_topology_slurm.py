@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SetupError
-from lockstep.topology import Topology, read_topology
+from lockstep.testing import limit_s
+from lockstep.topology import Topology, read_topology, slurm
 from lockstep.topology.slurm import describe_allocation, read_step
 from lockstep.topology.slurm_forms import expand_counts, expand_hosts
 
@@ -239,6 +243,7 @@ def test_step_knows_its_job() -> None:
         ({"SLURM_PROCID": "3"}, "rank is 3, but world_size is 3"),
         ({"SLURM_PROCID": "three"}, "SLURM_PROCID='three'"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but slurm started 3 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is 0 and WORLD_SIZE is 1, but slurm started 3 ranks: unset RANK and"),
     ],
 )
 def test_contradictions_are_said(changes: dict[str, str], message: str) -> None:
@@ -267,6 +272,41 @@ def test_shell_of_a_job_is_one_process(variables: dict[str, str]) -> None:
     assert "job 1 of Slurm has" in (describe_allocation(variables) or "")
 
 
+PTY = TASK | {"SLURM_PTY_PORT": "40001", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+
+
+def test_what_is_started_in_a_shell_of_srun_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n3 --pty bash`, and then `python train.py`: no other task runs the script."""
+    monkeypatch.setattr(slurm, "is_in_a_shell_of_slurm", lambda pid: pid == os.getppid())
+    assert read_topology(PTY) == SINGLE
+    assert describe_allocation(PTY) == "job 1 of Slurm has 3 tasks on 2 nodes"
+    assert read_topology(PTY | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}).world_size == 3, "srun has started it"
+    monkeypatch.setattr(slurm, "is_in_a_shell_of_slurm", lambda pid: False)
+    assert read_topology(PTY).world_size == 3, "srun --pty python train.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_dialog"),
+    [(["-s"], True), (["--norc", "-i"], True), (["-c", "cat; true"], False), (["x.sh"], False)],
+)
+def test_shell_that_somebody_types_into(options: list[str], is_dialog: bool, tmp_path: Path) -> None:
+    """Told from one that runs a script; and so is what is started from there."""
+    (tmp_path / "x.sh").write_text("echo here; cat")
+    shell = subprocess.Popen(
+        ["bash", *options], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert shell.stdin is not None
+    assert shell.stdout is not None
+    try:
+        shell.stdin.write(b"echo here\n")
+        shell.stdin.flush()
+        assert b"here" in shell.stdout.readline()
+        # This test itself may have been started in such a shell.
+        assert slurm.is_in_a_shell_of_slurm(shell.pid) is (is_dialog or slurm.is_in_a_shell_of_slurm(os.getpid()))
+    finally:
+        shell.communicate(timeout=limit_s(30))
+
+
 def test_allocation_is_described_where_one_process_leaves_it_unused() -> None:
     assert describe_allocation(BATCH) == "job 1 of Slurm has 3 tasks on 2 nodes"
     assert describe_allocation(without(ALLOCATION, "SLURM_NTASKS", "SLURM_NPROCS")) == (
@@ -290,6 +330,15 @@ def test_launcher_inside_of_a_step_knows_better() -> None:
     assert read_topology({**ONE_PER_NODE, **alone, "LOCKSTEP_RENDEZVOUS": "/tmp/x"}) == (
         Topology(1, 2, 1, 2, 0, 1, "lockstep")
     )
+
+
+def test_ranks_of_a_launcher_may_be_fewer_than_the_tasks_of_the_step() -> None:
+    """`srun lockstep run` starts a job in each task, and says so."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for launcher in ("LOCKSTEP_RENDEZVOUS", "TORCHELASTIC_RUN_ID"):
+        assert read_topology({**TASK, **one, launcher: "x"}).world_size == 1
+    assert read_topology({**TASK, "RANK": "3", "WORLD_SIZE": "6"}).world_size == 6, "a script that starts ranks itself"
+    assert read_topology(TASK, rank=0, world_size=1).world_size == 1, "arguments say what is meant"
 
 
 @pytest.mark.parametrize("by_argument", [True, False])
@@ -325,5 +374,14 @@ def test_one_task_per_node_that_spawns_its_ranks(rank: int, local_rank: int) -> 
 )
 def test_other_numbers_are_taken_as_they_are(variables: dict[str, str], rank: int, world_size: int) -> None:
     assert read_topology(variables, rank=rank, world_size=world_size) == (
-        Topology(rank, world_size, rank, world_size, 0, 1, "environment")
+        Topology(
+            rank,
+            world_size,
+            rank,
+            world_size,
+            0,
+            1,
+            "environment",
+            unsaid=("local_world_size", "local_rank", "node_rank", "num_nodes"),
+        )
     )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from lockstep import world
+import lockstep
+from lockstep import env, placement, world
 from lockstep.errors import SetupError
-from lockstep.topology import Topology
+from lockstep.launch.free_port import find_free_port
+from lockstep.testing import limit_s, run_ranks
+from lockstep.topology import Topology, read_topology
 
 
 def choose(
@@ -39,6 +46,47 @@ def test_rank_takes_the_gpu_that_is_its_own(
     monkeypatch: pytest.MonkeyPatch, visible: int, launcher: str, of_host: int | None, index: int
 ) -> None:
     assert choose(monkeypatch, visible, launcher, of_host) == torch.device("cuda", index)
+
+
+def test_local_rank_alone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ranks of this host, which may each see GPUs of their own, nobody has told the number."""
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    said = {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}
+    assert world._choose_device("nccl", read_topology(said), None) == torch.device("cuda", 0)
+    with pytest.raises(SetupError, match=r"rank 5 would use cuda:1, but this host has 1 GPU"):
+        world._choose_device("nccl", read_topology(said | {"RANK": "5", "LOCAL_RANK": "1"}), None)
+
+
+def test_error_says_what_nobody_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SetupError, match="set LOCAL_RANK to the number of each rank's GPU, and LOCAL_WORLD_SIZE"):
+        world._choose_device("nccl", read_topology({"RANK": "1", "WORLD_SIZE": "2"}), None)
+
+
+def init_in_a_container(port: int, gpus_here: int) -> list[object]:
+    """`init` where each rank has a container, as in Kubernetes: told its rank, and nothing of its host."""
+    rank = env.RANK.get()
+    for variable in (env.LOCKSTEP_RENDEZVOUS, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE):
+        variable.unset()
+    env.MASTER_ADDR.set("127.0.0.1")
+    env.MASTER_PORT.set(port)
+    taken: list[torch.device] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "describe_own_host", lambda gpus: json.dumps(["boot", f"processes {rank}", *gpus]))
+        patch.setattr(torch.cuda, "device_count", lambda: gpus_here)
+        patch.setattr(torch.cuda, "set_device", taken.append)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU {rank}.{index}"))
+        with lockstep.init("lockstep", device="cuda" if gpus_here else None, timeout=limit_s(30)) as found:
+            dist.barrier()
+    return [found.local_rank, found.local_world_size, found.node_rank, *map(str, taken)]
+
+
+@pytest.mark.parametrize("gpus_here", [0, 1])
+def test_ranks_in_containers_take_the_one_gpu_that_each_sees(gpus_here: int) -> None:
+    found = run_ranks(init_in_a_container, 2, find_free_port(), gpus_here, init=False)
+    assert found == [[0, 1, rank, *["cuda:0"] * gpus_here] for rank in range(2)]
 
 
 @pytest.mark.parametrize(

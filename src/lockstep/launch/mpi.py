@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lockstep import env
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, SetupError
 from lockstep.launch.config import check_target
 from lockstep.launch.worker import run_target
+from lockstep.topology import check_no_left_over
 from lockstep.topology.mpi import read_mpi
 
 __all__ = ["is_rank_of_mpirun", "run_as_rank"]
@@ -15,7 +16,9 @@ __all__ = ["is_rank_of_mpirun", "run_as_rank"]
 
 def is_rank_of_mpirun(variables: Mapping[str, str]) -> bool:
     """Whether mpirun started this process as one of several ranks, and no launcher stands in between."""
-    topology = read_mpi(variables) if env.RANK.get(variables) is None else None
+    if any(one.get(variables) is not None for one in (env.LOCKSTEP_RENDEZVOUS, env.TORCHELASTIC_RUN_ID)):
+        return False
+    topology = read_mpi(variables)
     return topology is not None and topology.world_size > 1
 
 
@@ -31,7 +34,7 @@ def run_as_rank(target: str, args: Collection[str], *, is_module: bool, given: C
         given: options of the launcher that the user gave, and that mpirun decides here.
 
     Raises:
-        LaunchError: there is nothing to run, or such an option was given.
+        LaunchError: there is nothing to run, such an option was given, or RANK and WORLD_SIZE are left over.
     """
     if given:
         names = ", ".join(sorted(given))
@@ -40,5 +43,9 @@ def run_as_rank(target: str, args: Collection[str], *, is_module: bool, given: C
             "leave it out, or start without mpirun"
         )
     check_target(target, is_module)
+    try:
+        check_no_left_over(env.snapshot())
+    except SetupError as error:
+        raise LaunchError(str(error)) from None
     run_target(target, list(args), is_module=is_module)
     return 0

@@ -43,10 +43,18 @@ requeue() {
 trap requeue USR1
 """
 
-# Made where the job runs, so that Slurm, which keeps the script, never has it; srun hands it on in the environment.
+# Made where the job runs, so that Slurm, which keeps the script, never has it; srun hands it on in the environment. On
+# how many hosts that is, options of sbatch may say that are unknown here.
 _TOKEN_LINE = (
-    'export LOCKSTEP_TOKEN="${{LOCKSTEP_TOKEN:-$({python} -c "import secrets; print(secrets.token_hex(32))")}}"\n'
+    '[ "${{SLURM_NNODES:-1}}" -le 1 ] || export LOCKSTEP_TOKEN='
+    '"${{LOCKSTEP_TOKEN:-$({python} -c "import secrets; print(secrets.token_hex(32))")}}"\n'
 )
+
+# Since 22.05 srun does not take the number of cores over from the job. Without one it may use all that the job has.
+_CORES_LINES = """\
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+"""
 
 # `wait` returns early when the signal comes, with a code that is not the step's.
 _REQUEUE_TAIL = """\
@@ -157,16 +165,21 @@ class BatchJob:
         directives = "".join(
             f"#SBATCH {_quote_directive(option)}\n" for option in (*self._options(), *self.sbatch_args)
         )
-        threads = 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"\n'
-        token = _TOKEN_LINE.format(python=shlex.quote(self.python)) if self.nodes > 1 else ""
-        head = f"#!/bin/bash\n# {self.num_ranks} ranks of {self.target!r}\n{directives}\n{threads}{token}"
+        token = _TOKEN_LINE.format(python=shlex.quote(self.python))
+        head = f"#!/bin/bash\n# {self.num_ranks} ranks of {self.target!r}\n{directives}\n{_CORES_LINES}{token}"
         step = shlex.join(self._step())
         if self.requeue:
             return f"{head}{_REQUEUE_HEAD}{step} &\n{_REQUEUE_TAIL}"
         return f"{head}exec {step}\n"
 
+    def arguments(self) -> list[str]:
+        """What was asked for and stands in the script too, as arguments: sbatch's variables win over its script."""
+        is_default = {"--chdir": True, "--job-name": self.job_name is None, "--output": self.output is None}
+        own = [option for option in self._options() if not is_default.get(option.partition("=")[0], False)]
+        return [*own, *self.sbatch_args]
+
     def _options(self) -> list[str]:
-        """Options of sbatch."""
+        """Options of sbatch, without those of `sbatch_args`, which come after them: the last one of a name counts."""
         chosen: list[tuple[str, object]] = [
             ("job-name", self.name),
             ("partition", self.partition),
@@ -189,9 +202,6 @@ class BatchJob:
         srun = ["srun", "--kill-on-bad-exit=1"]
         if self.prefix:
             srun.append("--label")
-        if self.cpus_per_task is not None:
-            # Since 22.05 srun does not take it over from the job.
-            srun.append(f"--cpus-per-task={self.cpus_per_task}")
         shims = ["-m", _SHIM_RUNNER, *(["--compat"] if self.compat else [])] if self.with_shims else []
         return [*srun, self.python, "-u", *shims, *(["-m"] if self.is_module else []), self.target, *self.args]
 
@@ -223,7 +233,7 @@ def submit(job: BatchJob) -> Submission:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"cannot make {folder}, where the log is to be ({error.strerror})") from error
-    said = _sbatch(job.script())
+    said = _sbatch(job)
     # With several clusters: "42;cluster".
     job_id = said.strip().partition(";")[0]
     if not job_id.isdigit():
@@ -232,12 +242,11 @@ def submit(job: BatchJob) -> Submission:
     return Submission(job_id, _expand(job.log, patterns))
 
 
-def _sbatch(script: str) -> str:
-    """What sbatch says to a script."""
+def _sbatch(job: BatchJob) -> str:
+    """What sbatch says to a job."""
+    command = ["sbatch", "--parsable", *job.arguments()]
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S
-        )
+        done = subprocess.run(command, input=job.script(), capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S)
     except FileNotFoundError:
         raise LaunchError(
             "sbatch is not installed here, or not on PATH: submit from a login node of the cluster, or print the batch "

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from lockstep.errors import RendezvousError
+from lockstep.rendezvous import waiting
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import FileStore, PrefixStore, Store
 
@@ -74,7 +75,7 @@ def _publish(path: str, world_size: int, timeout: timedelta) -> Store:
             with _explained(path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 store = _store_on(os.open(_FILE, flags, 0o600, dir_fd=folder), timeout)
-            _await_signatures(store, world_size, timeout)
+            _await_signatures(store, path, world_size, timeout)
             store.set(_COMPLETE, "1")
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -84,15 +85,26 @@ def _publish(path: str, world_size: int, timeout: timedelta) -> Store:
     return store
 
 
-def _await_signatures(store: Store, world_size: int, timeout: timedelta) -> None:
-    try:
-        store.wait([_signature(rank) for rank in range(1, world_size)], timeout)
-    except RuntimeError:
-        missing = [rank for rank in range(1, world_size) if not store.check([_signature(rank)])]
+def _await_signatures(store: Store, path: str, world_size: int, timeout: timedelta) -> None:
+    first_s = min(waiting.SAY_AFTER_S, timeout.total_seconds())
+    missing = _missing_after(store, world_size, timedelta(seconds=first_s))
+    if missing and first_s < timeout.total_seconds():
+        waiting.say_who_is_awaited(missing, path)
+        missing = _missing_after(store, world_size, timeout - timedelta(seconds=first_s))
+    if missing:
         raise RendezvousError(
             f"{name_each(missing)} did not come within {timeout.total_seconds():g} s of rank 0 (pid {os.getpid()} on "
             f"{socket.gethostname()}). Did all ranks start, with the same folder for temporary files?"
-        ) from None
+        )
+
+
+def _missing_after(store: Store, world_size: int, timeout: timedelta) -> list[int]:
+    """The ranks that have not signed within that time."""
+    try:
+        store.wait([_signature(rank) for rank in range(1, world_size)], timeout)
+    except RuntimeError:
+        return [rank for rank in range(1, world_size) if not store.check([_signature(rank)])]
+    return []
 
 
 def _join(path: str, rank: int, timeout: timedelta, deadline: float) -> Store:

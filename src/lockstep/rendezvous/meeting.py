@@ -11,10 +11,12 @@ there and is removed, and its writer writes again.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable
 
 from lockstep.errors import RendezvousError
+from lockstep.rendezvous import waiting
 from lockstep.secret import Refused, Seals, is_nonce, new_nonce, secret_of_ranks
 from lockstep.torch_private.stores import PrefixStore, Store, find
 
@@ -41,6 +43,7 @@ class Meeting:
         pause: called between two looks at the store by a rank that waits: with the store, the key that it waits for,
             and the most seconds to wait.
         watch: called at each look; what it finds that was made with another token, as a key and a clause.
+        remind: called by rank 0, once, when it has waited for some time, with the ranks that have not signed.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Meeting:
         explain: Callable[[Iterable[int]], str],
         pause: Callable[[Store, str, float], None],
         watch: Callable[[], tuple[str, str] | None] = lambda: None,
+        remind: Callable[[Iterable[int]], None] = lambda missing: None,
     ) -> None:
         self._store = store
         self._world_size = world_size
@@ -60,6 +64,8 @@ class Meeting:
         self._explain = explain
         self._pause = pause
         self._watch = watch
+        self._remind = remind
+        self._remind_s = time.monotonic() + waiting.SAY_AFTER_S
         self._secret = secret_of_ranks()
         self._refused = _Refusals()
 
@@ -90,6 +96,9 @@ class Meeting:
                 has_changed = self._let_in(name, invited, signed)
                 nap_s = _SHORTEST_NAP_S if has_changed else min(2 * nap_s, _LONGEST_NAP_S)
                 self._check_deadline(rank for rank in self._others if rank not in signed)
+                if time.monotonic() > self._remind_s:
+                    self._remind_s = math.inf
+                    self._remind(rank for rank in self._others if rank not in signed)
                 time.sleep(nap_s)
         finally:
             before_all_go_on()

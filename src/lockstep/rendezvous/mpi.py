@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import env
@@ -39,6 +40,8 @@ _TAG = 19027  # on MPI's own communicator, where a script may have messages too
 _HOST_BYTES = 256
 _POLL_S = 0.001
 _LAUNCHER = "mpirun"
+_HYDRA_PROXY = b"hydra_pmi_proxy"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # On rank 0: the rendezvous, and the socket that listens there until the store takes it over.
 _rendezvous: dict[str, Any] = {}
@@ -69,12 +72,36 @@ def meet_under_mpirun(variables: Mapping[str, str], topology: Topology, timeout:
 def rendezvous_name(variables: Mapping[str, str]) -> str:
     """A name that on this host belongs to this job alone. See [Note: without MPI].
 
-    Where the launcher tells no number of the job (MPICH), it is the launcher's own process, which is the
-    parent of all its ranks.
+    Where the launcher tells no number of the job (MPICH), it is the launcher's own process on this host, from which
+    all its ranks descend.
     """
-    job = job_id(variables) or f"parent{os.getppid()}"
+    job = job_id(variables) or f"parent{_launcher_above(os.getppid())}"
     plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in job)
     return f"lockstep-{os.geteuid()}-mpi-{plain}"
+
+
+def _launcher_above(pid: int) -> int:
+    """The process that starts ranks of MPICH or Intel MPI on this host: that one, or the next above that is no rank's.
+
+    Between it and a rank may stand a program that the rank was started through (`mpirun -n 4 numactl.sh python
+    train.py`), another one for each rank. It has the rank's variables. So may the launcher have, from a job that it was
+    started in, but it is known by its name.
+    """
+    while True:
+        try:
+            process = Path(f"/proc/{pid}")
+            stat = (process / "stat").read_bytes()
+            # The name, in parentheses, may hold anything; the parent's number is the second field behind it.
+            name, _, fields = stat.partition(b"(")[2].rpartition(b")")
+            is_of_rank = any(
+                entry.startswith(b"PMI_RANK=") for entry in (process / "environ").read_bytes().split(b"\0")
+            )
+            parent = int(fields.split()[1])
+        except OSError:  # another user's, or gone
+            return pid
+        if not is_of_rank or name == _HYDRA_PROXY or parent == 0:
+            return pid
+        pid = parent
 
 
 def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
@@ -149,7 +176,7 @@ def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
         for request in filter(None, requests):
             request.Cancel()
         raise
-    hosts = [socket.gethostname(), *(bytes(buffer).rstrip(b"\0").decode() for buffer in buffers)]
+    hosts = [_own_host(), *(bytes(buffer).rstrip(b"\0").decode() for buffer in buffers)]
     rendezvous = {"hosts": hosts, **_open_rendezvous(hosts)}
     message = json.dumps(rendezvous).encode()
     answers = [world.Isend([message, mpi.BYTE], peer, _TAG) for peer in peers]
@@ -160,8 +187,8 @@ def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
 def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
     """The part of every other rank in [Note: with MPI]; returns what rank 0 sent."""
     mpi = load()
-    name = socket.gethostname().encode()[:_HOST_BYTES]
-    request = world.Isend([name, mpi.BYTE], 0, _TAG)
+    host = _own_host().encode()[:_HOST_BYTES]
+    request = world.Isend([host, mpi.BYTE], 0, _TAG)
     status = mpi.Status()
     deadline.wait(
         lambda: bool(request.Test()) and bool(world.Iprobe(0, _TAG, status)),
@@ -178,7 +205,7 @@ def _open_rendezvous(hosts: Sequence[str]) -> dict[str, Any]:
     if not _rendezvous and len(set(hosts)) == 1:
         _rendezvous["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
     elif not _rendezvous:
-        address = _address_towards(host for host in hosts if host != hosts[0])
+        address = _address_towards(_name_of(host) for host in hosts if host != hosts[0])
         listener = tcp.listen(address, 0)
         port = listener.getsockname()[1]
         _rendezvous.update(address=address, port=port)
@@ -188,6 +215,18 @@ def _open_rendezvous(hosts: Sequence[str]) -> dict[str, Any]:
     return _rendezvous
 
 
+def _own_host() -> str:
+    """The name of this host and, because hosts that were cloned may have the same one, what tells its kernel."""
+    try:
+        return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _name_of(host: str) -> str:
+    return host.partition(" ")[0]
+
+
 def _address_towards(hosts: Iterable[str]) -> str:
     """The address of this host on the way to the first of `hosts` that has one; its name, if none has."""
     return next(filter(None, map(source_towards, hosts)), socket.gethostname())
@@ -195,15 +234,15 @@ def _address_towards(hosts: Iterable[str]) -> str:
 
 def _locate(rank: int, hosts: Sequence[str]) -> Topology:
     """The topology of a rank, from the host of each rank."""
-    names = list(dict.fromkeys(hosts))
+    different = list(dict.fromkeys(hosts))
     host = hosts[rank]
     return Topology(
         rank,
         len(hosts),
         hosts[:rank].count(host),
         hosts.count(host),
-        names.index(host),
-        len(names),
+        different.index(host),
+        len(different),
         _LAUNCHER,
-        tuple(names),
+        tuple(map(_name_of, different)),
     )

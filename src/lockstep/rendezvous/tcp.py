@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
 from lockstep.rendezvous.meeting import Meeting
+from lockstep.rendezvous.waiting import say_who_is_awaited
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
@@ -138,7 +139,13 @@ class _Rendezvous:
     def _go_on(self, store: Store, who: str, agree: Callable[[Meeting], str]) -> Store:
         remaining_s = self._end_s - time.monotonic()
         meeting = Meeting(
-            PrefixStore("lockstep", store), self._world_size, remaining_s, self._place, self._explain, _await_key
+            PrefixStore("lockstep", store),
+            self._world_size,
+            remaining_s,
+            self._place,
+            self._explain,
+            _await_key,
+            remind=lambda missing: say_who_is_awaited(missing, self._place),
         )
         try:
             return PrefixStore(f"world{agree(meeting)}", store)

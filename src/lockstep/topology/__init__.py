@@ -13,7 +13,7 @@ General layout:
 
 from __future__ import annotations
 
-from lockstep.topology.detection import read_topology
+from lockstep.topology.detection import check_no_left_over, read_topology
 from lockstep.topology.topology import Topology, name_each, name_ranks
 
-__all__ = ["Topology", "name_each", "name_ranks", "read_topology"]
+__all__ = ["Topology", "check_no_left_over", "name_each", "name_ranks", "read_topology"]

@@ -11,7 +11,7 @@ from lockstep.topology.slurm import read_slurm, topology_of_step
 from lockstep.topology.topology import Topology
 from lockstep.topology.torchrun import read_torchrun
 
-__all__ = ["read_topology"]
+__all__ = ["check_no_left_over", "read_topology"]
 
 _Reader = Callable[[Mapping[str, str]], Topology | None]
 
@@ -73,11 +73,33 @@ def read_topology(
         topology = reader(variables)
         if topology is not None:
             _check_world_size(variables, topology)
+            check_no_left_over(variables)
             return topology
     check_size_is_known(variables)
     if env.WORLD_SIZE.get(variables) is not None:
         raise SetupError("WORLD_SIZE is set but RANK is not: a launcher sets both; unset both for one process")
     return Topology(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def check_no_left_over(variables: Mapping[str, str]) -> None:
+    """Refuse `RANK` and `WORLD_SIZE` for fewer ranks than mpirun or srun have started.
+
+    In a shell where somebody has tried one rank they may still be set. Each process that is started from there would
+    take itself for that rank, and N processes would train N models. Launchers within a step know their ranks, and a
+    script that starts ranks by itself has at least as many as there are processes.
+
+    Raises:
+        SetupError: they are so.
+    """
+    topology = read_torchrun(variables)
+    if topology is None or topology.launcher != "environment":
+        return
+    started = read_mpi(variables) or read_slurm(variables)
+    if started is not None and started.world_size > topology.world_size:
+        raise SetupError(
+            f"RANK is {topology.rank} and WORLD_SIZE is {topology.world_size}, but {started.launcher} started "
+            f"{started.world_size} ranks: unset RANK and WORLD_SIZE, or give rank and world_size"
+        )
 
 
 def _check_world_size(variables: Mapping[str, str], topology: Topology) -> None:

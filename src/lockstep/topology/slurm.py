@@ -7,14 +7,18 @@ nobody starts. What tells a task of a step from that shell:
 
 * SLURM_STEP_ID is set, and is none of the numbers that Slurm keeps for steps of its own, one of which
   is the shell that `salloc` opens on a node.
+* No shell that somebody types into stands above it. `srun --pty bash` opens one as task 0 of a step, and what is
+  started there is one process, whatever the number of tasks. The environment says only that there may be such a shell.
 * The step's own count of tasks agrees with SLURM_NTASKS. A batch script that was submitted from inside
   of a step inherits that step's variables, while SLURM_NTASKS is always of what runs now.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from lockstep import env
@@ -22,11 +26,13 @@ from lockstep.errors import SetupError
 from lockstep.topology.slurm_forms import expand_counts, expand_hosts
 from lockstep.topology.topology import Topology
 
-__all__ = ["SlurmStep", "describe_allocation", "read_slurm", "read_step", "topology_of_step"]
+__all__ = ["SlurmStep", "describe_allocation", "is_in_a_shell_of_slurm", "read_slurm", "read_step", "topology_of_step"]
 
 _T = TypeVar("_T")
 
 _LAUNCHER = "slurm"
+_STEP_DAEMON = "slurmstepd"
+_SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh", "tcsh", "csh", "fish"})
 
 # Steps that hold no tasks of a user's: batch script, interactive shell, extern, pending (slurm.h).
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -177,7 +183,37 @@ def _is_inside_step(variables: Mapping[str, str]) -> bool:
         return False
     now = _first(variables, env.SLURM_NTASKS, env.SLURM_NPROCS)
     of_step = env.SLURM_STEP_NUM_TASKS.get(variables)
-    return now is None or of_step is None or now == of_step
+    if not (now is None or of_step is None or now == of_step):
+        return False
+    return not (_may_have_a_shell(variables) and is_in_a_shell_of_slurm(os.getppid()))
+
+
+def _may_have_a_shell(variables: Mapping[str, str]) -> bool:
+    """Whether this is the task to which `srun --pty` gives a terminal."""
+    return env.SLURM_PTY_PORT.get(variables) is not None and env.SLURM_PROCID.get(variables) == 0
+
+
+def is_in_a_shell_of_slurm(pid: int) -> bool:
+    """Whether that process of a step of Slurm, or one above it, is a shell that somebody types into."""
+    while pid > 1:
+        try:
+            process = Path(f"/proc/{pid}")
+            # The name, in parentheses, may hold anything; the parent's number is the second field behind it.
+            name, _, fields = (process / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+            words = (process / "cmdline").read_text(errors="replace").split("\0")[1:-1]
+        except OSError:
+            return False
+        if name == _STEP_DAEMON:
+            return False
+        if name in _SHELLS and all(_begins_a_dialog(word) for word in words):
+            return True
+        pid = int(fields.split()[1])
+    return False
+
+
+def _begins_a_dialog(word: str) -> bool:
+    """Whether a word behind the name of a shell is neither a script nor `-c`."""
+    return word.startswith("--") or (word.startswith("-") and "c" not in word)
 
 
 def _first(variables: Mapping[str, str], *names: env.Variable[int]) -> int | None:

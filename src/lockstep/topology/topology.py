@@ -25,6 +25,8 @@ class Topology:
             "single".
         hosts: names of the hosts in the order of their numbers, as the launcher calls them; empty where it
             does not say.
+        unsaid: which of `local_rank`, `local_world_size`, `node_rank` and `num_nodes` nobody has said. They are
+            guesses, until the ranks have told each other where they are.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class Topology:
     num_nodes: int = 1
     launcher: str = "single"
     hosts: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, size_name, size in (

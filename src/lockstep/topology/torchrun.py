@@ -14,9 +14,10 @@ __all__ = ["read_torchrun"]
 def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
     """`RANK` and `WORLD_SIZE`, as our launcher, torchrun and hand-written scripts set them.
 
-    Without `LOCAL_RANK` and `LOCAL_WORLD_SIZE` all ranks are taken to be on this host,
-    which is how people start two processes by hand. `WORLD_SIZE` alone is no rank: batch scripts export it
-    and leave the rank to the launcher; `read_topology` checks that it is true.
+    Without `LOCAL_WORLD_SIZE` nobody says which ranks are on this host, and what is returned of that is a guess, marked
+    as such (`Topology.unsaid`): all are here, which is how people start two processes by hand, unless `LOCAL_RANK`,
+    where it is not `RANK`, proves otherwise. `WORLD_SIZE` alone is no rank: batch scripts export it and leave the rank
+    to the launcher; `read_topology` checks that it is true.
     """
     rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
     if rank is None:
@@ -28,8 +29,11 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
     num_nodes = env.GROUP_WORLD_SIZE.get(variables) if node_rank is not None else None
     if node_rank is None:
         node_rank = env.NODE_RANK.get(variables)
+    said = {"local_rank": local_rank, "node_rank": node_rank, "num_nodes": num_nodes}
+    unsaid: tuple[str, ...] = ()
     if local_world_size is None:
-        local_world_size = world_size
+        unsaid = ("local_world_size", *(name for name, value in said.items() if value is None))
+        local_world_size = _guess_local_world_size(rank, world_size, local_rank, node_rank)
     ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1.
     if local_rank is None:
         local_rank = rank % ranks_per_host
@@ -43,4 +47,12 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
         launcher = "torchrun"
     else:
         launcher = "environment"
-    return Topology(rank, world_size, local_rank, local_world_size, node_rank, num_nodes, launcher)
+    return Topology(rank, world_size, local_rank, local_world_size, node_rank, num_nodes, launcher, unsaid=unsaid)
+
+
+def _guess_local_world_size(rank: int, world_size: int, local_rank: int | None, node_rank: int | None) -> int:
+    """How many ranks are here if they are counted host by host, and as many on each as the numbers tell."""
+    before = rank - (rank if local_rank is None else local_rank)  # ranks of the hosts before this one
+    if local_rank is None or before <= 0:
+        return world_size
+    return min(max(before // max(node_rank or 1, 1), local_rank + 1), world_size)

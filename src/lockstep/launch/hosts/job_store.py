@@ -92,19 +92,28 @@ class JobStore:
             LaunchError: the port is taken, the address leads nowhere, nobody holds the store in time, or it is of
                 launchers with another token.
         """
-        is_holder = config.is_holder if config.is_holder is not None else _is_here(config.address)
-        if is_holder:
+        if config.is_holder:
             try:
                 return cls._holding(config, config.local_addr or config.address)
             except RendezvousError as error:
-                # Another launcher of this machine came first, unless this one was told to be it.
-                if config.is_holder:
-                    raise LaunchError(
-                        f"this launcher must listen at {config.endpoint}, where the launchers meet: {error}; end what "
-                        "uses the port, or give all launchers another --master-port"
-                    ) from None
-        own_address = _reach(config, check)
-        return cls._joining(config, config.local_addr or own_address, max(config.join_s, _PATIENCE_S), check)
+                raise LaunchError(
+                    f"this launcher must listen at {config.endpoint}, where the launchers meet: {error}; end what "
+                    "uses the port, or give all launchers another --master-port"
+                ) from None
+        reached = _reach(config, check, lambda: cls._hold_if_here(config) if config.is_holder is None else None)
+        if isinstance(reached, JobStore):
+            return reached
+        return cls._joining(config, config.local_addr or reached, max(config.join_s, _PATIENCE_S), check)
+
+    @classmethod
+    def _hold_if_here(cls, config: HostsConfig) -> JobStore | None:
+        """The store in this process, if its address is this host's, and no other launcher of this host came first."""
+        if not _is_here(config.address):
+            return None
+        try:
+            return cls._holding(config, config.local_addr or config.address)
+        except RendezvousError:
+            return None
 
     @classmethod
     def _holding(cls, config: HostsConfig, address: str) -> JobStore:
@@ -393,33 +402,49 @@ def _is_here(address: str) -> bool:
     return False
 
 
-def _reach(config: HostsConfig, check: Callable[[float], None]) -> str:
-    """Wait until the port is open; returns the address of this host on the way there.
+def _reach(config: HostsConfig, check: Callable[[float], None], hold: Callable[[], JobStore | None]) -> str | JobStore:
+    """Wait until the port is open; returns the address of this host on the way there, or the store held here.
+
+    A name may come to mean this host, or any, only after a while: names of pods appear when these are ready.
+
+    Args:
+        config: the endpoint of the store, and the seconds to wait.
+        check: see `JobStore.open`.
+        hold: gives the store if this launcher is to hold it; asked before each look.
 
     Raises:
         LaunchError: nothing listens there in time, or the name leads nowhere.
     """
     start_s = time.monotonic()
+    nameless_since_s: float | None = None
     has_said = False
     while True:
+        held = hold()
+        if held is not None:
+            return held
+        now_s = time.monotonic()
         try:
             with socket.create_connection((config.address, config.port), _PROBE_TIMEOUT_S) as probe:
                 return str(probe.getsockname()[0])
         except socket.gaierror as error:
-            patience_s = min(config.join_s, _NAME_PATIENCE_S)
+            nameless_since_s = now_s if nameless_since_s is None else nameless_since_s
             reason = f"the name service does not know {config.address} ({error.strerror})"
             advice = "give an address that every host knows"
         except (OSError, UnicodeError) as error:
-            patience_s = config.join_s
+            nameless_since_s = None
             reason = _reason(error)
             advice = "is the launcher of that host started, and can this host reach the port?"
-        waited_s = time.monotonic() - start_s
-        if waited_s > patience_s:
-            raise LaunchError(
-                f"this launcher, on {socket.gethostname()}, found nobody at {config.endpoint}, where the launchers "
-                f"meet, within {patience_s:g} s: {reason}; {advice}"
-            )
-        if not has_said and waited_s > 1.0:
+        now_s = time.monotonic()
+        limits = [(start_s, config.join_s)]
+        if nameless_since_s is not None:
+            limits.append((nameless_since_s, _NAME_PATIENCE_S))
+        for since_s, patience_s in limits:
+            if now_s - since_s > patience_s:
+                raise LaunchError(
+                    f"this launcher, on {socket.gethostname()}, found nobody at {config.endpoint}, where the launchers "
+                    f"meet, within {patience_s:g} s: {reason}; {advice}"
+                )
+        if not has_said and now_s - start_s > 1.0:
             has_said = True
             say(f"lockstep: waiting for the launcher at {config.endpoint}: {reason}\n")
         check(_POLL_S)
