@@ -31,6 +31,7 @@ NOT_TORCHS = {
     ("lockstep.launch.payload", "_inheriting"): "multiprocessing's process",
     ("lockstep.tree", "_make"): "a named tuple's",
     ("lockstep.commands.launch", "_option_string_actions"): "argparse's",
+    ("lockstep.commands.horovodrun", "_option_string_actions"): "argparse's",
     ("lockstep.compat.apex.amp.handle", "_amp_stash"): "a name of Apex's, which amp puts on optimizers",
     ("lockstep.compat.apex.amp.optimizers", "_amp_stash"): "the same",
     ("lockstep.compat.apex.amp.optimizers", "_amp_lazy_init"): "the same",
@@ -44,7 +45,6 @@ SETS_ATTRIBUTES = {
     ("lockstep.comm.inference", "group"): "a class of ours, by its decorator",
     ("lockstep.comm.mixed_group", "group"): "the same",
     ("lockstep.compat.apex.amp.properties", "properties"): "amp's options",
-    ("lockstep.commands.horovodrun", "chosen"): "options of the command line",
     ("lockstep.compat.horovod.torch.elastic.state", "self"): "the user's state",
     ("lockstep.data.deferred_numpy", "generator"): "numpy's bit generator",
 }

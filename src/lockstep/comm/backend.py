@@ -120,6 +120,8 @@ class EngineProcessGroup(ProcessGroup):
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Work:
         """`dist.all_reduce`."""
         opts = dist.AllreduceOptions() if opts is None else opts
+        if isinstance(tensors, torch.Tensor):  # as torch's DistributedDataParallel calls it in `join`
+            tensors = [tensors]
         if len(tensors) == 1 and tensors[0].is_sparse:
             return self.engine.all_reduce_sparse(tensors[0], opts.reduceOp, _is_async(opts), _timeout_s(opts))
         return self.engine.all_reduce(tensors, opts.reduceOp, _is_async(opts), _timeout_s(opts))
@@ -222,7 +224,7 @@ class EngineProcessGroup(ProcessGroup):
         """`dist.all_to_all_single`; splits count rows of the first dimension, none means even."""
         outputs = self._split_rows(output, output_split_sizes, "output")
         inputs = self._split_rows(source, input_split_sizes, "input")
-        return self.engine.all_to_all(outputs, inputs, _is_async(opts), _timeout_s(opts))
+        return self.engine.all_to_all(outputs, inputs, _is_async(opts), _timeout_s(opts), [output])
 
     alltoall_base = all_to_all_single
 
@@ -362,6 +364,10 @@ class EngineProcessGroup(ProcessGroup):
     @property
     def supports_splitting(self) -> bool:
         """False: sub-groups come from `dist.new_group`."""
+        return False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """False: FSDP2, which asks, then takes memory of torch's."""
         return False
 
     def __repr__(self) -> str:

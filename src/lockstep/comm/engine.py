@@ -435,10 +435,12 @@ class Engine:
         inputs: Sequence[torch.Tensor],
         is_async: bool,
         timeout_s: float | None,
+        result: Sequence[torch.Tensor] | None = None,
     ) -> Work:
         """Copy `inputs[peer]` into `outputs[this rank]` of each peer. Collective.
 
-        Sizes may differ from pair to pair; the two ends of a pair must agree.
+        Sizes may differ from pair to pair; the two ends of a pair must agree. `result` is what the handle gives out,
+        default `outputs`.
         """
         like = check_tensor(inputs[0], "all_to_all") if inputs else torch.empty(0, device="cpu")
         check_row("all_to_all", inputs, like, self.team.world_size)
@@ -462,7 +464,7 @@ class Engine:
             ("all_to_all", dtype),
             lambda: f"all_to_all({str(dtype).removeprefix('torch.')})",
             body,
-            list(outputs),
+            list(outputs if result is None else result),
             is_async,
             timeout_s,
             [*inputs, *outputs],

@@ -27,7 +27,7 @@ from lockstep.comm.callsite import CallSite, call_site, describe_exception, site
 from lockstep.comm.contract import Team
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
-from lockstep.comm.tensors import FlatTensor, check_output, check_tensor
+from lockstep.comm.tensors import FlatTensor, check_memory, check_output, check_tensor, settled
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.cores import LONG_YIELD_S, LONGEST_NAP_S, own_cores
@@ -86,7 +86,8 @@ class PointToPoint:
             RankLost: the peer is gone.
             InputError, InputTypeError: not a dense tensor; no such rank or tag.
         """
-        check_tensor(tensor, "send")
+        tensor = settled(check_tensor(tensor, "send"))
+        check_memory(tensor, "send")
         self._check_address("send", peer, tag)
         item = FlatTensor(tensor)
         label = self._label(tensor, call_site())
@@ -111,7 +112,7 @@ class PointToPoint:
         Raises:
             InputError, InputTypeError: not a dense tensor; no such rank or tag.
         """
-        check_output(tensor, "recv")
+        check_memory(check_output(tensor, "recv"), "recv")
         self._check_address("recv", peer, tag)
         source = ANY_SOURCE if peer is None else peer
         item = FlatTensor(tensor, is_read=False)

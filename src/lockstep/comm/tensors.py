@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
@@ -15,12 +16,14 @@ from lockstep.torch_private.tensors import may_overlap
 __all__ = [
     "FlatTensor",
     "check_exchange",
+    "check_memory",
     "check_output",
     "check_pairs",
     "check_root",
     "check_row",
     "check_some",
     "check_tensor",
+    "settled",
 ]
 
 _STRIDED = torch.strided
@@ -154,6 +157,31 @@ def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch
         )
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional collective has returned, waited for; any other tensor as it is."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else cast(torch.Tensor, wait())
+
+
+def check_memory(tensor: torch.Tensor, operation: str) -> None:
+    """Check that a tensor has memory of its own, from which or to which bytes are copied.
+
+    Raises:
+        InputTypeError: it wraps another tensor.
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+        return
+    try:
+        has_memory = tensor.data_ptr() != 0
+    except RuntimeError:  # newer torch says so itself
+        has_memory = False
+    if not has_memory:
+        raise InputTypeError(
+            f"{operation} takes plain tensors, got a {type(tensor).__name__}, which has no memory of its own: give the "
+            "tensor that it holds, such as .to_local() of a DTensor"
+        )
+
+
 class FlatTensor:
     """A tensor as flat contiguous memory of the host: the tensor itself if it is that, else a copy to write back.
 
@@ -171,6 +199,7 @@ class FlatTensor:
 
     def __init__(self, tensor: torch.Tensor, is_read: bool = True) -> None:
         # Detached, so that nothing below is recorded by autograd.
+        tensor = settled(tensor)
         self.tensor = plain = tensor.detach() if tensor.requires_grad else tensor
         if plain.is_complex() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
