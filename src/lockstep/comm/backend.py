@@ -117,7 +117,7 @@ class EngineProcessGroup(ProcessGroup):
 
     # ---- reductions ------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: _Tensors, opts: Any = None) -> Work:
+    def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None) -> Work:
         """`dist.all_reduce`."""
         opts = dist.AllreduceOptions() if opts is None else opts
         if isinstance(tensors, torch.Tensor):  # as torch's DistributedDataParallel calls it in `join`
