@@ -176,3 +176,17 @@ def test_buffers_of_different_sizes_are_named() -> None:
     for error in run_ranks(grow_a_buffer, 2):
         assert "DistributedDataParallel's buffers, whose sizes have changed" in error
         assert "broadcast_buffers=False" in error
+
+
+def train_what_torchscript_has_recorded() -> None:
+    """Its buffers are in a mapping of TorchScript's own."""
+    model, _ = twins(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    scripted = DistributedDataParallel(torch.jit.script(model.module))
+    for _ in range(2):
+        scripted(data(4, 3)).square().mean().backward()
+    assert_same_on_all_ranks(*scripted.buffers())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_buffers_of_torchscript() -> None:
+    run_ranks(train_what_torchscript_has_recorded, 2)

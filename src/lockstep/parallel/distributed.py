@@ -473,8 +473,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Buffers that all ranks shall have from the first rank when this step is over."""
         if not (self.broadcast_buffers and self.training and self._world_size > 1):
             return []
-        # Looked up each time: a module may replace a buffer by another tensor.
-        found = [buffers.get(name) for buffers, name in self._buffer_entries]
+        # Looked up each time: a module may replace a buffer by another tensor. TorchScript's mapping has no `get`.
+        found = [buffers[name] for buffers, name in self._buffer_entries if name in buffers]
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager
