@@ -179,31 +179,28 @@ def test_the_loader_of_torch_is_not_taken_for_the_filler_of_another(world_size: 
         assert max(errors) <= TOLERANCE, errors
 
 
-def evaluate_by_torch_through_the_engine() -> float:
-    """One row for each batch, which is the size of a filler of the training loader's last batch."""
+def train_and_evaluate(held_out: Callable[[], Iterable[Any]], change: Callable[[Tensor], Tensor]) -> float:
+    """On some ranks the training loader's last batch is a filler of one row."""
     engine, training = lockstep.DistributedDataParallel(make_model()), lockstep.DataLoader(dataset(7), 6)
     for x, y in training:
         nn.functional.cross_entropy(engine(x), y).backward()
     engine.eval()
     values = Values()
     with torch.no_grad():
-        own = torch.utils.data.Subset(dataset(), range(dist.get_rank(), 23, dist.get_world_size()))
-        for x, y in torch.utils.data.DataLoader(own, 1):
-            values.update(engine(x), y)
+        for x, y in held_out():
+            values.update(engine(change(x)), y)
     return values.error(engine.module)
+
+
+def evaluate_by_torch_through_the_engine() -> float:
+    """One row for each batch."""
+    own = torch.utils.data.Subset(dataset(), range(dist.get_rank(), 23, dist.get_world_size()))
+    return train_and_evaluate(lambda: torch.utils.data.DataLoader(own, 1), lambda x: x)
 
 
 def evaluate_what_is_computed_from_batches() -> float:
-    """The last share of the evaluation's loader is the size of a filler of the training loader's last batch."""
-    engine, training = lockstep.DistributedDataParallel(make_model()), lockstep.DataLoader(dataset(7), 6)
-    for x, y in training:
-        nn.functional.cross_entropy(engine(x), y).backward()
-    engine.eval()
-    values = Values()
-    with torch.no_grad():
-        for x, y in lockstep.DataLoader(dataset(), 3, evaluation=True):
-            values.update(engine(x * 1.0), y)
-    return values.error(engine.module)
+    """The last share of the evaluation's loader is one row."""
+    return train_and_evaluate(lambda: lockstep.DataLoader(dataset(), 3, evaluation=True), lambda x: x * 1.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -37,6 +37,7 @@ class OwnGenerators:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._found: dict[str, Any] = {}
+        self._process_wide = _process_wide()
         self._seen: set[int] = set()
         self._find(dataset, "", _DEPTH)
 
@@ -59,7 +60,7 @@ class OwnGenerators:
 
     def _find(self, value: Any, name: str, depth: int) -> None:
         # A module is nobody's own (`self.rng = random`), nor are the generators behind its functions.
-        if isinstance(value, random.SystemRandom | ModuleType) or any(value is one for one in _process_wide()):
+        if isinstance(value, random.SystemRandom | ModuleType) or any(value is one for one in self._process_wide):
             return
         if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
             self._found[name] = value

@@ -208,7 +208,6 @@ class _Asked:
 
     def end(self) -> None:
         """Note that `update` has returned."""
-        self.is_asked = False
         self._shares = []
         iteration = batch.latest_iteration()
         if iteration is None:
@@ -245,9 +244,8 @@ def _knowing_the_batch(update: Callable[..., None]) -> Callable[..., None]:
         self._asked.begin((args, kwargs))
         try:
             update(self, *args, **kwargs)
-        except BaseException:
+        finally:
             self._asked.is_asked = False
-            raise
         self._asked.end()
 
     return wrapper

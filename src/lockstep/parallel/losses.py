@@ -242,8 +242,9 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         is_filler = asks_the_loop and _is_filler(name, loss)
         share = None if loss.requires_grad else batch.latest_forward()  # the others' totals may come from it
-        is_known = share is not None and group is not None and share.world_size == group.size()
-        return Origin(group, share.weight if is_known and share else 1.0, is_filler)
+        if share is None or group is None or share.world_size != group.size():
+            return Origin(group, 1.0, is_filler)
+        return Origin(group, share.weight, is_filler)
     for forward in forwards:
         forward.settle()
     first = forwards[0]

@@ -29,6 +29,7 @@ from lockstep.rendezvous import folder, tcp
 from lockstep.secret import new_token
 from lockstep.topology import Topology
 from lockstep.topology.mpi import job_id
+from lockstep.topology.processes import name_and_parent
 from lockstep.torch_private.stores import HashStore, Store
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _TAG = 19027  # on MPI's own communicator, where a script may have messages too
 _HOST_BYTES = 256
 _POLL_S = 0.001
 _LAUNCHER = "mpirun"
-_HYDRA_PROXY = b"hydra_pmi_proxy"
+_HYDRA_PROXY = "hydra_pmi_proxy"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # On rank 0: the rendezvous, and the socket that listens there until the store takes it over.
@@ -89,16 +90,11 @@ def _launcher_above(pid: int) -> int:
     """
     while True:
         try:
-            process = Path(f"/proc/{pid}")
-            stat = (process / "stat").read_bytes()
-            # The name, in parentheses, may hold anything; the parent's number is the second field behind it.
-            name, _, fields = stat.partition(b"(")[2].rpartition(b")")
-            is_of_rank = any(
-                entry.startswith(b"PMI_RANK=") for entry in (process / "environ").read_bytes().split(b"\0")
-            )
-            parent = int(fields.split()[1])
+            name, parent = name_and_parent(pid)
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # another user's, or gone
             return pid
+        is_of_rank = any(variable.startswith(b"PMI_RANK=") for variable in variables)
         if not is_of_rank or name == _HYDRA_PROXY or parent == 0:
             return pid
         pid = parent

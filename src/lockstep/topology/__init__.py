@@ -7,7 +7,8 @@ returns a `Topology` or None; `detection` asks them in turn, and the first that 
 General layout:
 
 * `topology`: the result, and how messages name ranks.
-* `torchrun`, `slurm`, `mpi`: a reader for each launcher; `slurm_forms`: reads Slurm's lists of hosts and numbers.
+* `torchrun`, `slurm`, `mpi`: a reader for each launcher; `slurm_forms`: reads Slurm's lists of hosts and numbers;
+  `processes`: names and parents of processes, above which a launcher may stand.
 * `detection`: asks the readers in turn.
 """
 

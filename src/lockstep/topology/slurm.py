@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from lockstep import env
 from lockstep.errors import SetupError
+from lockstep.topology.processes import name_and_parent
 from lockstep.topology.slurm_forms import expand_counts, expand_hosts
 from lockstep.topology.topology import Topology
 
@@ -197,17 +198,15 @@ def is_in_a_shell_of_slurm(pid: int) -> bool:
     """Whether that process of a step of Slurm, or one above it, is a shell that somebody types into."""
     while pid > 1:
         try:
-            process = Path(f"/proc/{pid}")
-            # The name, in parentheses, may hold anything; the parent's number is the second field behind it.
-            name, _, fields = (process / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-            words = (process / "cmdline").read_text(errors="replace").split("\0")[1:-1]
+            name, parent = name_and_parent(pid)
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[1:-1]
         except OSError:
             return False
         if name == _STEP_DAEMON:
             return False
         if name in _SHELLS and all(_begins_a_dialog(word) for word in words):
             return True
-        pid = int(fields.split()[1])
+        pid = parent
     return False
 
 

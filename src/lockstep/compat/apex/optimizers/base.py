@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["ZeroGrad", "complete_groups", "is_narrow"]
+__all__ = ["ZeroGrad", "complete_groups", "is_narrow", "loss_of"]
 
 
 class ZeroGrad:
@@ -23,6 +25,14 @@ class ZeroGrad:
 def is_narrow(tensor: Tensor) -> bool:
     """Whether a tensor has 16-bit floats: Apex's kernels compute in float32 then."""
     return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a `step` returns, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def complete_groups(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

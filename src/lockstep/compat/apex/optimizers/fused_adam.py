@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.compat.apex.optimizers.base import ZeroGrad, complete_groups, is_narrow
+from lockstep.compat.apex.optimizers.base import ZeroGrad, complete_groups, is_narrow, loss_of
 from lockstep.errors import InputError
 
 __all__ = ["FusedAdam"]
@@ -96,10 +96,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         by_hand = not self.bias_correction or any(map(is_narrow, self._parameters()))
         if self.max_grad_norm <= 0 and not by_hand and not takes_off:
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self.max_grad_norm > 0:
             for group in self.param_groups:
                 torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm)

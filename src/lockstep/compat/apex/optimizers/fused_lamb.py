@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.compat.apex.optimizers.base import ZeroGrad
+from lockstep.compat.apex.optimizers.base import ZeroGrad, loss_of
 from lockstep.errors import InputError
 from lockstep.torch_private.tensors import foreach_norm
 
@@ -74,10 +74,7 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return loss

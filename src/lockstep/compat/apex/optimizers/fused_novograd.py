@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.compat.apex.optimizers.base import ZeroGrad, is_narrow
+from lockstep.compat.apex.optimizers.base import ZeroGrad, is_narrow, loss_of
 from lockstep.errors import InputError
 
 __all__ = ["FusedNovoGrad"]
@@ -81,10 +81,7 @@ class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
         Raises:
             InputError: other parameters have gradients than in the first step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             # Steps and norms are kept in the group, as in Apex, so that old checkpoints load.
             group["step"] = group.get("step", 0) + 1

@@ -1,0 +1,19 @@
+"""What Linux tells of a process, for those who look which launcher stands above this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["name_and_parent"]
+
+
+def name_and_parent(pid: int) -> tuple[str, int]:
+    """The name of a process, and the pid of its parent.
+
+    Raises:
+        OSError: it is gone.
+    """
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    # The name, in parentheses, may hold anything; the parent's number is the second field behind it.
+    name, _, fields = stat.partition("(")[2].rpartition(")")
+    return name, int(fields.split()[1])
