@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 
 __all__ = ["fill_closed"]
@@ -22,7 +21,7 @@ def fill_closed() -> None:
 
 def _is_open(fd: int) -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_GETFD)
+        os.fstat(fd)
     except OSError:
         return False
     return True
