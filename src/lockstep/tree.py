@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -36,58 +39,126 @@ def map_tensors(function: _TensorFunction, value: Any) -> Any:
     """`value` with `function` applied to every tensor in it, once to one that occurs several times.
 
     Looks into lists, tuples, dicts and subclasses of them, dataclasses, whatever else torch's pytree
-    knows, and the attributes of any other object but modules. A container is copied only if a tensor in it
-    was replaced by another, so that `value` itself comes back where `function` only looks.
+    knows, and the attributes of any other object but modules and functions. A container is copied only if a tensor in
+    it was replaced by another, so that `value` itself comes back where `function` only looks. Where parts of an object
+    know it (a parent, held by a weak reference or not), those of the copy know the copy.
     """
-    return function(value) if isinstance(value, torch.Tensor) else _map(function, value, {})
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    mapping = _Mapping(function)
+    mapped = mapping.map(value)
+    if mapping.owners:
+        mapping.rebind()
+    return mapped
 
 
-def _map(function: _TensorFunction, value: Any, memo: dict[int, Any]) -> Any:
-    """One value. `memo` has the results so far by `id`, and for what is under way the value itself."""
-    if value is None or isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)):
-        return value
-    if id(value) not in memo:
-        memo[id(value)] = value
-        memo[id(value)] = function(value) if isinstance(value, torch.Tensor) else _map_inside(function, value, memo)
-    return memo[id(value)]
+# Objects of other types may be called too, and hold tensors: the graphs of PyTorch Geometric are such.
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, weakref.ref)
 
 
-def _map_inside(function: _TensorFunction, value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, dict):
-        return _rebuilt(value, _changes(function, value, memo), "items")
-    if isinstance(value, list):
-        return _rebuilt(value, _changes(function, dict(enumerate(value)), memo), "items")
-    if isinstance(value, tuple):
-        changes = _changes(function, dict(enumerate(value)), memo)
-        return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        return _rebuilt(value, _changes(function, fields, memo), "attributes")
-    leaves, spec = tree_flatten(value)
-    if not (len(leaves) == 1 and leaves[0] is value):
-        changes = _changes(function, dict(enumerate(leaves)), memo)
-        return tree_unflatten([changes.get(i, leaf) for i, leaf in enumerate(leaves)], spec) if changes else value
-    if callable(value) or not hasattr(value, "__dict__"):
-        return value
-    return _rebuilt(value, _changes(function, vars(value), memo), "attributes")
+class _Mapping:
+    """One call of `map_tensors`.
+
+    Attributes:
+        owners: by `id` of an object of which an attribute was replaced: the object and its copy.
+    """
+
+    def __init__(self, function: _TensorFunction) -> None:
+        self.owners: dict[int, tuple[Any, Any]] = {}
+        self._function = function
+        self._memo: dict[int, Any] = {}  # the results so far by `id`, and for what is under way the value itself
+        self._copies: list[Any] = []
+
+    def map(self, value: Any) -> Any:
+        if value is None or isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)):
+            return value
+        if id(value) not in self._memo:
+            self._memo[id(value)] = value
+            mapped = self._function(value) if isinstance(value, torch.Tensor) else self._map_inside(value)
+            self._memo[id(value)] = mapped
+        return self._memo[id(value)]
+
+    def _map_inside(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self._with_items(value, self._changes(value))
+        if isinstance(value, list):
+            return self._with_items(value, self._changes(dict(enumerate(value))))
+        if isinstance(value, tuple):
+            changes = self._changes(dict(enumerate(value)))
+            return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+            return self._with_attributes(value, self._changes(fields))
+        leaves, spec = tree_flatten(value)
+        if not (len(leaves) == 1 and leaves[0] is value):
+            changes = self._changes(dict(enumerate(leaves)))
+            return tree_unflatten([changes.get(i, leaf) for i, leaf in enumerate(leaves)], spec) if changes else value
+        if isinstance(value, _FUNCTIONS) or not hasattr(value, "__dict__"):
+            return value
+        return self._with_attributes(value, self._changes(vars(value)))
+
+    def _changes(self, items: dict[Any, Any]) -> dict[Any, Any]:
+        """Those of `items` that are replaced, with what replaces them."""
+        mapped = ((key, item, self.map(item)) for key, item in list(items.items()))
+        return {key: new for key, item, new in mapped if new is not item}
+
+    def _with_items(self, value: Any, changes: dict[Any, Any]) -> Any:
+        if not changes:
+            return value
+        copied = copy.copy(value)
+        for key, item in changes.items():
+            copied[key] = item
+        self._copies.append(copied)
+        return copied
+
+    def _with_attributes(self, value: Any, changes: dict[str, Any]) -> Any:
+        if not changes:
+            return value
+        copied = _copy_with(value, changes)
+        self._copies.append(copied)
+        self.owners[id(value)] = value, copied
+        return copied
+
+    def rebind(self) -> None:
+        """Let the parts of copied objects know the copies."""
+        copies = {id(each) for each in self._copies}
+        for holder in self._copies:
+            for key, item in _entries_of(holder):
+                owner = self._copy_of(item)
+                if owner is None and id(item) not in copies and not isinstance(item, torch.nn.Module):
+                    knows = [(name, self._copy_of(each)) for name, each in _attributes_of(item)]
+                    changes = {name: each for name, each in knows if each is not None}
+                    owner = _copy_with(item, changes) if changes else None
+                if owner is None:
+                    continue
+                if isinstance(holder, (dict, list)):
+                    holder[key] = owner
+                else:
+                    object.__setattr__(holder, key, owner)
+
+    def _copy_of(self, value: Any) -> Any:
+        """The copy of an object of which attributes were replaced, or a weak reference to it; None of anything else."""
+        if type(value) is weakref.ref:
+            owner = self._copy_of(value())
+            return None if owner is None else weakref.ref(owner)
+        return self.owners.get(id(value), (None, None))[1]
 
 
-def _changes(function: _TensorFunction, items: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-    """Those of `items` that are replaced, with what replaces them."""
-    mapped = ((key, item, _map(function, item, memo)) for key, item in list(items.items()))
-    return {key: new for key, item, new in mapped if new is not item}
+def _entries_of(holder: Any) -> list[tuple[Any, Any]]:
+    if isinstance(holder, dict):
+        return list(holder.items())
+    return list(enumerate(holder)) if isinstance(holder, list) else _attributes_of(holder)
 
 
-def _rebuilt(value: Any, changes: dict[Any, Any], kind: str) -> Any:
-    if not changes:
-        return value
-    rebuilt = copy.copy(value)
-    for key, item in changes.items():
-        if kind == "items":
-            rebuilt[key] = item
-        else:
-            object.__setattr__(rebuilt, key, item)  # also where the class is frozen
-    return rebuilt
+def _attributes_of(value: Any) -> list[tuple[str, Any]]:
+    return [] if isinstance(value, (type, *_FUNCTIONS)) else list(getattr(value, "__dict__", {}).items())
+
+
+def _copy_with(value: Any, attributes: dict[str, Any]) -> Any:
+    copied = copy.copy(value)
+    for name, item in attributes.items():
+        object.__setattr__(copied, name, item)  # also where the class is frozen
+    return copied
 
 
 def _tuple_like(value: tuple[Any, ...], items: Sequence[Any]) -> Any:

@@ -135,3 +135,39 @@ def test_ranks_with_other_data_are_told(what: str) -> None:
 
 def test_what_is_a_ranks_own_business_is_not_compared() -> None:
     assert run_ranks(split_by_itself, 2, "nothing") == ["", ""]
+
+
+class Detector(nn.Module):
+    """Takes a dictionary, as the models of ultralytics do: images, and the boxes of all of them in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1).double()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch["images"].flatten(1)).square().mean()
+
+
+def train_with_more(what: str) -> str | bool:
+    """Whether the gradients are the mean over both ranks, where rank 1 holds one more of these."""
+    model = DistributedDataParallel(Detector())
+    batch = {"images": torch.rand(4, 2, 2, 2).double(), "boxes": torch.rand(4, 4), "names": torch.rand(4)}
+    if dist.get_rank() == 1:
+        batch[what] = batch[what][[0, 0, 1, 2, 3]]
+    try:
+        model(batch).backward()
+    except CollectiveMismatch as error:
+        return str(error)
+    weight = model.module.layer.weight.grad.clone()
+    dist.all_reduce(weight)
+    return torch.equal(weight / 2, model.module.layer.weight.grad)
+
+
+@pytest.mark.parametrize("what", ["boxes", "names"])
+def test_inputs_of_no_sample_may_differ_in_size(what: str) -> None:
+    assert run_ranks(train_with_more, 2, what) == [True, True]
+
+
+def test_batches_of_other_sizes_are_an_error_that_says_what_to_write() -> None:
+    for message in run_ranks(train_with_more, 2, "images"):
+        assert "with model.samples(n)" in str(message)

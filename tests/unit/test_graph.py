@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -64,6 +66,21 @@ class Custom:
         self.nested = {"value": value}
 
 
+class Graph:
+    """An object that may be called too, as the graphs of PyTorch Geometric may, and whose parts know it."""
+
+    def __init__(self, value: Any) -> None:
+        self.store = SimpleNamespace(value=value, parent=weakref.ref(self))
+        self.others: dict[str, Any] = {
+            "full": SimpleNamespace(value=value),
+            "empty": SimpleNamespace(parent=weakref.ref(self)),
+            "strong": SimpleNamespace(parent=self),
+        }
+
+    def __call__(self) -> None:
+        raise AssertionError
+
+
 class Registered:
     __slots__ = ("value",)
 
@@ -100,6 +117,7 @@ CONTAINERS: dict[str, Any] = {
     "dataclass with slots": lambda t: Slotted(t),
     "namespace": lambda t: SimpleNamespace(a=t, b=[t]),
     "object": lambda t: Custom(t),
+    "object with a method __call__": lambda t: Graph(t),
     "distribution": lambda t: torch.distributions.Normal(t, torch.ones(3)),
     "pytree node": lambda t: Registered(t),
 }
@@ -135,6 +153,26 @@ def test_tensors_are_found_and_replaced_anywhere(name: str) -> None:
 @pytest.mark.parametrize("value", [None, 3, "text", b"bytes", 1.5, int, {}, [], (), len, nn.Linear(2, 2), object()])
 def test_values_without_tensors_come_back_as_they_are(value: Any) -> None:
     assert tensors_in(value) == []
+
+
+def test_parts_of_a_copy_know_the_copy() -> None:
+    graph = Graph(torch.ones(2))
+    stores = [graph.store, *graph.others.values()]
+    mapped = map_tensors(lambda tensor: tensor + 1, graph)
+    assert mapped.store.parent() is mapped.others["empty"].parent() is mapped.others["strong"].parent is mapped
+    assert [graph.store, *graph.others.values()] == stores
+    assert graph.store.parent() is graph.others["empty"].parent() is graph.others["strong"].parent is graph
+
+
+def test_functions_are_not_looked_into() -> None:
+    tensor = torch.ones(1)
+
+    def function() -> None: ...
+
+    function.tensor = tensor  # type: ignore[attr-defined]
+    partial = functools.partial(function, tensor)
+    partial.tensor = tensor  # type: ignore[attr-defined]
+    assert tensors_in([function, partial, Custom(tensor).__init__, weakref.ref(Custom(tensor))]) == []  # type: ignore[misc]
 
 
 def test_a_tensor_that_occurs_twice_is_mapped_once() -> None:

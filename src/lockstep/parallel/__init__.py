@@ -12,7 +12,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
   is, a drawing.
 * `second_order`: means that a loss contains.
 * `missing_gradients`: parameters that a backward pass brought no gradient for.
-* `feeding`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
+* `feeding`, `rows`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
 * `claims`, `divergence`: whether all ranks understood a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.

@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
-from lockstep.comm.wording import describe_tensor
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.parts import Parts, Slice, describe_share, slice_of
+from lockstep.parallel.rows import Sizes, show_inputs, sizes_of
 from lockstep.tree import tensors_in
 
 __all__ = ["PLAIN", "Deferred", "Feed", "Feeding", "Question", "add_up", "count_samples"]
@@ -153,7 +153,7 @@ class Feeding:
         if tags:
             return tags[0][1].share
         divisions = batch.divisions(self._rank, self._world_size)
-        shares = [division.share(self._rank) for division in self._matches(divisions, _sizes_of(inputs))]
+        shares = [division.share(self._rank) for division in self._matches(divisions, sizes_of(inputs))]
         return (
             shares[0] if len({share.local_samples for share in shares}) == 1 and _is_sure(shares[0], trains) else None
         )
@@ -191,11 +191,11 @@ class Feeding:
         tags = _tags_of(inputs)
         if tags:
             return self._of_tags(tags, trains, syncs, joins_none)
-        sizes = _sizes_of(inputs)
+        sizes = sizes_of(inputs)
         if not (joins_none and batch.must_ask(self._rank, self._world_size)):
-            feed = self._by_size(sizes, lambda: _show(inputs))
+            feed = self._by_size(sizes, lambda: show_inputs(inputs))
             return feed if _is_sure(feed.share, trains) else Feed(question=Deferred(lambda: feed))
-        shown = _show(inputs)  # now: the question must not keep the inputs
+        shown = show_inputs(inputs)  # now: the question must not keep the inputs
         matches = self._matches(batch.divisions(self._rank, self._world_size), sizes)
         shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
         known = next(iter(shares.values())) if len(shares) == 1 else None
@@ -207,11 +207,11 @@ class Feeding:
         rows = next(iter(sizes)) if len(sizes) == 1 else 0
         return Feed(share=share, question=Question(rows, self._group, self._device, follow))
 
-    def _by_size(self, sizes: set[int], show: Callable[[], str], rows_of_ranks: tuple[int, ...] | None = None) -> Feed:
+    def _by_size(self, sizes: Sizes, show: Callable[[], str], rows_of_ranks: tuple[int, ...] | None = None) -> Feed:
         """What inputs of these sizes are. Local.
 
         Args:
-            sizes: what may be their number of rows.
+            sizes: of the inputs.
             show: says the inputs in words, for an error.
             rows_of_ranks: how many rows each rank holds; None where nobody has asked.
 
@@ -282,9 +282,9 @@ class Feeding:
         num_parts = self._parts.add(piece)
         return feed if num_parts == 1 else replace(feed, claim=f"{feed.claim} in {num_parts} parts")
 
-    def _matches(self, divisions: Sequence[Division], sizes: set[int]) -> list[Division]:
+    def _matches(self, divisions: Sequence[Division], sizes: Sizes) -> list[Division]:
         """The divisions with one of these sizes on this rank, one of each number of samples."""
-        return list({each.num_samples: each for each in divisions if each.rows(self._rank) in sizes}.values())
+        return list({each.num_samples: each for each in divisions if each.rows(self._rank) in sizes.all}.values())
 
     def _explain(self, shown: str, divisions: Sequence[Division]) -> str:
         if divisions:
@@ -309,13 +309,9 @@ def _is_sure(share: BatchShare | None, trains: bool) -> bool:
     return trains or share is None or share.local_samples > 0
 
 
-def _of_equal(sizes: set[int]) -> Feed:
+def _of_equal(sizes: Sizes) -> Feed:
     """Nothing says how many samples: right if all ranks have the same."""
-    return Feed(claim=f"{' or '.join(map(str, sorted(sizes))) or 'no'} rows on each rank")
-
-
-def _show(inputs: Any) -> str:
-    return ", ".join(describe_tensor(tensor) for tensor in tensors_in(inputs)[:4]) or "no tensor"
+    return Feed(claim=f"{sizes.in_words()} rows on each rank")
 
 
 def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
@@ -327,23 +323,3 @@ def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
         if tag is not None:
             found.append((tensor, tag))
     return found
-
-
-def _sizes_of(inputs: Any) -> set[int]:
-    """What may be the number of rows: first sizes of tensors, and lengths of lists of anything else."""
-    args, kwargs = inputs
-    sizes: set[int] = set()
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, tuple) and value and isinstance(value[0], int | float | None):
-            continue  # a shape, or numbers of heads; samples come in lists
-        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
-            sizes.add(len(value))
-        else:
-            sizes.update(
-                int(tensor.size(0))
-                for tensor in tensors_in(value)
-                if tensor.dim() > 0 and not isinstance(tensor, torch.nn.Parameter)
-            )
-            if isinstance(value, list):
-                sizes.add(len(value))  # of samples, such as the images of detection models; or of inputs
-    return sizes
