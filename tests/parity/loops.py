@@ -657,6 +657,55 @@ def rows_of_other_data_said(site: Site) -> None:
             train(site, [(x[own], y[own])], model, optimizer)
 
 
+def train_on_slices(site: Site, passes: Callable[[Tensor, Tensor], list[list[Tensor]]]) -> None:
+    """Four batches, each in two parts, for each of which the model is called several times."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    for x, y in site.loader(Rows(240, lambda x, _, __: (x, x.flip(0))), 60):
+        optimizer.zero_grad()
+        for number, of_part in enumerate(passes(x, y)):
+            with Nothing() if number == 1 else site.no_sync(model):
+                (torch.stack([model(part).exp().mean() for part in of_part]).sum() / 2).backward()
+        optimizer.step()
+
+
+@exact
+def slices_that_come_twice(site: Site) -> None:
+    """As with R-Drop, which compares two dropout masks."""
+    train_on_slices(site, lambda x, y: [[part, part] for part in x.chunk(2)])
+
+
+@exact
+def slices_of_several_tensors_of_a_batch(site: Site) -> None:
+    """As with DPO, of which each sample has two answers."""
+    train_on_slices(site, lambda x, y: [list(parts) for parts in zip(x.chunk(2), y.chunk(2), strict=True)])
+
+
+class Graphs:
+    """A batch that may be called, as those of PyTorch Geometric."""
+
+    def __init__(self, rows: list[tuple[Tensor, Tensor]]) -> None:
+        self.x, self.y = map(torch.stack, zip(*rows, strict=True))
+
+    def __call__(self) -> None:
+        raise AssertionError
+
+
+class OfGraphs(Net):
+    def forward(self, graphs: Any) -> Tensor:
+        return super().forward(graphs.x)
+
+
+@exact
+def batches_that_may_be_called(site: Site) -> None:
+    model = site.wrap(OfGraphs())
+    optimizer = sgd(model)
+    for graphs in site.loader(pairs(23), 6, collate_fn=Graphs):
+        optimizer.zero_grad()
+        loss_of(model(graphs), graphs.y).backward()
+        optimizer.step()
+
+
 # ---- what the engine cannot read ----------------------------------------------------------------------
 
 

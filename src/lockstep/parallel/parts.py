@@ -2,13 +2,15 @@
 
 [Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
 divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
-that together they are the batch. The first is checked at once, the second when other batches come. *Rejected:*
+that together they are the batch. The first is checked at once, the second when other batches come. Slices of each
+tensor of a batch count for themselves (chosen and rejected answers), and each may come several times. *Rejected:*
 weighting a slice by its own size: what one process would have had in its slice is unknown here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -31,12 +33,14 @@ class Slice(NamedTuple):
         of: the batch, in words.
         rows: how many samples.
         of_rows: how many samples of the batch this rank holds.
-        offset: of the slice's first element in the memory of the batch.
+        memory: of the batch, its address.
+        offset: of the slice's first element in that memory.
     """
 
     of: str
     rows: int
     of_rows: int
+    memory: int
     offset: int
 
 
@@ -45,7 +49,8 @@ def slice_of(tensor: torch.Tensor, tag: Tag) -> Slice | None:
     rows = _rows_of(tensor, tag)
     if rows is None or rows == tag.rows:
         return None
-    return Slice(describe_share(tag.share), rows, tag.rows, int(tensor.storage_offset()))
+    memory = tensor.untyped_storage().data_ptr()
+    return Slice(describe_share(tag.share), rows, tag.rows, memory, int(tensor.storage_offset()))
 
 
 class Parts:
@@ -55,7 +60,7 @@ class Parts:
     _MAX_OPEN = 2
 
     def __init__(self) -> None:
-        self._open: dict[str, _Part] = {}
+        self._open: dict[str, dict[int, _Part]] = {}  # by batch, and by memory
 
     def add(self, piece: Slice) -> int:
         """A forward pass takes that slice. Returns into how many parts its batch is cut.
@@ -64,7 +69,8 @@ class Parts:
             InputError: the parts cannot add up to the mean over the batch.
         """
         rows, of_rows = piece.rows, piece.of_rows
-        part = self._open.setdefault(piece.of, _Part(rows, of_rows, set()))
+        parts = self._open.setdefault(piece.of, {})
+        part = parts.setdefault(piece.memory, _Part(rows, of_rows))
         if not rows or of_rows % rows or rows != part.rows:
             raise InputError(
                 f"this forward pass takes {rows} of the {of_rows} samples that this rank holds of {piece.of}. Parts of "
@@ -72,29 +78,48 @@ class Parts:
                 "make them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean "
                 "over: `with model.samples(n):`"
             )
-        part.offsets.add(piece.offset)
-        if len(part.offsets) * rows == of_rows:
+        part.passes[piece.offset] += 1
+        if part.is_whole and len(set(part.passes.values())) == 1:
+            del parts[piece.memory]
+        if not parts:
             del self._open[piece.of]
         elif len(self._open) > self._MAX_OPEN:
-            self._give_up()
+            self._close_first()
         return of_rows // rows
 
-    def _give_up(self) -> None:
-        what, part = next(iter(self._open.items()))
-        self._open.clear()
-        raise InputError(
-            f"only {len(part.offsets) * part.rows} of the {part.of_rows} samples that this rank holds of {what} went "
-            "through the model, cut from the batch: which samples of the global batch that leaves out depends on the "
-            "number of ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the "
-            "mean over: `with model.samples(n):`"
-        )
+    def _close_first(self) -> None:
+        what = next(iter(self._open))
+        for part in self._open.pop(what).values():
+            if part.is_whole:
+                continue
+            self._open.clear()
+            raise InputError(
+                f"only {part.num_rows} of the {part.of_rows} samples that this rank holds of {what} went through the "
+                "model, cut from the batch: which samples of the global batch that leaves out depends on the number of "
+                "ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the mean "
+                "over: `with model.samples(n):`"
+            )
 
 
 @dataclass(frozen=True)
 class _Part:
+    """The slices that came of one tensor of a batch.
+
+    Attributes:
+        passes: how often each came, by its offset.
+    """
+
     rows: int
     of_rows: int
-    offsets: set[int]  # of the slices that came, in elements of their memory
+    passes: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.passes) * self.rows
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_rows == self.of_rows
 
 
 def _rows_of(tensor: torch.Tensor, tag: Tag) -> int | None:
