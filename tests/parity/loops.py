@@ -681,6 +681,26 @@ def slices_of_several_tensors_of_a_batch(site: Site) -> None:
     train_on_slices(site, lambda x, y: [list(parts) for parts in zip(x.chunk(2), y.chunk(2), strict=True)])
 
 
+class Implicit(Net):
+    """Returns the coordinates by which its output is differentiated, as SIREN does."""
+
+    def forward(self, coordinates: Any) -> Any:
+        coordinates = coordinates.clone().detach().requires_grad_(True)
+        return super().forward(coordinates), coordinates
+
+
+@exact
+def slopes_by_what_the_model_returns(site: Site) -> None:
+    model = site.wrap(Implicit())
+    optimizer = sgd(model)
+    for x, y in site.loader(pairs(60), 30):
+        optimizer.zero_grad()
+        output, coordinates = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), coordinates, create_graph=True)
+        (loss_of(output, y) + slope.square().mean()).backward()
+        optimizer.step()
+
+
 class Graphs:
     """A batch that may be called, as those of PyTorch Geometric."""
 

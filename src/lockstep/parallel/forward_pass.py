@@ -157,13 +157,17 @@ class ForwardPass:
         return gradient / self.feed.weight if is_weighted else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
-        """The output with hooks on all its tensors that require a gradient, and the graph nodes of those by number."""
+        """The output with hooks on its tensors that require a gradient, and the graph nodes of those by number.
+
+        A leaf that is no parameter of the model stays as it is: no parameter is reached through it, and a script may
+        differentiate by it.
+        """
         roots: dict[int, Node] = {}
         separate = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
         tells_share = self.feed.share is not None or self.feed.question is not None
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
+            if not tensor.requires_grad or (tensor.is_leaf and id(tensor) not in self._own):
                 return tensor
             if separate:
                 tensor = tensor.clone()
