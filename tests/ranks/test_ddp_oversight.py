@@ -472,6 +472,20 @@ class Keeping(nn.Module):
         return self.head(hidden), self.kept
 
 
+def distil() -> list[str]:
+    """From a teacher that was frozen when it had been wrapped, as DINO's is, on batches that do not divide."""
+    student, teacher = (DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2))
+    teacher.requires_grad_(False)
+    with warnings_of_lockstep() as told:
+        for (x,) in DataLoader(TensorDataset(torch.ones(23, 3)), batch_size=6):
+            (student(x) - teacher(x)).square().mean().backward()
+    return told
+
+
+def test_of_a_frozen_model_nothing_is_expected() -> None:
+    assert run_ranks(distil, 2) == [[], []]
+
+
 def keep_a_loss(batch_size: int, by_outputs: bool) -> list[str]:
     model = DistributedDataParallel(Keeping())
     with warnings_of_lockstep() as told:

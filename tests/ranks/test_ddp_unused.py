@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_checks import Heads, assert_averaged, assert_same_on_all_ranks, backends, clear, data, error_of, mlp, twins
-from lockstep import DistributedDataParallel
+from lockstep import DistributedDataParallel, SyncBatchNorm
 from lockstep.errors import ModelError, UnusedParameters
 from lockstep.testing import run_ranks
 
@@ -95,6 +95,17 @@ def find_unused(bucket_cap_mb: float | None) -> None:
         clear(model, plain)
 
 
+def find_unused_beside_sync_batchnorm() -> None:
+    """The collectives of the layer's backward pass come between buckets, which differ in when they are full."""
+    net = Heads()
+    net.trunk = nn.Sequential(net.trunk, SyncBatchNorm(8))
+    model = DistributedDataParallel(net.double(), find_unused_parameters=True, bucket_cap_mb=0)
+    for step in range(3):
+        clear(model)
+        model(data(5, 4, seed=step), ["left", "right"][dist.get_rank()]).square().mean().backward()
+        assert_same_on_all_ranks(*[parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
 def return_an_output_that_is_not_used() -> None:
     model, plain = twins(Heads(), find_unused_parameters=True)
     for step in range(3):
@@ -147,6 +158,31 @@ def test_each_rank_may_leave_out_others(backend: str, bucket_cap_mb: float | Non
 
 
 @backends
+def test_each_rank_may_leave_out_others_beside_sync_batchnorm(backend: str) -> None:
+    run_ranks(find_unused_beside_sync_batchnorm, 2, backend=backend)
+
+
+def leave_to_the_script(by_method: bool) -> tuple[list[float], list[float]]:
+    """The gradients of a head that torch's engine would leave alone, and of the other, each times the rank plus one."""
+    net = Heads()
+    names = ["right.weight", "right.bias"]
+    if by_method:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+    else:
+        net._ddp_params_and_buffers_to_ignore = names
+    model = DistributedDataParallel(net)
+    left, right = model(torch.ones(1, 4))
+    ((left.sum() + right.sum()) * (dist.get_rank() + 1)).backward()
+    return net.left.bias.grad.tolist(), net.right.bias.grad.tolist()
+
+
+@pytest.mark.parametrize("by_method", [False, True])
+def test_parameters_may_be_left_to_the_script(by_method: bool) -> None:
+    expected = [([1.5] * 3, [factor] * 2) for factor in (1.0, 2.0)]
+    assert run_ranks(leave_to_the_script, 2, by_method) == expected
+
+
+@backends
 def test_outputs_may_be_left_out_of_the_loss(backend: str) -> None:
     run_ranks(return_an_output_that_is_not_used, 2, backend=backend)
 
@@ -171,9 +207,15 @@ def test_parameters_frozen_after_wrapping_are_named() -> None:
 # ---- graphs that do not change ---------------------------------------------------------------------------
 
 
-def keep_the_graph() -> list[str]:
-    """static_graph: the first step shows which parameters are used; ranks may differ in them."""
-    model, plain = twins(Heads(), static_graph=True)
+def keep_the_graph(late: bool) -> list[str]:
+    """static_graph: the first step shows which parameters are used; ranks may differ in them.
+
+    Args:
+        late: say so when the engine is there.
+    """
+    model, plain = twins(Heads(), static_graph=not late)
+    if late:
+        model._set_static_graph()
     rank = dist.get_rank()
     use = ["left", "right", "both"][rank]
     for step in range(3):
@@ -244,8 +286,9 @@ def checkpoint_one_of_two_passes(outside_first: bool) -> None:
 
 
 @backends
-def test_static_graph_has_unused_parameters(backend: str) -> None:
-    for (error,) in run_ranks(keep_the_graph, 3, backend=backend):
+@pytest.mark.parametrize("late", [False, True])
+def test_static_graph_has_unused_parameters(backend: str, late: bool) -> None:
+    for (error,) in run_ranks(keep_the_graph, 3, late, backend=backend):
         assert "in this step: left.weight, left.bias. static_graph=True says" in error
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
+from lockstep.parallel.batchnorm import SyncBatchNorm
 from lockstep.torch_private.modules import buffers_of
 
 __all__ = [
@@ -16,8 +18,10 @@ __all__ = [
     "check_group",
     "check_parameters",
     "check_renormalised",
+    "current_buffers",
     "find_buffers",
     "find_sparse",
+    "has_sync_batchnorm",
 ]
 
 _DEFAULT_BUCKET_MIB = 25.0
@@ -108,3 +112,17 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
             seen.add(id(buffer))
             entries.append((buffers_of(submodule), name))
     return entries
+
+
+def current_buffers(entries: Iterable[tuple[dict[str, torch.Tensor | None], str]]) -> list[torch.Tensor]:
+    """The buffers that stand in these entries now: a module may replace a buffer by another tensor. Local."""
+    found = [buffers[name] for buffers, name in entries if name in buffers]  # TorchScript's mapping has no `get`
+    return [buffer for buffer in found if buffer is not None]
+
+
+def has_sync_batchnorm(module: torch.nn.Module) -> bool:
+    """Whether the backward pass of this model makes collectives of its own. Local.
+
+    Where ranks leave out other parameters, one may send a bucket before such a collective, and another behind it.
+    """
+    return any(isinstance(each, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for each in module.modules())

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -40,8 +40,10 @@ from lockstep.parallel.checks import (
     check_group,
     check_parameters,
     check_renormalised,
+    current_buffers,
     find_buffers,
     find_sparse,
+    has_sync_batchnorm,
 )
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
@@ -50,7 +52,7 @@ from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, ru
 from lockstep.parallel.loss_watch import LossWatch
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
-from lockstep.parallel.nesting import check_module, check_not_inside_torch
+from lockstep.parallel.nesting import NotInsideTorch, check_module
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.reducer import CommHook, Reducer
@@ -65,12 +67,12 @@ from lockstep.tree import map_tensors
 
 __all__ = ["DistributedDataParallel"]
 
-_FIRST_BUCKET_BYTES = 1 << 20
-_MIB = 1 << 20
+_FIRST_BUCKET_BYTES = _MIB = 1 << 20
 _WATCHED_PASSES = 3
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(NotInsideTorch, Joinable):
     """Trains one model on all ranks of a group: their gradients are averaged during the backward pass.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`. On a lockstep group gradients meet in shared
@@ -175,7 +177,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True
         self._world_size = group.size()
-        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = frozenset(getattr(module, _IGNORED, ()))
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
         self._sparse = find_sparse(module, named)
@@ -190,6 +192,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._agree(ignored, cap_mib)
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None
+        self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored, is_shared=self._world_size > 1)
         self._buffer_entries = find_buffers(module, ignored)
@@ -221,7 +224,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             make_transport(plans, self.process_group, self.device),
             self.process_group,
             self._backward,
-            may_go_early=not self.static_graph and self._world_size > 1,
+            may_go_early=self._world_size > 1 and not self.static_graph and not self._orders_differ,
             always_views=self._always_views,
             unannounced=weakref.WeakMethod(self._gradient_comes),
         )
@@ -276,17 +279,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "(model.module.state_dict()); copy.deepcopy(model) makes a copy"
         )
 
-    def named_modules(
-        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As `torch.nn.Module.named_modules`. Local.
+    def _set_static_graph(self) -> None:
+        """Torch's name for `static_graph=True` of an engine that is there. Before the first step, on all ranks."""
+        self.static_graph = self._missing.static_graph = True
+        if self._is_ready:
+            self._reducer.may_go_early = False
 
-        Raises:
-            ModelError: torch's DistributedDataParallel asks, to wrap this one or what contains it.
-        """
-        check_not_inside_torch()
-        named: Iterator[tuple[str, torch.nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
-        return named
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Iterable[str]) -> None:
+        """Torch's name for `module._ddp_params_and_buffers_to_ignore = names`, before the module is wrapped. Local."""
+        setattr(module, _IGNORED, names)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -395,9 +397,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _watch_parameters(self, feed: Feed, kind: str) -> None:
         """The output shows no tensor that a gradient could come through: if one comes, parameters will tell."""
-        self._reducer.watch_all()
-        if feed.is_uneven:
-            warn_of_no_tensor(kind)
+        if any(parameter.requires_grad for parameter in self._parameters_to_reduce):  # else frozen, as a teacher is
+            self._reducer.watch_all()
+            if feed.is_uneven:
+                warn_of_no_tensor(kind)
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -471,11 +474,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over."""
-        if not (self.broadcast_buffers and self.training and self._world_size > 1):
-            return []
-        # Looked up each time: a module may replace a buffer by another tensor. TorchScript's mapping has no `get`.
-        found = [buffers[name] for buffers, name in self._buffer_entries if name in buffers]
-        return [buffer for buffer in found if buffer is not None]
+        is_due = self.broadcast_buffers and self.training and self._world_size > 1
+        return current_buffers(self._buffer_entries) if is_due else []
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

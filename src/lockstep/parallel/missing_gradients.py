@@ -39,7 +39,7 @@ class MissingGradients:
         names: of these parameters, for errors.
         group: whose ranks average.
         device: where the group takes small tensors from.
-        static_graph: those that the first step leaves out may be left out in every step, and no others.
+        static_graph: those that the first step leaves out may be left out in every step, and no others; an attribute.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MissingGradients:
         self._names = names
         self._group = group
         self._device = device
-        self._static_graph = static_graph
+        self.static_graph = static_graph
         self._static_unused: frozenset[int] | None = None
         self._static_any_unused = False  # on any rank; the same on all
 
@@ -99,7 +99,7 @@ class MissingGradients:
         Raises:
             UnusedParameters: they may not.
         """
-        if self._static_graph and self._static_unused is None:
+        if self.static_graph and self._static_unused is None:
             self._static_unused = frozenset(missing)
             self._static_any_unused = self._any_rank(bool(missing))
         if not missing or may_be_unused:
@@ -111,7 +111,7 @@ class MissingGradients:
 
     def join_first_step(self) -> None:
         """Take part in what `check` asks in the first step, on a rank that has joined before it. Collective."""
-        if self._static_graph and self._static_unused is None:
+        if self.static_graph and self._static_unused is None:
             self._static_any_unused = self._any_rank(False)
             self._static_unused = frozenset()
 

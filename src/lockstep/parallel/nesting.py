@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchEngine
 from lockstep.drift.engines import is_engine
 from lockstep.errors import InputTypeError, ModelError
 
-__all__ = ["check_module", "check_not_inside_torch"]
+__all__ = ["NotInsideTorch", "check_module"]
 
 _OURS = "lockstep.DistributedDataParallel"
 _TORCHS = "torch.nn.parallel.DistributedDataParallel"
@@ -44,11 +45,26 @@ def _name_of(module: nn.Module) -> str | None:
     return _TORCHS if isinstance(module, TorchEngine) else None
 
 
-def check_not_inside_torch() -> None:
+class NotInsideTorch(nn.Module):
+    """A module that torch's engine cannot wrap, nor what contains it."""
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As `torch.nn.Module.named_modules`. Local.
+
+        Raises:
+            ModelError: torch's DistributedDataParallel asks, to wrap this one or what contains it.
+        """
+        _check_not_inside_torch()
+        named: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
+        return named
+
+
+def _check_not_inside_torch() -> None:
     """Refuse to be part of a module that torch's engine is given: it walks over all submodules. Local.
 
-    An engine calls this in its `named_modules`, by which its class tells others what it consists of. What it looks for
-    stands right above on the stack, so that anybody else's walk costs a look at one or two frames.
+    What it looks for stands right above on the stack, so that anybody else's walk costs a look at one or two frames.
 
     Raises:
         ModelError: the constructor of torch's DistributedDataParallel asks; names both.

@@ -64,7 +64,7 @@ class Reducer:
         plans: which parameters lie in each bucket, and where. Parameters in none of them have sparse gradients.
         transport: moves and averages the buckets.
         group: the ranks that average.
-        may_go_early: whether buckets may go out before the backward pass ends.
+        may_go_early: whether buckets may go out before the backward pass ends; an attribute.
         always_views: gradients are views of buckets, even where other references to them exist.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
             `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
@@ -88,7 +88,7 @@ class Reducer:
         self._transport = transport
         self._group = group
         self._backward = backward
-        self._may_go_early = may_go_early
+        self.may_go_early = may_go_early
         self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
         self._dense = sorted(index for members in self._members for index in members)
@@ -292,7 +292,7 @@ class Reducer:
         self._divergence.note()
         if self._backward.is_under_way:
             self._restart()
-        early = self._may_go_early and self._hook is None and not self._out
+        early = self.may_go_early and self._hook is None and not self._out
         # With create_graph, a second gradient would not be written into the bucket but replace it.
         are_none = all(parameter.grad is None for parameter in self._parameters)
         self._keeps_graph = torch.is_grad_enabled()
