@@ -421,10 +421,16 @@ def test_models_of_other_shapes_are_not_compared() -> None:
 # ---- beside an engine -----------------------------------------------------------------------------------------
 
 
-def train_with_criterion(optimizers: int, averages: bool) -> None:
-    """The criterion has a parameter, and nobody wraps it."""
+def train_with_criterion(optimizers: int, averages: bool, mark: str = "") -> None:
+    """The criterion has a parameter, and nobody wraps it.
+
+    Args:
+        mark: an attribute of the parameter that says that each rank has its own.
+    """
     model = lockstep.DistributedDataParallel(make_model())
     scale = nn.Parameter(torch.ones(1))
+    if mark:
+        setattr(scale, mark, mark != "allreduce")
     if optimizers == 1:
         own = [torch.optim.SGD([*model.parameters(), scale], lr=0.1)]
     else:
@@ -439,8 +445,8 @@ def train_with_criterion(optimizers: int, averages: bool) -> None:
             optimizer.step()
 
 
-def beside(optimizers: int, averages: bool) -> tuple[list[str], str]:
-    return outcome_of(lambda: train_with_criterion(optimizers, averages))
+def beside(optimizers: int, averages: bool, mark: str = "") -> tuple[list[str], str]:
+    return outcome_of(lambda: train_with_criterion(optimizers, averages, mark))
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
@@ -453,6 +459,12 @@ def test_parameters_beside_an_engine_that_nobody_averages_are_an_error_at_the_en
         assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
         assert "stepped 1 parameter(s) that nobody averaged" in text
         assert "such as the criterion; or average their gradients" in text
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("mark", ["allreduce", "skip_allreduce", "tensor_model_parallel"])
+def test_parameters_that_each_rank_has_its_own_of_may_be_marked(optimizers: int, mark: str) -> None:
+    assert run_ranks(beside, 2, optimizers, False, mark, init=False) == [([], "")] * 2
 
 
 def train_against_attacks(*, averages: bool, num_steps: int) -> None:

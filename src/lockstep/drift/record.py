@@ -21,7 +21,8 @@ _MAX_SYNCED = 16
 _ADVICE = "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop"
 _ADVICE_BESIDE = (
     "Have the model that lockstep.DistributedDataParallel wraps hold them, and its forward() call what they belong to, "
-    "such as the criterion; or average their gradients before each step by dist.all_reduce"
+    "such as the criterion; or average their gradients before each step by dist.all_reduce. Where each rank is to have "
+    "other ones (its classes of a head, its experts), write parameter.allreduce = False, as Megatron-LM does"
 )
 _LOOKS = 3
 # See [Note: short lives].

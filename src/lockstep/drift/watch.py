@@ -20,6 +20,10 @@ temperature) is easily left out of the model, and its optimizer steps are not qu
 communicates. So optimizers in programs with engines are suspected of what they step that no engine has ([Note: short
 lives] in `record.py`): with a warning if they step an engine's parameters, too. Sharded parameters are those of others.
 
+[Note: parts of ranks] A head of which each rank has some classes, or experts, are other parameters on each rank, and
+look like a criterion that was left out. A script says so by an attribute, `parameter.allreduce = False`: the name that
+Megatron-LM and DeepSpeed have for it.
+
 [Note: uneven batches] Of a batch that the ranks do not divide, a rank may hold more samples than another, or a filler.
 Our engine weights them; torch's, FSDP, Horovod's optimizer and an all_reduce by hand count each rank alike. So a step
 behind such a batch is warned of, unless an engine of ours is there, or the script has used what weights a loss
@@ -63,6 +67,8 @@ __all__ = ["describe_step", "watch_optimizers", "watch_samplers"]
 
 _logger = get_logger(__name__)
 
+# What Megatron-LM and DeepSpeed (experts), Tutel, and Megatron-LM (tensor parallelism) set on parameters.
+_MARKS_OF_PARTS = {"allreduce": False, "skip_allreduce": True, "tensor_model_parallel": True}
 _MAX_SUSPECTS = 4  # their parameters are kept alive
 _records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
 _suspects: deque[OptimizerRecord] = deque(maxlen=_MAX_SUSPECTS)
@@ -188,7 +194,9 @@ def _look_at_parameters(optimizer: Optimizer, record: OptimizerRecord) -> None:
 
 def _suspect(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """See [Note: quiet steps]."""
-    record.parameters = list(parameters_of(optimizer))
+    record.parameters = [parameter for parameter in parameters_of(optimizer) if not _is_marked(parameter)]
+    if not record.parameters:
+        return
     record.label = describe_step(optimizer)
     record.stop()
     _suspects.append(record)
@@ -233,8 +241,14 @@ def _look_at_batch(optimizer: Optimizer) -> None:
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether each rank holds a part of it, as FSDP and tensor parallelism have it."""
-    return type(parameter) not in (torch.Tensor, torch.nn.Parameter)
+    """Whether each rank holds a part of it, as FSDP and tensor parallelism have it; see [Note: parts of ranks]."""
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    return _is_marked(parameter)
+
+
+def _is_marked(parameter: torch.Tensor) -> bool:
+    return any(getattr(parameter, name, None) is value for name, value in _MARKS_OF_PARTS.items())
 
 
 def _warn_of(record: OptimizerRecord, optimizer: Optimizer) -> None:
