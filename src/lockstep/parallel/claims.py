@@ -48,7 +48,7 @@ _logger = get_logger(__name__)
 
 ADVICE = (
     "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
-    "model.samples(n):`"
+    "model.samples(n):`; hand a loss that is divided by a count of all ranks to lockstep.global_loss, too"
 )
 
 _MAX_SHOWN = 4
