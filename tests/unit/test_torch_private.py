@@ -47,6 +47,7 @@ SETS_ATTRIBUTES = {
     ("lockstep.compat.apex.amp.properties", "properties"): "amp's options",
     ("lockstep.compat.horovod.torch.elastic.state", "self"): "the user's state",
     ("lockstep.data.deferred_numpy", "generator"): "numpy's bit generator",
+    ("lockstep.parallel.distributed", "module"): "the user's module, as torch's engine does",
 }
 
 # What metaclasses of torch and of Python put into every class.
