@@ -752,6 +752,11 @@ def micro_batches_cut_from_a_batch(site: Site) -> None:
 
 
 @refused
+def slices_of_which_some_come_twice(site: Site) -> None:
+    train_on_slices(site, lambda x, y: [[x.chunk(2)[0]] * 2, [x.chunk(2)[1]]])
+
+
+@refused
 def the_first_rows_of_each_batch(site: Site) -> None:
     loader, model, optimizer = start(site, 60, 15)
     train(site, ((x[:2], y[:2]) for x, y in loader), model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset, random_split
 
 import lockstep
@@ -16,6 +18,7 @@ from ddp_checks import error_of
 from lockstep import DistributedDataParallel
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.claims import check_fingerprints, fingerprint_of
+from lockstep.parallel.rows import sizes_of
 from lockstep.testing import run_ranks
 
 
@@ -151,7 +154,7 @@ class Detector(nn.Module):
 def train_with_more(what: str) -> str | bool:
     """Whether the gradients are the mean over both ranks, where rank 1 holds one more of these."""
     model = DistributedDataParallel(Detector())
-    batch = {"images": torch.rand(4, 2, 2, 2).double(), "boxes": torch.rand(4, 4), "names": torch.rand(4)}
+    batch = {"boxes": torch.rand(4, 4), "images": torch.rand(4, 2, 2, 2).double(), "names": torch.rand(4)}
     if dist.get_rank() == 1:
         batch[what] = batch[what][[0, 0, 1, 2, 3]]
     try:
@@ -171,3 +174,22 @@ def test_inputs_of_no_sample_may_differ_in_size(what: str) -> None:
 def test_batches_of_other_sizes_are_an_error_that_says_what_to_write() -> None:
     for message in run_ranks(train_with_more, 2, "images"):
         assert "with model.samples(n)" in str(message)
+
+
+@pytest.mark.parametrize("number", ["num_graphs", "batch_size"])
+def test_what_says_how_many_samples_it_holds_is_believed(number: str) -> None:
+    graphs = SimpleNamespace(x=torch.rand(7, 3), edges=torch.zeros(2, 9), **{number: 4})
+    sizes = sizes_of(((graphs,), {}))
+    assert sizes.telling == {4}
+    assert sizes.all == {2, 4, 7}
+    assert sizes_of(((SimpleNamespace(**{number: 4}),), {})).all == set()  # a script's options
+
+
+def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
+    packed = pack_sequence([torch.rand(length, 3) for length in (5, 3, 2)])
+    assert sizes_of(((packed,), {})).telling == {3}
+
+
+def test_the_first_argument_tells_a_size() -> None:
+    """Also where another one, which is the same on each rank, has more dimensions."""
+    assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})).telling == {3, 5}

@@ -3,7 +3,8 @@
 [Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
 divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
 that together they are the batch. The first is checked at once, the second when other batches come. Slices of each
-tensor of a batch count for themselves (chosen and rejected answers), and each may come several times. *Rejected:*
+tensor of a batch count for themselves (chosen and rejected answers), and each may come several times, all equally
+often. *Rejected:*
 weighting a slice by its own size: what one process would have had in its slice is unknown here.
 """
 
@@ -79,7 +80,7 @@ class Parts:
                 "over: `with model.samples(n):`"
             )
         part.passes[piece.offset] += 1
-        if part.is_whole and len(set(part.passes.values())) == 1:
+        if part.is_whole and part.is_level:
             del parts[piece.memory]
         if not parts:
             del self._open[piece.of]
@@ -89,10 +90,14 @@ class Parts:
 
     def _close_first(self) -> None:
         what = next(iter(self._open))
-        for part in self._open.pop(what).values():
-            if part.is_whole:
-                continue
+        for part in self._open.pop(what).values():  # those that are not whole, or not level
             self._open.clear()
+            if part.is_whole:
+                raise InputError(
+                    f"the model saw some slices of {what} more often than others: which samples count more depends on "
+                    "the number of ranks. Call it on the whole batch as often as on a part, or say how many samples "
+                    "the loss is the mean over: `with model.samples(n):`"
+                )
             raise InputError(
                 f"only {part.num_rows} of the {part.of_rows} samples that this rank holds of {what} went through the "
                 "model, cut from the batch: which samples of the global batch that leaves out depends on the number of "
@@ -120,6 +125,11 @@ class _Part:
     @property
     def is_whole(self) -> bool:
         return self.num_rows == self.of_rows
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all came equally often."""
+        return len(set(self.passes.values())) == 1
 
 
 def _rows_of(tensor: torch.Tensor, tag: Tag) -> int | None:

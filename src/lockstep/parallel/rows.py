@@ -3,7 +3,8 @@
 [Note: telling sizes] Where no loader of Lockstep says what a batch is, ranks compare the sizes of their inputs, and
 ranks with different sizes do not go on. Not every size is one of samples: an image model of ultralytics takes a
 dictionary with the boxes of all images in one tensor, of which each rank has its own number. So only those are compared
-that samples come in as a rule: of the first tensor, of the tensors with the most dimensions, and lengths of lists.
+that samples come in as a rule: of the first tensor among the arguments, of the tensors with the most dimensions, and
+lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word.
 *Rejected:* one size that all ranks share: a tensor that is the same on every rank, such as a list of classes, would
 hide that the batches differ.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.comm.wording import describe_tensor
 from lockstep.tree import tensors_in
@@ -39,20 +41,42 @@ class Sizes(NamedTuple):
 
 def sizes_of(inputs: Any) -> Sizes:
     """Sizes of positional and keyword arguments of a model. Local."""
-    tensors, lengths = [], set()
+    tensors: list[torch.Tensor] = []
+    lengths: set[int] = set()
+    first: torch.Tensor | None = None  # among the arguments, not inside of a dictionary or an object
+    silent: set[int] = set()  # sizes of parts of what says itself how many samples it has
     for value in _values_of(inputs):
+        said = _said_by(value)
+        if said is not None:
+            lengths.add(said)
+            silent.update(int(each.size(0)) for each in tensors_in(value) if each.dim() > 0)
+            continue
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
             lengths.add(len(value))
             continue
         if isinstance(value, list):
             lengths.add(len(value))  # of samples, such as the images of detection models; or of inputs
-        tensors += [each for each in tensors_in(value) if each.dim() > 0 and not isinstance(each, torch.nn.Parameter)]
+        found = [each for each in tensors_in(value) if each.dim() > 0 and not isinstance(each, torch.nn.Parameter)]
+        if first is None and found and isinstance(value, (torch.Tensor, list, tuple)):
+            first = found[0]
+        tensors += found
     most = max((each.dim() for each in tensors), default=0)
-    telling = [each for number, each in enumerate(tensors) if number == 0 or each.dim() == most]
+    telling = [each for each in tensors if each is first or each.dim() == most]
     return Sizes(
-        frozenset(lengths.union(int(each.size(0)) for each in tensors)),
-        frozenset(lengths.union(int(each.size(0)) for each in telling)),
+        frozenset(lengths | silent).union(int(each.size(0)) for each in tensors),
+        frozenset(lengths).union(int(each.size(0)) for each in telling),
     )
+
+
+def _said_by(value: Any) -> int | None:
+    """How many samples an object holds, if it says so: graphs of PyTorch Geometric and DGL, packed sequences."""
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    if isinstance(value, (torch.Tensor, torch.nn.Module, list, tuple, dict)):
+        return None
+    counts = [getattr(value, name, None) for name in ("num_graphs", "batch_size")]
+    said = next((count for count in counts if type(count) is int), None)
+    return said if said is not None and tensors_in(value) else None  # options of a script say such things, too
 
 
 def show_inputs(inputs: Any) -> str:
