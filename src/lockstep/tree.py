@@ -11,11 +11,13 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.torch_private.trees import tree_flatten, tree_unflatten
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["map_tensors", "move_tensors", "tensors_in"]
 
+_BATCH_SIZES = PackedSequence._fields.index("batch_sizes")
 _TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -43,13 +45,16 @@ def map_tensors(function: _TensorFunction, value: Any) -> Any:
     it was replaced by another, so that `value` itself comes back where `function` only looks. Where parts of an object
     know it (a parent, held by a weak reference or not), those of the copy know the copy.
     """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    mapping = _Mapping(function)
-    mapped = mapping.map(value)
-    if mapping.owners:
-        mapping.rebind()
-    return mapped
+    return function(value) if isinstance(value, torch.Tensor) else _Mapping(function).result(value)
+
+
+def move_tensors(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """`value` with its tensors on that device; lengths of packed sequences stay on the CPU, where torch reads them."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=non_blocking)
+
+    return move(value) if isinstance(value, torch.Tensor) else _Mapping(move, but_lengths=True).result(value)
 
 
 # Objects of other types may be called too, and hold tensors: the graphs of PyTorch Geometric are such.
@@ -59,15 +64,26 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, 
 class _Mapping:
     """One call of `map_tensors`.
 
+    Args:
+        function: applied to tensors.
+        but_lengths: not to `batch_sizes` of packed sequences.
+
     Attributes:
         owners: by `id` of an object of which an attribute was replaced: the object and its copy.
     """
 
-    def __init__(self, function: _TensorFunction) -> None:
+    def __init__(self, function: _TensorFunction, but_lengths: bool = False) -> None:
+        self._but_lengths = but_lengths
         self.owners: dict[int, tuple[Any, Any]] = {}
         self._function = function
         self._memo: dict[int, Any] = {}  # the results so far by `id`, and for what is under way the value itself
         self._copies: list[Any] = []
+
+    def result(self, value: Any) -> Any:
+        mapped = self.map(value)
+        if self.owners:
+            self._rebind()
+        return mapped
 
     def map(self, value: Any) -> Any:
         if value is None or isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)):
@@ -84,7 +100,10 @@ class _Mapping:
         if isinstance(value, list):
             return self._with_items(value, self._changes(dict(enumerate(value))))
         if isinstance(value, tuple):
-            changes = self._changes(dict(enumerate(value)))
+            items = dict(enumerate(value))
+            if self._but_lengths and isinstance(value, PackedSequence):
+                del items[_BATCH_SIZES]
+            changes = self._changes(items)
             return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
         if dataclasses.is_dataclass(value):
             fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
@@ -119,7 +138,7 @@ class _Mapping:
         self.owners[id(value)] = value, copied
         return copied
 
-    def rebind(self) -> None:
+    def _rebind(self) -> None:
         """Let the parts of copied objects know the copies."""
         copies = {id(each) for each in self._copies}
         for holder in self._copies:

@@ -18,7 +18,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.graph import begins_with_checkpoint, reachable_leaves, runs_backward_by, runs_backward_to
-from lockstep.tree import map_tensors
+from lockstep.tree import map_tensors, move_tensors
 
 
 @dataclasses.dataclass
@@ -162,6 +162,18 @@ def test_parts_of_a_copy_know_the_copy() -> None:
     assert mapped.store.parent() is mapped.others["empty"].parent() is mapped.others["strong"].parent is mapped
     assert [graph.store, *graph.others.values()] == stores
     assert graph.store.parent() is graph.others["empty"].parent() is graph.others["strong"].parent is graph
+
+
+def test_lengths_of_packed_sequences_stay_on_the_cpu() -> None:
+    packed = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+    moved = move_tensors([packed], torch.device("meta"))[0]
+    assert type(moved) is type(packed)
+    assert {name: value.device.type for name, value in moved._asdict().items()} == {
+        "data": "meta",
+        "batch_sizes": "cpu",
+        "sorted_indices": "meta",
+        "unsorted_indices": "meta",
+    }
 
 
 def test_functions_are_not_looked_into() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.errors import DataError
 from lockstep.torch_private.tensors import indices_of, values_of
-from lockstep.tree import map_tensors, tensors_in
+from lockstep.tree import move_tensors, tensors_in
 
 __all__ = ["DeviceIterator", "check_device", "dense_parts"]
 
@@ -96,10 +96,10 @@ class DeviceIterator(Iterator[Any]):
             self._ready.append(error)
             return
         if self._stream is None:
-            self._ready.append((map_tensors(lambda tensor: tensor.to(self._device), batch), None))
+            self._ready.append((move_tensors(batch, self._device), None))
             return
         with torch.cuda.stream(self._stream):
-            moved = map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+            moved = move_tensors(batch, self._device, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._ready.append((moved, event))

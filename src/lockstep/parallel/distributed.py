@@ -63,7 +63,7 @@ from lockstep.torch_private.autograd import current_graph_task_id, current_node,
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
 from lockstep.torch_private.profiling import profiler_range
-from lockstep.tree import map_tensors
+from lockstep.tree import move_tensors
 
 __all__ = ["DistributedDataParallel"]
 
@@ -323,8 +323,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         syncing = with_gradients and self._prepare()
         feed = self._feed((inputs, kwargs), with_gradients, syncing)
         if self.device_ids is not None:
-            device = self.device_ids[0]
-            inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
+            inputs, kwargs = move_tensors((inputs, kwargs), self.device_ids[0], non_blocking=True)
         is_functional = self.changes.are_transformed()
         forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional)
         return forward, *forward.enter((inputs, kwargs))
