@@ -19,11 +19,13 @@ General layout, from the bottom up:
 * `numpy_stream`: sets numpy's stream aside for a batch.
 * `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
+* `sampler_epochs`: who tells a sampler its epoch.
 * `fingerprints`: numbers by which ranks notice that they hold different data.
 * `own_generators`: warns of a dataset that draws from generators of its own.
 * `source`: fetches a sample with its own seed.
 * `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
 * `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
+* `twin_orders`: warns of two loaders that walk one random order side by side.
 * `loader`: `DataLoader`, which puts these together.
 """
 

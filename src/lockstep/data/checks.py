@@ -20,6 +20,7 @@ __all__ = [
     "check_integer",
     "check_permutation",
     "check_refused",
+    "check_same_order",
     "check_sampler",
     "check_state",
     "check_workers",
@@ -89,6 +90,22 @@ def check_sampler(sampler: Any, shuffle: bool) -> None:
         )
     if len(sampler) < 1:
         raise DataError(f"sampler {name} is empty: expected at least one index")
+
+
+def check_same_order(mark: int, now: int, sampler: object, epoch: int) -> None:
+    """A resumed epoch has the order that it had when the state was taken.
+
+    Args:
+        mark: of that order; 0 where it is not known.
+        now: of the order that the sampler gives.
+    """
+    if mark not in (0, now):
+        raise DataError(
+            f"sampler {type(sampler).__name__} gives epoch {epoch} another order than when the loader's state was "
+            "taken, so some samples would come twice and others not at all. If it draws from a generator of its own, "
+            "leave that out: the loader seeds the process-wide ones. If the script calls its set_epoch, it must do so "
+            "first"
+        )
 
 
 def check_permutation(permutation: object, shuffle: bool) -> str:

@@ -7,11 +7,14 @@ and so does a folder that two hosts list in different orders. The number travels
 
 What is looked at is a sample of indices, of tensors, and of texts: enough to tell two orders apart, little enough for
 datasets of any size. Other attributes of a dataset are its own business: a cache, say, which a rank fills for itself.
+So are lists in which not every sample has a text yet. Of floating-point numbers the sign and the magnitude count: what
+each rank has computed for itself, such as features of a frozen model, may differ in the last bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +29,7 @@ __all__ = ["fingerprint_of_data", "fingerprint_of_order"]
 
 _SAMPLES = 64
 _BITS = 48
+_OFF_ROUND_NUMBERS = 1.37
 
 
 def fingerprint_of_data(dataset: Any) -> int:
@@ -85,8 +89,16 @@ def _numbers(array: Any) -> Iterator[str]:
         flat = array.reshape(-1) if array.ndim > 1 and _is_dense(array) else array
         if flat.ndim == 1:
             yield from (
-                str(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
+                _roughly(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
             )
+
+
+def _roughly(number: object) -> str:
+    if not isinstance(number, float):
+        return str(number)
+    # Steps of a factor of two, with no round number at an edge.
+    mantissa, exponent = math.frexp(number * _OFF_ROUND_NUMBERS)
+    return f"{math.copysign(1, mantissa)} {exponent}" if mantissa else "0"
 
 
 def _is_dense(array: Any) -> bool:
@@ -103,8 +115,11 @@ def _texts_of(dataset: Any) -> Iterator[str]:
         return
     for name, values in attributes.items():
         if type(values) in (list, tuple) and len(values) == length:
-            for position in _positions(length):
-                value = values[position]
-                text = value[0] if type(value) is tuple and value else value  # as in torchvision's `samples`
-                if type(text) is str:
-                    yield f"{name} {position} {os.path.basename(text)}"
+            texts = {position: _text_of(values[position]) for position in _positions(length)}
+            if None not in texts.values():
+                yield from (f"{name} {position} {text}" for position, text in texts.items())
+
+
+def _text_of(value: Any) -> str | None:
+    text = value[0] if type(value) is tuple and value else value  # as in torchvision's `samples`
+    return os.path.basename(text) if type(text) is str else None

@@ -33,6 +33,7 @@ class EpochProgress:
 
     epoch: int
     consumed: int
+    order_mark: int = 0
     finished: bool = False
     is_open: bool = True
     active: int = field(default_factory=_count)

@@ -17,6 +17,7 @@ from lockstep.data.checks import (
     check_integer,
     check_permutation,
     check_refused,
+    check_same_order,
     check_sampler,
     check_state,
     check_workers,
@@ -25,10 +26,12 @@ from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
 from lockstep.data.handover import Handover
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
-from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, shuffled_order
+from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, seed_keys, shuffled_order
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
+from lockstep.data.sampler_epochs import SamplerEpochs
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import SeededDataset, TensorSource, WatchedCollate, WorkerInit, identity, make_source
+from lockstep.data.twin_orders import Walk, note_walk
 from lockstep.drift.watch import watch_optimizers
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
@@ -86,7 +89,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         sampler: an order of your own: the indices of one global epoch, with a length. It runs once
             per epoch with the process-wide generators seeded by (seed, epoch), so stock samplers
             agree on all ranks; one that draws from elsewhere must be made to. A `set_epoch` of
-            its own is called.
+            its own is called, unless the script calls it. An index may come several times: each time it is seeded
+            by another number.
         seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch,
             index), and before a `collate_fn` of yours, from its first index. It is on because most
             transforms draw there and would otherwise depend on ranks and workers. It costs some
@@ -189,9 +193,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
+        self._sampler_epochs = SamplerEpochs(sampler)
         self._thread = threading.get_ident()
         self._next_epoch = 0
         self._next_start = 0
+        self._resumed_mark = 0  # of the order of the epoch that a state was taken in; see `EpochProgress`
         self._epoch_after = 0  # the epoch that follows a resumed one, if others had begun within it
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[EpochProgress] = []
@@ -207,6 +213,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         """Begin the next epoch on this rank."""
+        told = self._sampler_epochs.told_by_script()
+        if told is not None:
+            self.set_epoch(told)
         epoch, start = self._next_epoch, self._next_start
         rank, world_size = self._rank_and_size or find_rank_and_size()
         if not self.evaluation:
@@ -214,10 +223,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
+        mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
+        check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
         plan = self._plan(start)
         schedule = Schedule(
             *(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
             fingerprint=self._fingerprint(order) if world_size > 1 else 0,
+            keys=seed_keys(cast(Any, order)) if self._ordered_by_sampler else None,
         )
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
@@ -227,7 +239,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.device is not None:
             batches = DeviceIterator(batches, self.device, self.prefetch)
         self._next_epoch, self._next_start, self._epoch_after = max(epoch + 1, self._epoch_after), 0, 0
-        progress = EpochProgress(epoch, start)
+        progress = EpochProgress(epoch, start, mark)
+        if not self.evaluation and (self.shuffle or self._ordered_by_sampler):
+            note_walk(progress, Walk(self.seed, epoch, plan.num_samples))
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
             batches,
@@ -257,13 +271,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """The epoch under way, or the next one where none is. Counted from 0."""
         return self._position()[0]
 
-    def _position(self) -> tuple[int, int]:
-        """Epoch, and samples of it consumed."""
+    def _position(self) -> tuple[int, int, int]:
+        """Epoch, samples of it consumed, and the mark of its order; see `EpochProgress`."""
         under_way = [each for each in self._progresses if each.is_open] or self._progresses
         progress = max(under_way, key=lambda each: each.active, default=None)
         if progress is None or progress.finished:
-            return self._next_epoch, self._next_start
-        return progress.epoch, progress.consumed
+            return self._next_epoch, self._next_start, self._resumed_mark if self._next_start else 0
+        return progress.epoch, progress.consumed, progress.order_mark
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in global samples; JSON-serialisable, the same on every rank.
@@ -278,7 +292,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         An evaluation loader whose batches are smaller than the world counts only what this rank
         was given: take the state on rank 0, which holds a part of every batch.
         """
-        epoch, consumed = self._position()
+        epoch, consumed, mark = self._position()
         return {
             "version": STATE_VERSION,
             "seed": self.seed,
@@ -288,6 +302,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "dataset_length": check_dataset(self.dataset),
             "order": self._order_name(),
             "next_epoch": max(self._next_epoch, self._epoch_after),
+            "order_mark": mark,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -297,7 +312,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         it: the rest of the epoch is cut into batches anew. The state's seed is taken over.
 
         Raises:
-            DataError: the state is of another version, dataset length or kind of order.
+            DataError: the state is of another version, dataset length or kind of order. If a sampler then gives
+                another order of the samples left, it is raised when the iteration begins.
         """
         numbers = check_state(state, self._order_name(), check_dataset(self.dataset), self._samples_per_epoch())
         if numbers["seed"] != self.seed:
@@ -308,6 +324,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
         # Older states do not say it.
         self._epoch_after = check_integer("state['next_epoch']", state.get("next_epoch", 0), 0)
+        self._resumed_mark = check_integer("state['order_mark']", state.get("order_mark", 0), 0)
         self._progresses.clear()
 
     def _get_iterator(self) -> Any:
@@ -349,7 +366,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _order(self, epoch: int) -> Order:
         if self._ordered_by_sampler:
-            return draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
+            self._sampler_epochs.tell(epoch)
+            order = draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
+            self._sampler_epochs.note()
+            return order
         length = self._samples_per_epoch()
         if not self.shuffle:
             return range(length)

@@ -29,12 +29,13 @@ from lockstep.data.feistel import ComputedOrder
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
-__all__ = ["Fetch", "Order", "Plan", "Schedule", "computed_order", "draw_order", "shuffled_order"]
+__all__ = ["Fetch", "Order", "Plan", "Schedule", "computed_order", "draw_order", "seed_keys", "shuffled_order"]
 
 Stored: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 Order: TypeAlias = Stored | range | ComputedOrder  # [num_samples]; numpy slices small runs faster than torch
 
 _STORED_ANYWAY = 1 << 16  # samples; 256 KiB
+_INDEX_BITS = 40
 # torch draws 32 bits for each position up to here, whatever the dtype, and 64 beyond.
 _INT32_NUMEL = 2**32 // 20
 
@@ -94,7 +95,7 @@ def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.
 
     The process-wide generators are seeded with (seed, epoch) while it runs and put back
     afterwards, so a `RandomSampler` or `WeightedRandomSampler` without a generator of its own
-    draws alike on all ranks. A sampler with a `set_epoch` method is told the epoch.
+    draws alike on all ranks.
 
     Returns:
         int64 [len(sampler)].
@@ -102,9 +103,6 @@ def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.
     Raises:
         DataError: it yields something else than integers, or not as many as its length says.
     """
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
     with preserve_global_rngs():
         seed_global_rngs(derive_seed(b"sampler", seed, epoch))
         try:
@@ -123,18 +121,38 @@ def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.
     return indices
 
 
+def seed_keys(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What takes the place of the indices of a sampler's order where samples are seeded, int64 [num_samples].
+
+    The index, and of one that comes again, such as those of a rare class, the number of times that it came before: so
+    that each time another augmentation is drawn.
+
+    >>> seed_keys(np.array([7, 2, 7])).tolist() == [7, 2, 7 ^ 1 << 40]
+    True
+    """
+    by_index = np.argsort(order, kind="stable")
+    starts = np.flatnonzero(np.diff(order[by_index], prepend=order[by_index[0]] - 1))
+    if len(starts) == len(order):
+        return order
+    earlier = np.empty_like(order)
+    earlier[by_index] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    return order ^ (earlier << _INDEX_BITS)
+
+
 class Fetch(NamedTuple):
     """What is asked of the dataset for one batch of one rank; travels to the worker processes.
 
     Attributes:
         seed: the loader's.
-        epoch: number of the epoch; with seed and index it seeds each sample.
+        epoch: number of the epoch; with seed and key it seeds each sample.
         indices: what to fetch, in order; never empty.
+        keys: of the samples; see `seed_keys`.
     """
 
     seed: int
     epoch: int
     indices: list[int]
+    keys: list[int]
 
 
 @dataclass(frozen=True)
@@ -155,6 +173,7 @@ class Schedule:
         evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
         source: of the loader; its shares keep it alive.
         fingerprint: a number for the samples and their order; see `fingerprints.py`.
+        keys: what seeds the samples, in the same order; None for the indices.
     """
 
     order: Order
@@ -166,6 +185,7 @@ class Schedule:
     evaluation: bool = False
     source: object = None
     fingerprint: int = 0
+    keys: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """Number of batches that this rank yields."""
@@ -182,9 +202,9 @@ class Schedule:
             copies = 1 if begin < end else filler_rows(self.plan.batch_size, self.rank, self.world_size)
             if begin == end:
                 begin, end = 0, 1
-            picked = self.order[first + begin : first + end]
-            indices = list(picked) if isinstance(picked, range) else picked.tolist()
-            yield Fetch(self.seed, self.epoch, indices * copies)
+            indices = _picked(self.order, first + begin, first + end) * copies
+            keys = indices if self.keys is None else _picked(self.keys, first + begin, first + end) * copies
+            yield Fetch(self.seed, self.epoch, indices, keys)
 
     def share(self, number: int) -> BatchShare:
         """What this rank holds of batch `number`."""
@@ -206,3 +226,8 @@ class Schedule:
     def consumed(self, number: int) -> int:
         """Samples of the epoch used up once batch `number` has been yielded."""
         return self.plan.bounds(number)[1]
+
+
+def _picked(order: Order, begin: int, end: int) -> list[int]:
+    picked = order[begin:end]
+    return list(picked) if isinstance(picked, range) else picked.tolist()

@@ -23,7 +23,7 @@ import bisect
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,6 +37,7 @@ from lockstep.data.own_generators import OwnGenerators
 from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
+from lockstep.tree import tensors_in
 
 __all__ = [
     "SeededDataset",
@@ -172,8 +173,8 @@ class SeededDataset:
         dataset: the user's.
         seed_samples: seed the process-wide generators before each sample, unless nothing can tell. A dataset with a
             `__getitems__` of its own (and no `generator`) fetches its batch in one go and is
-            seeded once, from the first index. See [Note: batches of a dataset's own].
-        seed_collate: seed them before the batch is collated, from the first index.
+            seeded once, from the key of the first sample. See [Note: batches of a dataset's own].
+        seed_collate: seed them before the batch is collated, from the same.
     """
 
     def __init__(self, dataset: Any, *, seed_samples: bool, seed_collate: bool) -> None:
@@ -193,22 +194,22 @@ class SeededDataset:
         else:
             samples = self._samples(fetch)
         if self.seed_collate:
-            seed_global_rngs(derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.indices[0]))
+            seed_global_rngs(derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.keys[0]))
         return samples
 
     def _samples(self, fetch: Fetch) -> list[Any]:
-        dataset, (seed, epoch, indices) = self.dataset, fetch
+        dataset, (seed, epoch, indices, keys) = self.dataset, fetch
         if self._fetches_batches:
-            return self._batch(seed, epoch, indices)
+            return self._batch(seed, epoch, indices, keys[0])
         if not self._takes_generator and (not self.seed_samples or is_deterministic(dataset, indices)):
             samples = [dataset[index] for index in indices]
             if self.seed_samples and not self.seed_collate and not all(map(is_plain_sample, samples)):
-                self._seed(seed, epoch, indices[-1])  # Objects with code of their own may draw when they are collated.
+                self._seed(seed, epoch, keys[-1])  # Objects with code of their own may draw when they are collated.
             return samples
         # All seeds at once: what runs seldom, between two samples, takes some times as long.
-        seeds = derive_seeds(b"global", seed, epoch, indices) if self.seed_samples else [None] * len(indices)
+        seeds = derive_seeds(b"global", seed, epoch, keys) if self.seed_samples else [None] * len(indices)
         if self._takes_generator:
-            return self._generated(seeds, derive_seeds(b"sample", seed, epoch, indices), indices)
+            return self._generated(seeds, derive_seeds(b"sample", seed, epoch, keys), indices)
         samples = []
         for index, value in zip(indices, seeds, strict=True):
             assert value is not None
@@ -231,9 +232,9 @@ class SeededDataset:
             samples.append(read(index, generator))
         return samples
 
-    def _batch(self, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
+    def _batch(self, seed: int, epoch: int, indices: Sequence[int], key: int) -> list[Any]:
         """What the dataset's own `__getitems__` fetches. See [Note: batches of a dataset's own]."""
-        self._seed(seed, epoch, indices[0])
+        self._seed(seed, epoch, key)
         before = GlobalRngs() if self.seed_samples and not self._has_drawn else None
         fetched: list[Any] = self.dataset.__getitems__(indices)
         if before is not None and not before.are_as_now():
@@ -246,13 +247,16 @@ class SeededDataset:
             )
         return fetched
 
-    def _seed(self, seed: int, epoch: int, index: int) -> None:
+    def _seed(self, seed: int, epoch: int, key: int) -> None:
         if self.seed_samples:
-            seed_global_rngs(derive_seed(b"global", seed, epoch, index))
+            seed_global_rngs(derive_seed(b"global", seed, epoch, key))
 
 
 class WatchedCollate:
-    """A collate function of the user's that is warned of if it draws. See [Note: batches of a dataset's own].
+    """A collate function of the user's that is warned of if it draws, or leaves samples out.
+
+    See [Note: batches of a dataset's own]. Who filters samples that could not be read has fewer rows on one rank than
+    on another, and the ranks go by the samples that they were to have.
 
     Args:
         collate_fn: the user's.
@@ -261,13 +265,16 @@ class WatchedCollate:
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
         self._looks_left = _LOOKS
+        self._has_lost = False
 
     def __call__(self, samples: list[Any]) -> Any:
-        if not self._looks_left:
-            return self.collate_fn(samples)
-        self._looks_left -= 1
-        before = GlobalRngs()
+        count = len(samples)  # a function may filter the list itself
+        before = GlobalRngs() if self._looks_left else None
         batch = self.collate_fn(samples)
+        self._count_rows(batch, count)
+        if before is None:
+            return batch
+        self._looks_left -= 1
         if not before.are_as_now():
             self._looks_left = 0
             warn_once(
@@ -277,6 +284,31 @@ class WatchedCollate:
                 "where each sample has random numbers of its own",
             )
         return batch
+
+    def _count_rows(self, batch: Any, num_samples: int) -> None:
+        sizes = () if self._has_lost else list(_sizes_in(batch))
+        if not sizes or max(sizes) >= num_samples:
+            return
+        self._has_lost = True
+        warn_once(
+            _logger,
+            f"collate_fn ({_name_of(self.collate_fn)}) made {max(sizes)} rows of {num_samples} samples. A rank counts "
+            "by the samples that it was to have, so if some were left out, others count for more. Leave them out of "
+            "the dataset, or say how many the loss is the mean over: `with model.samples(n):`",
+        )
+
+
+def _sizes_in(batch: Any) -> Iterator[int]:
+    """Numbers of rows of tensors, and lengths of lists, which may be of samples."""
+    if isinstance(batch, dict):
+        batch = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        yield len(batch)
+    else:
+        yield from (int(tensor.size(0)) for tensor in tensors_in(batch) if tensor.dim())
+        return
+    for part in batch:
+        yield from _sizes_in(part)
 
 
 def _name_of(function: object) -> str:

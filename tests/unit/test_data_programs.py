@@ -1,0 +1,203 @@
+"""What training scripts do with samplers, collate functions and several loaders."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler, default_collate
+
+from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
+from lockstep import log
+from lockstep.data import DataLoader
+from lockstep.data.fingerprints import fingerprint_of_data
+from lockstep.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said() -> None:
+    log._warned.clear()
+
+
+# ---- samplers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Seeded, Drawing])
+def test_an_index_that_comes_again_is_augmented_anew(kind: Any) -> None:
+    """As a rare class is, of which a WeightedRandomSampler draws each image many times."""
+    order = [4, 4, 1, 4, 1, 2]
+    expected = run_ranks_in_turn(kind(6), 1, batch_size=3, sampler=order)
+    samples = [tuple(sample) for batch in expected for sample in batch]
+    assert [int(index) for index, *_ in samples] == order
+    assert len(set(samples)) == len(order)
+    for world_size in WORLDS[1:]:
+        assert run_ranks_in_turn(kind(6), world_size, batch_size=3, sampler=order) == expected
+    in_order, by_sampler = DataLoader(kind(6), 6), DataLoader(kind(6), 6, sampler=range(6))
+    assert run_epoch(in_order)[0][0] == run_epoch(by_sampler)[0][0], "once is as without a sampler"
+
+
+class Curriculum(Sampler[int]):
+    """A sampler with epochs, which counts them itself where it is told to."""
+
+    def __init__(self, counts: bool = False) -> None:
+        self.epoch, self.counts = 0, counts
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        yield from (self.epoch, self.epoch + 1)
+        self.epoch += self.counts
+
+
+def epoch_of(loader: DataLoader[Any]) -> int:
+    """Walks one and says which it was, as the sampler saw it."""
+    return int(run_epoch(loader)[0][0][0])
+
+
+def test_a_script_may_tell_the_sampler_its_epochs() -> None:
+    loader = DataLoader(range(100), 2, sampler=(sampler := Curriculum()))
+    for epoch in (40, 41, 41, 43):
+        sampler.set_epoch(epoch)
+        assert epoch_of(loader) == epoch
+    assert epoch_of(loader) == 43, "it is the script that tells"
+    assert loader.state_dict()["epoch"] == 45
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_else_the_loader_tells_it(counts: bool) -> None:
+    loader = DataLoader(range(100), 2, sampler=Curriculum(counts))
+    assert [epoch_of(loader) for _ in range(3)] == [0, 1, 2]
+    state = loader.state_dict()
+    loader.load_state_dict({**state, "epoch": 1, "next_epoch": 0})
+    assert [epoch_of(loader) for _ in range(2)] == [1, 2]
+
+
+def half_an_epoch(loader: DataLoader[Any]) -> tuple[list[int], dict[str, Any]]:
+    batches = iter(loader)
+    first = [int(index) for batch in itertools.islice(batches, 2) for index in batch]
+    return first, loader.state_dict()
+
+
+def test_an_epoch_that_a_sampler_orders_is_gone_on_with() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(range(20), 4, sampler=WeightedRandomSampler(torch.arange(1.0, 21), 20), seed=3)
+
+    whole = [index for samples, _ in run_epoch(make()) for index in samples]
+    first, state = half_an_epoch(make())
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert first + [index for samples, _ in run_epoch(resumed) for index in samples] == whole
+
+
+def test_a_sampler_that_cannot_give_its_order_again_is_an_error() -> None:
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(range(20), 4, sampler=RandomSampler(range(20), generator=generator))
+    _, state = half_an_epoch(loader)
+    loader.load_state_dict(state)  # the generator has gone on, as it stands at its beginning in another process
+    with pytest.raises(DataError, match="RandomSampler gives epoch 0 another order"):
+        iter(loader)
+
+
+# ---- collate functions ---------------------------------------------------------------------------------------
+
+
+class Broken(Dataset[Any]):
+    """Every fourth image cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return None if index % 4 == 3 else torch.ones(2) * index
+
+
+def leave_out_broken(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+def test_samples_that_a_collate_function_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    list(DataLoader(Broken(), 4, collate_fn=leave_out_broken))
+    (record,) = caplog.records
+    assert "collate_fn (leave_out_broken) made 3 rows of 4 samples" in record.getMessage()
+    assert "with model.samples(n):" in record.getMessage()
+
+
+def test_as_many_rows_as_samples_or_more_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    def as_detectors_take_them(rows: list[torch.Tensor]) -> Any:
+        return tuple(zip(*[(row, {"boxes": row[:1]}) for row in rows], strict=True))
+
+    def joined(rows: list[torch.Tensor]) -> Any:
+        return torch.cat(rows), torch.tensor(1.0)
+
+    for collate in (default_collate, list, as_detectors_take_them, joined, len):
+        list(DataLoader([torch.ones(3)] * 8, 4, collate_fn=collate))
+    assert not caplog.records
+
+
+# ---- several loaders -----------------------------------------------------------------------------------------
+
+
+def pair(**options: Any) -> list[DataLoader[Any]]:
+    data = TensorDataset(torch.arange(12.0))
+    return [DataLoader(data, 4, **{"shuffle": True, **options}), DataLoader(data, 3, **{"shuffle": True, **options})]
+
+
+def test_loaders_side_by_side_in_one_random_order_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        list(zip(*pair(), strict=False))
+    (record,) = caplog.records
+    assert "both have seed=0, 12 samples, and are in epoch 0" in record.getMessage()
+
+
+@pytest.mark.parametrize("how", ["seeds", "epochs", "one after the other", "in order", "evaluation", "stopped"])
+def test_other_loaders_are_not(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = pair(**{"in order": {"shuffle": False}, "evaluation": {"evaluation": True}}.get(how, {}))
+    if how == "seeds":
+        second = DataLoader(second.dataset, 3, shuffle=True, seed=1)
+    if how == "epochs":
+        second.set_epoch(1)
+    if how == "stopped":
+        for _ in first:
+            break
+    if how == "one after the other":
+        list(first)
+    else:
+        batches = iter(first)
+        next(batches)
+        if how == "stopped":
+            second.set_epoch(0)
+            del batches
+    list(second)
+    assert not caplog.records
+
+
+# ---- data that ranks hold ------------------------------------------------------------------------------------
+
+
+class Texts(Dataset[Any]):
+    def __init__(self, read: int) -> None:
+        self.names = [f"{index}.txt" for index in range(8)]
+        self.cache = [f"text {index}" if index < read else None for index in range(8)]
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_what_a_rank_has_read_so_far_is_its_own_business() -> None:
+    assert fingerprint_of_data(Texts(0)) == fingerprint_of_data(Texts(3))
+
+
+def test_features_may_differ_in_the_last_bits() -> None:
+    features = torch.cat([torch.randn(500, 3, generator=torch.Generator().manual_seed(0)), torch.ones(12, 3)])
+    other = features * (1 + 1e-6 * torch.rand_like(features))
+    assert fingerprint_of_data(TensorDataset(features)) == fingerprint_of_data(TensorDataset(other))
+    for changed in (features.flip(0), -features, features * 4, torch.zeros_like(features)):
+        assert fingerprint_of_data(TensorDataset(features)) != fingerprint_of_data(TensorDataset(changed))
+    assert fingerprint_of_data(Numbers(3)) != fingerprint_of_data(Seeded(3))
