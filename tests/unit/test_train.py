@@ -289,6 +289,26 @@ def test_ending_after_some_steps(tmp_path: Path, max_steps: int, epochs: int, ev
     assert collector.losses == train_collecting(2).losses
 
 
+@pytest.mark.parametrize("between", ["nothing", "a pass over the data", "a resume"])
+def test_fit_again_after_some_steps_goes_on_within_the_epoch(between: str) -> None:
+    """Five steps an epoch. The rest of an epoch is trained, and reported, as after a resume; so is what comes after."""
+    options: dict[str, Any] = {"log_every": 1, "schedule": {"step_size": 3, "gamma": 0.5}}
+    whole, parts = train_collecting(3, 2, **options), Collector()
+    trainer = make_trainer(2, callbacks=[parts], **options)
+    for max_steps in (2, 2, 4, 8):  # the second time there is nothing to do
+        assert not trainer.fit(3, max_steps)
+        if between != "nothing":
+            list(trainer.loader)
+        if between == "a resume":
+            trainer.load_state_dict(trainer.state_dict())
+    assert trainer.fit(3)
+    assert parts.losses == whole.losses
+    assert [one.lr for one in parts.steps] == [one.lr for one in whole.steps]
+    assert [(one.epoch, one.step) for one in parts.epochs] == [(1, 5), (2, 10), (3, 15)]
+    assert [one.loss for one in parts.epochs] == pytest.approx([one.loss for one in whole.epochs])
+    assert [one.samples for one in parts.epochs] == [2, 4, 10]
+
+
 class Noting(Update):
     """Writes down what the loop asks for."""
 
