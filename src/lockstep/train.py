@@ -349,7 +349,7 @@ class Trainer:
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "update": self.update.state_dict(),
             "loader": self.loader.state_dict() if self._rest is None else self._rest,
             "step": self.step,
@@ -362,12 +362,14 @@ class Trainer:
         """Go on where `state` was taken, at any number of ranks. Local; every rank loads the same.
 
         Raises:
-            CheckpointError: it lacks a part, or belongs to another model or optimizer.
+            CheckpointError: it lacks a part, or belongs to another model or optimizer; or one of the two runs has a
+                scheduler and the other has none.
         """
         try:
+            _check_scheduler(state["scheduler"], self.scheduler)
             self.model.module.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler:
+            if self.scheduler is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
             self.update.load_state_dict(state.get("update", {}))
             self.loader.load_state_dict(state["loader"])
@@ -458,7 +460,7 @@ class Trainer:
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         ledger.close_step(self.optimizer.param_groups[0]["lr"])
         self.update.step()
-        if self.scheduler:
+        if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
 
@@ -474,6 +476,20 @@ class Trainer:
         for report in reports:
             for callback in self.callbacks:
                 callback(report)
+
+
+def _check_scheduler(saved: Mapping[str, Any] | None, scheduler: Scheduler | None) -> None:
+    """Refuse a schedule where there was none, and none where there was one: learning rates would change unnoticed."""
+    if saved is None and scheduler is not None:
+        raise CheckpointError(
+            f"the checkpoint has no scheduler, and this run has a {type(scheduler).__name__}: make the Trainer without "
+            'one; or, to begin its schedule now, set state["scheduler"] = trainer.scheduler.state_dict() before loading'
+        )
+    if saved is not None and scheduler is None:
+        raise CheckpointError(
+            "the checkpoint has a scheduler, and this run has none: give the Trainer the one it was written with; or, "
+            'to keep the learning rate as it was then, set state["scheduler"] = None before loading'
+        )
 
 
 def _communication_s() -> float:

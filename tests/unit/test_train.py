@@ -360,6 +360,29 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("saved", "here", "said"),
+    [
+        ({}, {"schedule": {"step_size": 3}}, "has no scheduler, and this run has a StepLR"),
+        ({"schedule": {"step_size": 3}}, {}, "has a scheduler, and this run has none"),
+    ],
+)
+def test_a_checkpoint_with_and_without_a_scheduler_is_refused(
+    saved: dict[str, Any], here: dict[str, Any], said: str
+) -> None:
+    """Before anything is loaded."""
+    first, other = make_trainer(**saved), make_trainer(**here)
+    first.fit(1)
+    state = first.state_dict()
+    before = other.model.module.weight.clone()
+    with pytest.raises(CheckpointError, match=said):
+        other.load_state_dict(state)
+    assert torch.equal(other.model.module.weight, before)
+    # What the message advises.
+    other.load_state_dict({**state, "scheduler": other.scheduler.state_dict() if other.scheduler else None})
+    assert other.fit(2)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"accumulate": 0}, "accumulate is 0"),
