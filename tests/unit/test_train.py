@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -380,6 +381,15 @@ def test_a_checkpoint_with_and_without_a_scheduler_is_refused(
     # What the message advises.
     other.load_state_dict({**state, "scheduler": other.scheduler.state_dict() if other.scheduler else None})
     assert other.fit(2)
+
+
+def test_numbers_of_numpy_in_evaluation_and_learning_rate_are_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(checkpoints=tmp_path, evaluate=lambda _: {"loss": np.mean([0.25, 0.5])})
+    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.5 * (1 + np.cos(step)))
+    trainer.fit(1)
+    state = checkpoint.load(tmp_path)
+    assert state["metrics"] == {"loss": 0.375}
+    assert state["scheduler"]["_last_lr"] == trainer.scheduler.get_last_lr()
 
 
 @pytest.mark.parametrize(
