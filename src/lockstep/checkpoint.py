@@ -278,25 +278,32 @@ def _loadable(value: Any, place: str) -> Any:
     if isinstance(value, np.generic) and type(value.item()) in _PLAIN:  # a learning rate of np.cos, a mean loss
         return value.item()
     if type(value) in (dict, OrderedDict) or (type(value) is Counter and _loads_counters()):
-        for key in value:
-            if type(key) not in (str, int, float, bool, type(None)):
-                raise InputTypeError(f"checkpoint.save: {place} has a key of type {type(key).__name__}: {key!r}")
-        items = {key: _loadable(item, f"{place}[{key!r}]") for key, item in value.items()}
-        changed = {key: item for key, item in items.items() if item is not value[key]}
-        if changed:
-            value = copy.copy(value)  # which keeps the `_metadata` of a module's state
-            for key, item in changed.items():
-                value[key] = item
-        return value
+        return _loadable_dict(value, place)
     if type(value) in (list, tuple, set):
         old = list(value)
         new = [_loadable(item, f"{place}[{index}]") for index, item in enumerate(old)]
-        unchanged = all(after is before for after, before in zip(new, old, strict=True))
-        return value if unchanged else type(value)(new)
+        return type(value)(new) if any(after is not before for after, before in zip(new, old, strict=True)) else value
     raise InputTypeError(
         f"checkpoint.save: {place} is a {type(value).__module__}.{type(value).__qualname__}, which a safe load "
         "refuses; save tensors, numbers, strings, and dicts or lists of them"
     )
+
+
+def _loadable_dict(value: dict[Any, Any], place: str) -> dict[Any, Any]:
+    """`_loadable` of a dict, of one of the types that a safe load reads."""
+    changed = {}
+    for key, item in value.items():
+        if type(key) not in (str, int, float, bool, type(None)):
+            raise InputTypeError(f"checkpoint.save: {place} has a key of type {type(key).__name__}: {key!r}")
+        loadable = _loadable(item, f"{place}[{key!r}]")
+        if loadable is not item:
+            changed[key] = loadable
+    if not changed:
+        return value
+    stored = copy.copy(value)  # which keeps the `_metadata` of a module's state
+    for key, item in changed.items():  # Counter.update would add
+        stored[key] = item
+    return stored
 
 
 @functools.cache
