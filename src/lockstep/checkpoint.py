@@ -25,6 +25,7 @@ Files are ordinary `torch.save` archives that `torch.load(..., weights_only=True
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -36,6 +37,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -51,8 +53,8 @@ _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<checksum>[0-9a-f]{16})\.pt")
 _ZIP_MAGIC = b"PK\x03\x04"  # without it, torch.load takes the file for one of torch before 1.6
 _TEMPORARY = ".writing-"
 _ABANDONED = "abandoned-"
-# What `torch.load(weights_only=True)` reads back, besides tensors; exact types, since a subclass
-# (a numpy scalar is a float) needs an import that it refuses.
+# What `torch.load(weights_only=True)` reads back, besides tensors; exact types, since a subclass needs an import that
+# it refuses.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
@@ -67,7 +69,8 @@ def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int =
 
     Args:
         folder: where this run's checkpoints lie, and no other's; made if it is not there.
-        state: nested dicts and lists of tensors, numbers and strings. Only rank 0's is used.
+        state: nested dicts and lists of tensors, numbers and strings; NumPy's numbers are stored as Python's, which a
+            safe load reads. Only rank 0's is used.
         step: what to number it by, usually the optimizer step; at least 0.
         keep: how many checkpoints to leave in the folder; at least 1.
 
@@ -164,7 +167,7 @@ class _HashingWriter:
 
 def _write(folder: Path, state: State, step: int, keep: int) -> Path:
     """Rank 0's part of `save`."""
-    _check_loadable(state, "state")
+    state = _loadable(state, "state")
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in _entries(folder):
         if leftover.name.startswith(_TEMPORARY):  # of a writer that was killed: there is one writer per folder
@@ -265,25 +268,42 @@ def _alternatives(path: Path) -> str:
     return f". Whole ones beside it: {', '.join(good)}" if good else ""
 
 
-def _check_loadable(value: object, place: str) -> None:
-    """Refuse at saving what could not be loaded: a checkpoint that nobody can read is worse than none."""
+def _loadable(value: Any, place: str) -> Any:
+    """`value` as it can be loaded; itself, but for numbers of NumPy and what holds them.
+
+    What could not be loaded is refused at saving: a checkpoint that nobody can read is worse than none.
+    """
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
-        return
+        return value
+    if isinstance(value, np.generic) and type(value.item()) in _PLAIN:  # a learning rate of np.cos, a mean loss
+        return value.item()
     if type(value) in (dict, OrderedDict) or (type(value) is Counter and _loads_counters()):
-        assert isinstance(value, dict)
-        for key, item in value.items():
-            if type(key) not in (str, int, float, bool, type(None)):
-                raise InputTypeError(f"checkpoint.save: {place} has a key of type {type(key).__name__}: {key!r}")
-            _check_loadable(item, f"{place}[{key!r}]")
-    elif type(value) in (list, tuple, set):
-        assert isinstance(value, list | tuple | set)
-        for index, item in enumerate(value):
-            _check_loadable(item, f"{place}[{index}]")
-    else:
-        raise InputTypeError(
-            f"checkpoint.save: {place} is a {type(value).__module__}.{type(value).__qualname__}, which a safe load "
-            "refuses; save tensors, numbers, strings, and dicts or lists of them"
-        )
+        return _loadable_dict(value, place)
+    if type(value) in (list, tuple, set):
+        old = list(value)
+        new = [_loadable(item, f"{place}[{index}]") for index, item in enumerate(old)]
+        return type(value)(new) if any(after is not before for after, before in zip(new, old, strict=True)) else value
+    raise InputTypeError(
+        f"checkpoint.save: {place} is a {type(value).__module__}.{type(value).__qualname__}, which a safe load "
+        "refuses; save tensors, numbers, strings, and dicts or lists of them"
+    )
+
+
+def _loadable_dict(value: dict[Any, Any], place: str) -> dict[Any, Any]:
+    """`_loadable` of a dict, of one of the types that a safe load reads."""
+    changed = {}
+    for key, item in value.items():
+        if type(key) not in (str, int, float, bool, type(None)):
+            raise InputTypeError(f"checkpoint.save: {place} has a key of type {type(key).__name__}: {key!r}")
+        loadable = _loadable(item, f"{place}[{key!r}]")
+        if loadable is not item:
+            changed[key] = loadable
+    if not changed:
+        return value
+    stored = copy.copy(value)  # which keeps the `_metadata` of a module's state
+    for key, item in changed.items():  # Counter.update would add
+        stored[key] = item
+    return stored
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.batch import BatchShare
 from lockstep.data import DataLoader
+from lockstep.data.waits import Waits
 from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.rank_zero import collective_device
 from lockstep.world import current_world
@@ -210,32 +211,6 @@ class _Ledger:
         return reports
 
 
-class _Waits:
-    """The batches of an epoch, and how long the loop waits for them.
-
-    Args:
-        loader: begins its next epoch now.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._since = time.perf_counter()
-        self.batches = iter(loader)
-        self.first_s = 0.0
-        self.total_s = 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        for data in self.batches:
-            self._enter()
-            yield data
-            self._since = time.perf_counter()
-        self._enter()
-
-    def _enter(self) -> None:
-        waited_s = time.perf_counter() - self._since
-        self.total_s += waited_s
-        self.first_s = self.first_s or waited_s
-
-
 @dataclass
 class _SoFar:
     """What the epoch under way came to, over all ranks; kept with checkpoints.
@@ -326,15 +301,16 @@ class Trainer:
         self.step = 0
         self.epoch = 0
         self._so_far = _SoFar()
-        self._goes_on = False  # the next epoch is the rest of the one that `_so_far` is of
+        # The loader's state where the epoch goes on that `_so_far` is of; None where the next one begins.
+        self._rest: dict[str, Any] | None = None
 
     def fit(self, epochs: int, max_steps: int | None = None) -> bool:
         """Train until `epochs` epochs are done, counting those done before a resume.
 
         Args:
             epochs: to do in all.
-            max_steps: end after this many optimizer steps in all, if that comes first: with a checkpoint, from which
-                the epoch can be gone on with, and without an evaluation.
+            max_steps: end after this many optimizer steps in all, if that comes first: with a checkpoint, and without
+                an evaluation. The next call goes on within the epoch, as does a run that loads the checkpoint.
 
         Returns:
             Whether all epochs are done.
@@ -344,6 +320,7 @@ class Trainer:
                 return False
             trained = self._train_epoch(max_steps)
             if trained is None:
+                self._rest = self.loader.state_dict()
                 self.save()
                 return False
             self.epoch += 1
@@ -372,9 +349,9 @@ class Trainer:
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "update": self.update.state_dict(),
-            "loader": self.loader.state_dict(),
+            "loader": self.loader.state_dict() if self._rest is None else self._rest,
             "step": self.step,
             "epoch": self.epoch,
             "so_far": asdict(self._so_far),
@@ -385,17 +362,19 @@ class Trainer:
         """Go on where `state` was taken, at any number of ranks. Local; every rank loads the same.
 
         Raises:
-            CheckpointError: it lacks a part, or belongs to another model or optimizer.
+            CheckpointError: it lacks a part, or belongs to another model or optimizer; or one of the two runs has a
+                scheduler and the other has none.
         """
         try:
+            _check_scheduler(state["scheduler"], self.scheduler)
             self.model.module.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler:
+            if self.scheduler is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
             self.update.load_state_dict(state.get("update", {}))
             self.loader.load_state_dict(state["loader"])
             self.step, self.epoch = state["step"], state["epoch"]
-            self._so_far, self._goes_on = _SoFar(**state.get("so_far", {})), True
+            self._so_far, self._rest = _SoFar(**state.get("so_far", {})), self.loader.state_dict()
             if "rng" in state:
                 checkpoint.restore_rng(state["rng"])
         except KeyError as error:
@@ -406,12 +385,10 @@ class Trainer:
     def _train_epoch(self, max_steps: int | None) -> EpochReport | None:
         """One epoch of steps, or the rest of one, reported as they go; None where `max_steps` ended it early."""
         self.model.train()
-        if not self._goes_on:  # else an error, or `max_steps`, may have left a part of another epoch
-            self._so_far = _SoFar()
-        self._goes_on = False
+        self._begin_epoch()
         ledger = _Ledger()
         started, communication_s, samples_before = time.perf_counter(), _communication_s(), self._so_far.samples
-        waits = _Waits(self.loader)
+        waits = Waits(self.loader)
         batches = waits.batches
         for number, data in enumerate(waits, start=1):
             is_last = number == len(batches)
@@ -442,6 +419,14 @@ class Trainer:
             loader_s=waits.total_s,
             first_batch_s=waits.first_s,
         )
+
+    def _begin_epoch(self) -> None:
+        """Let the loader come to the rest of the epoch that `_so_far` is of, or begin with the next one."""
+        if self._rest is None:
+            self._so_far = _SoFar()  # an error may have left a part of another epoch
+        else:
+            self.loader.load_state_dict(self._rest)  # it has perhaps been iterated since
+            self._rest = None
 
     def _enter(self, steps: Sequence[StepReport]) -> None:
         """Report steps, which are a part of what the epoch came to; first, as a callback may write a checkpoint."""
@@ -475,7 +460,7 @@ class Trainer:
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         ledger.close_step(self.optimizer.param_groups[0]["lr"])
         self.update.step()
-        if self.scheduler:
+        if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
 
@@ -491,6 +476,20 @@ class Trainer:
         for report in reports:
             for callback in self.callbacks:
                 callback(report)
+
+
+def _check_scheduler(saved: Mapping[str, Any] | None, scheduler: Scheduler | None) -> None:
+    """Refuse a schedule where there was none, and none where there was one: learning rates would change unnoticed."""
+    if saved is None and scheduler is not None:
+        raise CheckpointError(
+            f"the checkpoint has no scheduler, and this run has a {type(scheduler).__name__}: make the Trainer without "
+            'one; or, to begin its schedule now, set state["scheduler"] = trainer.scheduler.state_dict() before loading'
+        )
+    if saved is not None and scheduler is None:
+        raise CheckpointError(
+            "the checkpoint has a scheduler, and this run has none: give the Trainer the one it was written with; or, "
+            'to keep the learning rate as it was then, set state["scheduler"] = None before loading'
+        )
 
 
 def _communication_s() -> float:

@@ -133,6 +133,28 @@ def test_state_saves_restores_and_synchronizes() -> None:
     run_ranks(kept_state, 2, init=False)
 
 
+def restarted(folder: Path) -> None:
+    """Two attempts of a job, one after the other: a state of the second one resumes what the first has committed."""
+    hvd.init()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LOCKSTEP_ELASTIC_FOLDER", str(folder))
+        for attempt, resumes_at in enumerate((0, 3, 4)):
+            environment.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+            state = hvd.elastic.TorchState(nn.Linear(1, 1), None, step=0)
+            state.resume()
+            assert state.step == resumes_at
+            for _ in range(1 if attempt else 3):
+                state.step += 1
+                state.commit()
+    hvd.shutdown()
+
+
+def test_commits_after_a_restart_follow_those_before(tmp_path: Path) -> None:
+    """One file is left, however often a job starts again."""
+    run_ranks(restarted, 2, tmp_path, init=False)
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
 def sampled() -> Any:
     hvd.init()
     sampler = hvd.elastic.ElasticSampler(range(10), shuffle=True, seed=3)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import pickle
 import signal
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,29 @@ def test_everything_that_may_be_saved_comes_back(tmp_path: Path) -> None:
         assert torch.equal(actual, expected)
     assert torch.equal(loaded.pop("parameter"), state.pop("parameter"))
     assert loaded == state
+
+
+def test_numbers_of_numpy_become_those_of_python(tmp_path: Path) -> None:
+    model = OrderedDict(weight=torch.ones(1), scale=np.float32(0.5))
+    model._metadata = {"version": 2}  # type: ignore[attr-defined]  # as of a module's state_dict
+    state: dict[str, Any] = {
+        "lr": np.float64(0.1),
+        "rates": [np.float64(0.1), 2],
+        "pair": (np.int64(3), np.bool_(True)),
+        "kinds": {np.int32(4)},
+        "milestones": Counter({3: np.int64(2)}),
+        "model": model,
+        "plain": [1, 2],
+    }
+    if not checkpoint._loads_counters():
+        del state["milestones"]
+    loaded = checkpoint.load(checkpoint.save(tmp_path, state, step=1))
+    assert loaded == state
+    assert (type(loaded["lr"]), type(loaded["rates"][0]), type(loaded["model"]["scale"])) == (float, float, float)
+    assert [type(each) for each in loaded["pair"]] == [int, bool]
+    assert loaded["model"]._metadata == {"version": 2}
+    assert list(loaded["model"]) == ["weight", "scale"]
+    assert type(state["lr"]) is type(state["rates"][0]) is np.float64, "what was given is as it was"
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -213,7 +236,8 @@ def test_a_file_that_is_no_archive_is_an_error(tmp_path: Path, content: bytes) -
 @pytest.mark.parametrize(
     ("state", "place"),
     [
-        ({"optimizer": {"lr": np.float64(0.1)}}, r"state\['optimizer'\]\['lr'\] is a numpy.float64"),
+        ({"optimizer": {"lr": np.ones(1)}}, r"state\['optimizer'\]\['lr'\] is a numpy.ndarray"),
+        ({"began": np.datetime64("2025-01-01")}, r"state\['began'\] is a numpy.datetime64"),
         ({"steps": [1, Exploit()]}, r"state\['steps'\]\[1\] is a .*Exploit"),
         ({"table": {(1, 2): 3}}, r"state\['table'\] has a key of type tuple"),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -289,6 +290,26 @@ def test_ending_after_some_steps(tmp_path: Path, max_steps: int, epochs: int, ev
     assert collector.losses == train_collecting(2).losses
 
 
+@pytest.mark.parametrize("between", ["nothing", "a pass over the data", "a resume"])
+def test_fit_again_after_some_steps_goes_on_within_the_epoch(between: str) -> None:
+    """Five steps an epoch. The rest of an epoch is trained, and reported, as after a resume; so is what comes after."""
+    options: dict[str, Any] = {"log_every": 1, "schedule": {"step_size": 3, "gamma": 0.5}}
+    whole, parts = train_collecting(3, 2, **options), Collector()
+    trainer = make_trainer(2, callbacks=[parts], **options)
+    for max_steps in (2, 2, 4, 8):  # the second time there is nothing to do
+        assert not trainer.fit(3, max_steps)
+        if between != "nothing":
+            list(trainer.loader)
+        if between == "a resume":
+            trainer.load_state_dict(trainer.state_dict())
+    assert trainer.fit(3)
+    assert parts.losses == whole.losses
+    assert [one.lr for one in parts.steps] == [one.lr for one in whole.steps]
+    assert [(one.epoch, one.step) for one in parts.epochs] == [(1, 5), (2, 10), (3, 15)]
+    assert [one.loss for one in parts.epochs] == pytest.approx([one.loss for one in whole.epochs])
+    assert [one.samples for one in parts.epochs] == [2, 4, 10]
+
+
 class Noting(Update):
     """Writes down what the loop asks for."""
 
@@ -337,6 +358,38 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     del state["loader"]
     with pytest.raises(CheckpointError, match=r"has no 'loader'; was it written by Trainer\.save"):
         make_trainer().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "said"),
+    [
+        ({}, {"schedule": {"step_size": 3}}, "has no scheduler, and this run has a StepLR"),
+        ({"schedule": {"step_size": 3}}, {}, "has a scheduler, and this run has none"),
+    ],
+)
+def test_a_checkpoint_with_and_without_a_scheduler_is_refused(
+    saved: dict[str, Any], here: dict[str, Any], said: str
+) -> None:
+    """Before anything is loaded."""
+    first, other = make_trainer(**saved), make_trainer(**here)
+    first.fit(1)
+    state = first.state_dict()
+    before = other.model.module.weight.clone()
+    with pytest.raises(CheckpointError, match=said):
+        other.load_state_dict(state)
+    assert torch.equal(other.model.module.weight, before)
+    # What the message advises.
+    other.load_state_dict({**state, "scheduler": other.scheduler.state_dict() if other.scheduler else None})
+    assert other.fit(2)
+
+
+def test_numbers_of_numpy_in_evaluation_and_learning_rate_are_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(checkpoints=tmp_path, evaluate=lambda _: {"loss": np.mean([0.25, 0.5])})
+    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.5 * (1 + np.cos(step)))
+    trainer.fit(1)
+    state = checkpoint.load(tmp_path)
+    assert state["metrics"] == {"loss": 0.375}
+    assert state["scheduler"]["_last_lr"] == trainer.scheduler.get_last_lr()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ General layout, from the bottom up:
 * `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
 * `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
 * `twin_orders`: warns of two loaders that walk one random order side by side.
-* `loader`: `DataLoader`, which puts these together.
+* `loader`: `DataLoader`, which puts these together; `waits`: how long a loop waits for its batches.
 """
 
 from lockstep.data.loader import DataLoader

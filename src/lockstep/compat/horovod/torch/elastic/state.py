@@ -282,6 +282,7 @@ class TorchState(ObjectState):
             content = {
                 "handlers": {name: handler.saved for name, handler in self._handlers.items()},
                 "objects": self._saved_state,
+                "num_commits": self._num_commits,
                 "time": time.time(),
             }
             try:
@@ -300,6 +301,7 @@ class TorchState(ObjectState):
             handler.saved = content["handlers"][name]
             handler.restore()
         self._saved_state.update(content["objects"])
+        self._num_commits = content["num_commits"]  # the next commit's file comes after this one
         self._set_attrs()
 
     def __setattr__(self, name: str, value: Any) -> None:
