@@ -100,11 +100,7 @@ class _Mapping:
         if isinstance(value, list):
             return self._with_items(value, self._changes(dict(enumerate(value))))
         if isinstance(value, tuple):
-            items = dict(enumerate(value))
-            if self._but_lengths and isinstance(value, PackedSequence):
-                del items[_BATCH_SIZES]
-            changes = self._changes(items)
-            return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
+            return self._map_tuple(value)
         if dataclasses.is_dataclass(value):
             fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
             return self._with_attributes(value, self._changes(fields))
@@ -115,6 +111,13 @@ class _Mapping:
         if isinstance(value, _FUNCTIONS) or not hasattr(value, "__dict__"):
             return value
         return self._with_attributes(value, self._changes(vars(value)))
+
+    def _map_tuple(self, value: tuple[Any, ...]) -> Any:
+        items = dict(enumerate(value))
+        if self._but_lengths and isinstance(value, PackedSequence):
+            del items[_BATCH_SIZES]
+        changes = self._changes(items)
+        return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
 
     def _changes(self, items: dict[Any, Any]) -> dict[Any, Any]:
         """Those of `items` that are replaced, with what replaces them."""

@@ -223,8 +223,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
-        mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
-        check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
+        progress = self._begin_progress(order, epoch, start)
         plan = self._plan(start)
         schedule = Schedule(
             *(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
@@ -239,9 +238,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.device is not None:
             batches = DeviceIterator(batches, self.device, self.prefetch)
         self._next_epoch, self._next_start, self._epoch_after = max(epoch + 1, self._epoch_after), 0, 0
-        progress = EpochProgress(epoch, start, mark)
-        if not self.evaluation and (self.shuffle or self._ordered_by_sampler):
-            note_walk(progress, Walk(self.seed, epoch, plan.num_samples))
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
             batches,
@@ -251,6 +247,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             thread=self._thread,
             has_workers=self.num_workers > 0,
         )
+
+    def _begin_progress(self, order: Order, epoch: int, start: int) -> EpochProgress:
+        mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
+        check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
+        progress = EpochProgress(epoch, start, mark)
+        if not self.evaluation and (self.shuffle or self._ordered_by_sampler):
+            note_walk(progress, Walk(self.seed, epoch, len(order)))
+        return progress
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration run `epoch`, from its first sample.

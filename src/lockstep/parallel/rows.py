@@ -11,7 +11,6 @@ hide that the batches differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,31 +40,53 @@ class Sizes(NamedTuple):
 
 def sizes_of(inputs: Any) -> Sizes:
     """Sizes of positional and keyword arguments of a model. Local."""
-    tensors: list[torch.Tensor] = []
-    lengths: set[int] = set()
-    first: torch.Tensor | None = None  # among the arguments, not inside of a dictionary or an object
-    silent: set[int] = set()  # sizes of parts of what says itself how many samples it has
-    for value in _values_of(inputs):
+    found = _Found()
+    args, kwargs = inputs
+    for value in (*args, *kwargs.values()):
+        found.look(value)
+    return found.sizes()
+
+
+class _Found:
+    """What is known of the arguments so far."""
+
+    def __init__(self) -> None:
+        self._lengths: set[int] = set()  # of lists, and what objects say
+        self._silent: set[int] = set()  # sizes of parts of what says itself how many samples it has
+        self._tensors: list[torch.Tensor] = []
+        self._first: torch.Tensor | None = None  # among the arguments, not inside of a dictionary or an object
+
+    def look(self, value: Any) -> None:
+        """An argument."""
         said = _said_by(value)
         if said is not None:
-            lengths.add(said)
-            silent.update(int(each.size(0)) for each in tensors_in(value) if each.dim() > 0)
-            continue
-        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
-            lengths.add(len(value))
-            continue
+            self._lengths.add(said)
+            self._silent.update(map(_size, filter(torch.Tensor.dim, tensors_in(value))))
+        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
+            if isinstance(value, list) or not isinstance(value[0], int | float | None):
+                self._lengths.add(len(value))  # else a shape, or numbers of heads; samples come in lists
+        else:
+            self._look_at_tensors(value)
+
+    def _look_at_tensors(self, value: Any) -> None:
         if isinstance(value, list):
-            lengths.add(len(value))  # of samples, such as the images of detection models; or of inputs
+            self._lengths.add(len(value))  # of samples, such as the images of detection models; or of inputs
         found = [each for each in tensors_in(value) if each.dim() > 0 and not isinstance(each, torch.nn.Parameter)]
-        if first is None and found and isinstance(value, (torch.Tensor, list, tuple)):
-            first = found[0]
-        tensors += found
-    most = max((each.dim() for each in tensors), default=0)
-    telling = [each for each in tensors if each is first or each.dim() == most]
-    return Sizes(
-        frozenset(lengths | silent).union(int(each.size(0)) for each in tensors),
-        frozenset(lengths).union(int(each.size(0)) for each in telling),
-    )
+        if self._first is None and found and isinstance(value, (torch.Tensor, list, tuple)):
+            self._first = found[0]
+        self._tensors += found
+
+    def sizes(self) -> Sizes:
+        most = max((each.dim() for each in self._tensors), default=0)
+        telling = [each for each in self._tensors if each is self._first or each.dim() == most]
+        return Sizes(
+            frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
+            frozenset(self._lengths).union(map(_size, telling)),
+        )
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return int(tensor.size(0))
 
 
 def _said_by(value: Any) -> int | None:
@@ -82,11 +103,3 @@ def _said_by(value: Any) -> int | None:
 def show_inputs(inputs: Any) -> str:
     """The first tensors of the inputs in words, for an error."""
     return ", ".join(describe_tensor(tensor) for tensor in tensors_in(inputs)[:4]) or "no tensor"
-
-
-def _values_of(inputs: Any) -> Iterator[Any]:
-    args, kwargs = inputs
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, tuple) and value and isinstance(value[0], int | float | None):
-            continue  # a shape, or numbers of heads; samples come in lists
-        yield value
