@@ -17,7 +17,6 @@ from lockstep.torch_private.trees import tree_flatten, tree_unflatten
 
 __all__ = ["map_tensors", "move_tensors", "tensors_in"]
 
-_BATCH_SIZES = PackedSequence._fields.index("batch_sizes")
 _TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -113,10 +112,8 @@ class _Mapping:
         return self._with_attributes(value, self._changes(vars(value)))
 
     def _map_tuple(self, value: tuple[Any, ...]) -> Any:
-        items = dict(enumerate(value))
-        if self._but_lengths and isinstance(value, PackedSequence):
-            del items[_BATCH_SIZES]
-        changes = self._changes(items)
+        lengths = value.batch_sizes if self._but_lengths and isinstance(value, PackedSequence) else self
+        changes = self._changes({i: item for i, item in enumerate(value) if item is not lengths})
         return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
 
     def _changes(self, items: dict[Any, Any]) -> dict[Any, Any]:
