@@ -44,6 +44,7 @@ from lockstep.parallel.checks import (
     find_buffers,
     find_sparse,
     has_sync_batchnorm,
+    named_tensors,
 )
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
@@ -177,7 +178,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True
         self._world_size = group.size()
-        ignored = frozenset(getattr(module, _IGNORED, ()))
+        self._ignored = ignored = frozenset(getattr(module, _IGNORED, ()))
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
         self._sparse = find_sparse(module, named)
@@ -189,7 +190,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self.device_ids = choose_devices(device_ids, output_device, self._parameters_to_reduce)
         cap_mib = check_bucket_cap(bucket_cap_mb)
         if init_sync:
-            self._agree(ignored, cap_mib)
+            self._agree(cap_mib)
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
@@ -240,9 +241,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _agree(self, ignored: frozenset[str], cap_mib: float) -> None:
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    def _agree(self, cap_mib: float) -> None:
+        tensors = named_tensors(self.module, self._ignored)
         settings = {
             "bucket_cap_mb": cap_mib,
             "broadcast_buffers": self.broadcast_buffers,
@@ -561,7 +561,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has joined; called by torch's `Join`."""
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return joined.JoinedRank(self)
+        return joined.JoinedRank(self, self._ignored)
 
     @property
     def join_device(self) -> torch.device:
