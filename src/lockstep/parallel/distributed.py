@@ -31,7 +31,7 @@ from lockstep import batch
 from lockstep.batch import BatchShare
 from lockstep.drift.engines import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
-from lockstep.parallel import joined
+from lockstep.parallel import closures, joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, StraySigns
 from lockstep.parallel.buckets import plan_buckets
@@ -327,6 +327,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             inputs, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
         is_functional = self.changes.are_transformed()
         forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional)
+        if with_gradients:
+            closures.note_forward(forward)
         return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)
