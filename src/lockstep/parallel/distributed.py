@@ -16,7 +16,6 @@ while).
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,6 +45,7 @@ from lockstep.parallel.checks import (
     has_sync_batchnorm,
     named_tensors,
 )
+from lockstep.parallel.copying import copy_engine
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
 from lockstep.parallel.forward_pass import ForwardPass
@@ -255,23 +255,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """A copy of the model with an engine of its own, as AveragedModel makes one. Local, until it trains."""
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin._averages_at_once = False
-        DistributedDataParallel.__init__(
-            twin,
-            copy.deepcopy(self.module, memo),
-            self.device_ids,
-            broadcast_buffers=self.broadcast_buffers,
-            init_sync=False,
-            process_group=self.process_group,
-            bucket_cap_mb=self._cap_mib,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self._always_views,
-            static_graph=self.static_graph,
-        )
-        twin._hook, twin._num_hooks = self._hook, self._num_hooks
-        twin.training = self.training
-        return twin
+        return copy_engine(self, memo, DistributedDataParallel.__init__)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise ModelError(
