@@ -339,6 +339,25 @@ def test_what_cannot_be_converted_is_named_and_nothing_changes() -> None:
         lockstep.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_traced_models_have_it_as_one_call(training: bool) -> None:
+    """As torch's, and so in the mode of the model that was traced, and later of its own."""
+    plain = Small().train(training)
+    theirs = torch.fx.symbolic_trace(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)))
+    model = lockstep.convert_sync_batchnorm(copy.deepcopy(plain))
+    traced = torch.fx.symbolic_trace(model)
+    assert [(node.op, node.target) for node in traced.graph.nodes] == [
+        (node.op, node.target) for node in theirs.graph.nodes
+    ]
+    assert not model.norm.num_batches_tracked, "tracing leaves the model as it is"
+    assert traced.norm is model.norm
+    images = whole_batch([4, 2, 5, 5])
+    for mode in (training, not training):
+        assert torch.equal(traced.train(mode)(images), plain.train(mode)(images))
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(traced.get_buffer(name), buffer)
+
+
 def test_wrong_inputs() -> None:
     layer = lockstep.SyncBatchNorm(CHANNELS)
     with pytest.raises(InputError, match="at least 2 dimensions"):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.fx import Proxy
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
@@ -84,6 +85,8 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`. Collective in training mode."""
+        if isinstance(input, Proxy):  # torch.fx traces the model
+            return _record_call(self, input)
         self._check_input(input)
         factor = self._count_batch()
         group = self._group_to_sync()
@@ -208,6 +211,11 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
 
 
 _KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def _record_call(layer: nn.Module, input: Proxy) -> Any:
+    """One call of the layer in the graph, as of each layer of torch: tracers look into those of others."""
+    return input.tracer.create_proxy("call_module", input.tracer.path_of_module(layer), (input,), {})
 
 
 @dataclass(frozen=True)
