@@ -85,8 +85,9 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`. Collective in training mode."""
-        if isinstance(input, Proxy):  # torch.fx traces the model
-            return _record_call(self, input)
+        given: object = input
+        if isinstance(given, Proxy):  # torch.fx traces the model
+            return _record_call(self, given)
         self._check_input(input)
         factor = self._count_batch()
         group = self._group_to_sync()
@@ -213,9 +214,11 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
 _KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def _record_call(layer: nn.Module, input: Proxy) -> Any:
+def _record_call(layer: nn.Module, input: Proxy) -> Tensor:
     """One call of the layer in the graph, as of each layer of torch: tracers look into those of others."""
-    return input.tracer.create_proxy("call_module", input.tracer.path_of_module(layer), (input,), {})
+    tracer: Any = input.tracer
+    output: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
+    return output
 
 
 @dataclass(frozen=True)

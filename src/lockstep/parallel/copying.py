@@ -24,7 +24,8 @@ def copy_engine(engine: Any, memo: dict[int, Any], construct: Callable[..., None
         memo: of `copy.deepcopy`.
         construct: the constructor of `DistributedDataParallel`.
     """
-    twin = memo[id(engine)] = type(engine).__new__(type(engine))
+    kind: Any = type(engine)
+    twin = memo[id(engine)] = kind.__new__(kind)
     # Groups are of the process, and cannot be copied.
     memo.update((id(each), each) for each in vars(engine).values() if isinstance(each, dist.ProcessGroup))
     twin._averages_at_once = False
