@@ -219,6 +219,37 @@ def in_a_subgroup() -> None:
         stranger(torch.ones(2, CHANNELS))
 
 
+def keep_fillers_out_of_a_subgroup(sizes: list[int]) -> None:
+    """Two ranks of four share statistics, and the last batch leaves fillers to some."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    part = slice(rank // 2 * 2, rank // 2 * 2 + 2)
+    members = whole_batch([sum(sizes), CHANNELS, 4])[sum(sizes[: part.start]) : sum(sizes[: part.stop])]
+    plain, layer = nn.BatchNorm1d(CHANNELS).double(), nn.BatchNorm1d(CHANNELS).double()
+    layer = lockstep.convert_sync_batchnorm(layer, groups[rank // 2])
+    # What repeats through many layers stays finite: a gradient of zero times infinity would be nan.
+    filler = torch.linspace(-9, 9, CHANNELS * 4).view(1, CHANNELS, 4).double()
+    with lockstep.batch.active(lockstep.batch.BatchShare(sizes[rank], sum(sizes), world_size)):
+        own = members[split([0] * part.start + sizes[part])] if sizes[rank] else filler
+        own = own.clone().requires_grad_()
+        output = layer(own)
+        (output.square() * torch.arange(4) * bool(sizes[rank])).sum().backward()
+    assert own.grad is not None
+    if not sizes[rank]:
+        assert output.abs().max() < 10 if len(members) == 0 else output.isfinite().all()
+        assert not own.grad.any()
+    if len(members):
+        members.requires_grad_()
+        expected = plain(members)
+        (expected.square() * torch.arange(4)).sum().backward()
+        if sizes[rank]:
+            assert_close(output, expected[split([0] * part.start + sizes[part])], "output")
+            assert members.grad is not None
+            assert_close(own.grad, members.grad[split([0] * part.start + sizes[part])], "gradient")
+    assert_close(layer.running_mean, plain.running_mean, "running mean")
+    assert_close(layer.running_var, plain.running_var, "running variance")
+
+
 def all_checks() -> None:
     compare_splits(dist.get_world_size())
     if dist.get_world_size() > 1:
@@ -246,6 +277,11 @@ def test_inside_an_engine_over_gloo() -> None:
 
 def test_groups() -> None:
     run_ranks(in_a_subgroup, 3)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 0], [2, 1, 0, 0]])
+def test_fillers_count_in_no_group(sizes: list[int]) -> None:
+    run_ranks(keep_fillers_out_of_a_subgroup, 4, sizes)
 
 
 def test_without_a_process_group_it_is_batch_norm() -> None:
@@ -301,6 +337,25 @@ def test_what_cannot_be_converted_is_named_and_nothing_changes() -> None:
     assert type(model[0]) is nn.BatchNorm2d
     with pytest.raises(ModelError, match=r"'0' \(LazyBatchNorm1d\) is lazy"):
         lockstep.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_traced_models_have_it_as_one_call(training: bool) -> None:
+    """As torch's, and so in the mode of the model that was traced, and later of its own."""
+    plain = Small().train(training)
+    theirs = torch.fx.symbolic_trace(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)))
+    model = lockstep.convert_sync_batchnorm(copy.deepcopy(plain))
+    traced = torch.fx.symbolic_trace(model)
+    assert [(node.op, node.target) for node in traced.graph.nodes] == [
+        (node.op, node.target) for node in theirs.graph.nodes
+    ]
+    assert not model.norm.num_batches_tracked, "tracing leaves the model as it is"
+    assert traced.norm is model.norm
+    images = whole_batch([4, 2, 5, 5])
+    for mode in (training, not training):
+        assert torch.equal(traced.train(mode)(images), plain.train(mode)(images))
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(traced.get_buffer(name), buffer)
 
 
 def test_wrong_inputs() -> None:

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
 
+import lockstep
 from ddp_checks import assert_same_on_all_ranks, num_collectives
 from lockstep import DistributedDataParallel, batch
+from lockstep.errors import InputError
 from lockstep.parallel.closures import averaged_closure
 from lockstep.testing import run_ranks
 
@@ -68,6 +71,60 @@ def test_several_ranks_end_where_one_does(
     for found in run_ranks(minimise, world_size, kind, line_search, by_name):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def walk_batches(form: str, samples: int = 9, batch_size: int = 4) -> list[Tensor]:
+    """Parameters and losses of a closure that walks through a loader, whose last batch leaves rank 1 of 2 a filler."""
+    net, inputs, targets = problem()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+    loader = lockstep.DataLoader(TensorDataset(inputs[:samples], targets[:samples]), batch_size)
+    kept = list(loader)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        total: Any = 0.0
+        for x, y in kept if form == "kept" else loader:
+            loss = mse_loss(model(x), y)
+            if form == "first":
+                loss = lockstep.mean(loss * len(y), len(y))
+            if form in ("first", "graph"):
+                total = total + loss
+                continue
+            loss.backward()
+            total += loss.item() if form == "number" else lockstep.mean(loss * len(y), len(y)).item()
+        if isinstance(total, Tensor):
+            total.backward()
+        return total
+
+    losses = torch.tensor([float(optimizer.step(closure)) for _ in range(3)], dtype=torch.float64)
+    return [*(parameter.detach() for parameter in net.parameters()), losses]
+
+
+@pytest.mark.parametrize("form", ["first", "behind", "kept"])
+def test_closures_may_walk_through_batches(form: str) -> None:
+    """What the refusal of other forms says to write works: before the backward pass and behind it, for kept batches."""
+    (expected,) = run_ranks(walk_batches, 1, "number")
+    for found in run_ranks(walk_batches, 2, form):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def refuse_batches(form: str, samples: int, batch_size: int) -> str:
+    with pytest.raises(InputError) as caught:
+        walk_batches(form, samples, batch_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["number", "graph"])
+@pytest.mark.parametrize(("world_size", "samples", "batch_size"), [(2, 9, 4), (3, 12, 8)])
+def test_sums_over_batches_that_ranks_divide_differently_are_refused(
+    form: str, world_size: int, samples: int, batch_size: int
+) -> None:
+    """On all ranks, though the last of three has the same weight in both batches: 2 of 8 samples, and 1 of 4."""
+    for message in run_ranks(refuse_batches, world_size, form, samples, batch_size):
+        assert message.startswith("LBFGS: the closure calls the model on several batches")
+        assert "loss = lockstep.mean(loss * len(y), len(y))" in message
 
 
 class LoggingLBFGS(torch.optim.LBFGS):

@@ -13,7 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_checks import assert_averaged, backends, clear, data, error_of, mlp, num_collectives, twins
+from ddp_checks import (
+    assert_averaged,
+    assert_same_on_all_ranks,
+    backends,
+    clear,
+    data,
+    error_of,
+    mlp,
+    num_collectives,
+    twins,
+)
 from lockstep import DistributedDataParallel
 from lockstep.errors import InputError, InputTypeError, ModelError, ModelMismatch, NotInitialized
 from lockstep.testing import run_ranks
@@ -285,6 +295,51 @@ def copy_deeply(backend: str) -> None:
 @backends
 def test_copies_work(backend: str) -> None:
     run_ranks(copy_deeply, 2, backend, backend=backend)
+
+
+class Decorated(DistributedDataParallel):
+    """A wrapper with attributes, a hook and a group of its own."""
+
+    def __init__(self, module: nn.Module, pairs: Any) -> None:
+        super().__init__(module)
+        self.pairs = pairs
+        self.calls = 0
+        self.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def copy_with_everything() -> None:
+    model = Decorated(mlp(), dist.new_group([0, 1]))
+    model.names = {"first": model.module[0].weight}
+    model.first = model.module[0]
+    model.extra = nn.Linear(2, 2)
+    model.register_buffer("steps", torch.ones(3), persistent=False)
+    seen = []
+    model.register_forward_pre_hook(lambda module, _: seen.append(module))
+    for trained in (False, True):
+        twin = copy.deepcopy(model)
+        average = AveragedModel(model)
+        assert type(twin) is type(average.module) is Decorated
+        assert twin.pairs is model.pairs
+        assert twin.names["first"] is twin.module[0].weight is not model.module[0].weight
+        assert twin.first is twin.module[0]
+        assert twin.extra.weight is not model.extra.weight
+        assert list(twin.state_dict()) == list(model.state_dict())
+        assert [name for name, _ in twin.named_buffers()] == [name for name, _ in model.named_buffers()]
+        before = model.calls
+        seen.clear()
+        twin(data(5, 4).float()).sum().backward()
+        assert (twin.calls, model.calls, seen) == (before + 1, before, [twin])
+        assert_same_on_all_ranks(*(parameter.grad for parameter in twin.module.parameters()))
+        assert all((parameter.grad is not None) == trained for parameter in model.module.parameters())
+        if not trained:
+            model(data(5, 4).float()).sum().backward()
+
+
+def test_copies_have_what_the_original_has() -> None:
+    run_ranks(copy_with_everything, 2)
 
 
 def wrap_renormalised(kind: type[nn.Module]) -> str:

@@ -114,6 +114,33 @@ def turned_off() -> None:
     assert_same_on_all_ranks(flat(model))
 
 
+class WithOwn(nn.Module):
+    """Tensors of which each rank has its own: a parameter and buffers, one of them of another size on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 1, dtype=torch.float64)
+        self.own = nn.Parameter(torch.full((2,), float(dist.get_rank()), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1 + dist.get_rank()))
+        self.register_buffer("count", torch.zeros(()))
+        self._ddp_params_and_buffers_to_ignore = ["own", "seen"]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.shared(inputs)
+
+
+def leave_alone(broadcast_buffers: bool) -> list[float]:
+    """What a rank has of its own parameter and buffers at the end; of the parameters all have the same."""
+    model = DistributedDataParallel(WithOwn(), broadcast_buffers=broadcast_buffers)
+    rank = dist.get_rank()
+    with model.join():
+        train(model, 2 + rank)
+        model.module.seen.fill_(rank)
+        model.module.count.fill_(rank)
+    assert_same_on_all_ranks(model.module.shared.weight)
+    return [*model.module.own.tolist(), *model.module.seen.tolist(), model.module.count.item()]
+
+
 def join_with_sharded_optimizer(divide_by_initial_world_size: bool) -> None:
     """A joined rank goes on updating its shard: it gets the averaged gradients, too."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns on import, of torch.jit
@@ -159,6 +186,13 @@ def test_uneven_inputs_as_with_torch(
 @pytest.mark.parametrize("check", [accumulate_while_others_have_joined, turned_off])
 def test_join_idioms(backend: str, check: Any) -> None:
     run_ranks(check, 2, backend=backend)
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_the_end_of_join_leaves_alone_what_the_engine_does(broadcast_buffers: bool) -> None:
+    first, second = run_ranks(leave_alone, 2, broadcast_buffers)
+    assert first == [0.0, 0.0, 0.0, 1.0 if broadcast_buffers else 0.0]
+    assert second == [1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 @backends

@@ -19,6 +19,8 @@ import lockstep
 from ddp_checks import TOLERANCE, assert_same_on_all_ranks, backends, clear, error_of, mean_over_ranks
 from lockstep import DistributedDataParallel
 from lockstep.errors import ModelError, ModelMismatch
+from lockstep.parallel import distributed
+from lockstep.parallel.transports import GroupTransport
 from lockstep.testing import run_ranks
 
 ROWS = 9
@@ -256,6 +258,22 @@ def tie_on_some_ranks() -> None:
 def test_a_gradient_that_is_dense_on_some_ranks(backend: str) -> None:
     """A model without any bucket, as all of its parameters have sparse gradients."""
     run_ranks(tie_on_some_ranks, 3, backend=backend)
+
+
+def move_by_the_group() -> bool:
+    """What is true over several hosts, and of CUDA: no memory is shared by all ranks of the group."""
+    transport = GroupTransport([], dist.group.WORLD, torch.device("cpu"))
+    replaced, distributed.make_transport = distributed.make_transport, lambda *_: transport
+    try:
+        tie_on_some_ranks()
+    finally:
+        distributed.make_transport = replaced
+    return transport.can_renew
+
+
+@backends
+def test_no_bucket_over_several_hosts(backend: str) -> None:
+    assert run_ranks(move_by_the_group, 3, backend=backend) == [True] * 3
 
 
 def train_in(dtype: torch.dtype) -> None:

@@ -94,6 +94,37 @@ def test_gradients_of_low_rank_come_out_as_they_are(directions: int) -> None:
         assert found["exact"] <= 1e-10
 
 
+def overflow(dtype: torch.dtype) -> list[Any]:
+    """Rank 1 meets infinity in the second of four steps; then one whose result is no number of the dtype."""
+    rank = dist.get_rank()
+    state = PowerSGDState(matrix_rank=1, start_step=0)
+    parameters = [torch.zeros(12, 8), torch.zeros(10, 6)]
+    found: list[Any] = []
+    for step in range(4):
+        buffer = torch.randn(156, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        views = [buffer[:96].view(12, 8), buffer[96:].view(10, 6)]
+        if step == 1 and rank == 1:
+            views[0][3, 4] = torch.inf
+        if step == 3:
+            buffer.fill_(torch.finfo(dtype).max)
+            for each in map(state.memory, parameters):
+                each.error.fill_(torch.finfo(dtype).max)
+        kept = [(each.error.clone(), each.q.clone()) for each in map(state.memory, parameters)]
+        powersgd_hook(state, GradBucket(0, buffer, views, parameters, True)).wait()
+        are_kept = [
+            torch.equal(each.error, error) and torch.equal(each.q, q)
+            for (error, q), each in zip(kept, map(state.memory, parameters), strict=True)
+        ]
+        found.append([[bool(view.isfinite().all()) for view in views], are_kept])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_infinite_gradients_leave_no_trace(dtype: torch.dtype) -> None:
+    fine, first, none = [[True, True], [False, False]], [[False, True], [True, False]], [[False, False], [True, True]]
+    assert run_ranks(overflow, 2, dtype) == [[fine, first, fine, none]] * 2
+
+
 def losses(hook: str, engine: str, num_steps: int) -> list[float]:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(40, 80), torch.nn.Tanh(), torch.nn.Linear(80, 20))

@@ -16,6 +16,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `claims`, `divergence`: whether all ranks understood a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.
+* `copying`: copies of an engine.
 * `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.
 

@@ -7,7 +7,9 @@ computes it. So all ranks have the same bits, a rank may hold any number of samp
 that of one process with all samples. The backward pass adds up two sums per channel, one all_reduce.
 
 [Note: fillers] On a rank for which a global batch has no sample `lockstep.DataLoader` yields a filler. It is
-normalized like the samples of the others, so that the script goes on, but it does not count.
+normalized like the samples of the others, so that the script goes on, but it does not count. A group may have nothing
+but fillers, if it is a part of the ranks: each is then normalized by itself. By nothing at all it could grow from layer
+to layer until it is infinite, and a gradient of zero times that is nan.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.fx import Proxy
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
@@ -82,6 +85,9 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`. Collective in training mode."""
+        given: object = input
+        if isinstance(given, Proxy):  # torch.fx traces the model
+            return _record_call(self, given)
         self._check_input(input)
         factor = self._count_batch()
         group = self._group_to_sync()
@@ -92,7 +98,7 @@ class SyncBatchNorm(BatchNorm):
                 tracked = (None, None)
             return functional.batch_norm(input, *tracked, self.weight, self.bias, uses_batch, factor, self.eps)
         share = batch.active_share(in_backward=current_graph_task_id() != -1)
-        is_filler = share is not None and share.local_samples == 0 and share.world_size == group.size()
+        is_filler = share is not None and share.local_samples == 0
         moments = _gather_moments(input.detach(), not is_filler, group)
         if self.track_running_stats and self.running_mean is not None and not moments.is_empty:
             assert self.running_var is not None
@@ -208,6 +214,13 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
 _KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
+def _record_call(layer: nn.Module, input: Proxy) -> Tensor:
+    """One call of the layer in the graph, as of each layer of torch: tracers look into those of others."""
+    tracer: Any = input.tracer
+    output: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
+    return output
+
+
 @dataclass(frozen=True)
 class _Moments:
     """Of the values of all ranks, each channel's.
@@ -216,7 +229,7 @@ class _Moments:
         mean: (C), float64.
         variance: (C), float64, biased.
         count: 0-dimensional, float64: number of values; on the input's device, so that a GPU is not waited for.
-        is_empty: no rank has any value. Known on all ranks.
+        is_empty: no rank has any value that counts. Known on all ranks; mean and variance are then each rank's own.
     """
 
     mean: Tensor
@@ -231,10 +244,7 @@ def _gather_moments(values: Tensor, counts: bool, group: dist.ProcessGroup) -> _
     count = values.numel() // num_channels if counts and num_channels else 0
     own = torch.zeros(2 * num_channels + 1, dtype=torch.float64, device=values.device)
     if count:
-        values = values.to(_statistics_dtype(values))
-        mean, variance = torch.ops.aten.batch_norm_update_stats(values, None, None, 0.0)
-        own[:num_channels] = mean
-        own[num_channels:-1] = variance
+        own[:num_channels], own[num_channels:-1] = _moments_of(values)
         own[-1] = count
     gathered = own.new_empty(group.size(), own.numel())
     dist.all_gather(list(gathered.unbind()), own, group=group)
@@ -249,10 +259,20 @@ def _gather_moments(values: Tensor, counts: bool, group: dist.ProcessGroup) -> _
                 "SyncBatchNorm in training mode needs more than 1 value per channel, but all ranks together have 1 "
                 f"(rank {dist.get_rank()} has an input of shape {tuple(values.shape)})"
             )
+        if is_empty and values.numel():
+            mean, variance = (each.double() for each in _moments_of(values))
+            return _Moments(mean, variance, total, is_empty)
     share = each_count / total.clamp(min=1)
     mean = (share * means).sum(0)
     variance = (share * (variances + (means - mean).square())).sum(0)
     return _Moments(mean, variance, total, is_empty)
+
+
+def _moments_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel, of values that are there. Local."""
+    moments: tuple[Tensor, Tensor]
+    moments = torch.ops.aten.batch_norm_update_stats(values.to(_statistics_dtype(values)), None, None, 0.0)
+    return moments
 
 
 def _statistics_dtype(values: Tensor) -> torch.dtype:

@@ -22,6 +22,7 @@ __all__ = [
     "find_buffers",
     "find_sparse",
     "has_sync_batchnorm",
+    "named_tensors",
 ]
 
 _DEFAULT_BUCKET_MIB = 25.0
@@ -99,6 +100,22 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> float:
     if not (0 <= bucket_cap_mb < math.inf):
         raise InputError(f"bucket_cap_mb={bucket_cap_mb}: give MiB, at least 0 (a bucket for each parameter)")
     return float(bucket_cap_mb)
+
+
+def named_tensors(
+    module: torch.nn.Module, ignored: frozenset[str], with_buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """Parameters of a module, and its buffers, by name: what ranks hold alike. Local.
+
+    Args:
+        module: the model.
+        ignored: names that the user has told the engine to leave alone.
+        with_buffers: whether buffers are among it.
+    """
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if with_buffers:
+        tensors.update(module.named_buffers())
+    return {name: tensor for name, tensor in tensors.items() if name not in ignored}
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:

@@ -8,6 +8,11 @@ wrapped: it returns the mean over ranks, each weighted by its share of the sampl
 Other optimizers do not use the loss; their closures stay as they are. Closures that call no engine stay as they are,
 too: such a rank minimises a loss of its own.
 
+[Note: several batches] A closure may walk through several batches, and return the sum of their losses. That is one
+number by then, in which each rank's part of each batch has had no weight. It needs none where a rank's weight is the
+same in all of them. Where it is not, on any rank, only a loss that all ranks have is one of the global batches; any
+other is refused, on all ranks.
+
 [Note: averaged once] A loss must be averaged exactly once, whatever else the process did. torch calls step hooks for a
 class only after the process has created an instance of that class. A subclass whose `step` calls `LBFGS.step` would
 therefore run the hooks once or twice, depending on whether the process has created a plain LBFGS before. So this module
@@ -22,7 +27,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,11 +37,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep import batch
 from lockstep.drift.engines import AveragingModule, engines_of, engines_used, latest_use
+from lockstep.errors import InputError
+from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.losses import find_origin
 from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["averaged_closure", "install"]
+__all__ = ["averaged_closure", "install", "note_forward"]
 
 
 class _Latest(threading.local):
@@ -47,6 +55,34 @@ class _Latest(threading.local):
 
 
 _latest = _Latest()
+
+
+class _Watched(threading.local):
+    """The forward passes with gradients of the closure that runs in this thread; None outside of closures."""
+
+    forwards: list[ForwardPass] | None = None
+
+
+_watched = _Watched()
+
+
+def note_forward(forward: ForwardPass) -> None:
+    """An engine begins a forward pass with gradients. Local."""
+    if _watched.forwards is not None:
+        _watched.forwards.append(forward)
+
+
+@contextmanager
+def _watch() -> Iterator[list[ForwardPass]]:
+    """The forward passes that are made inside, and so inside of those around it. Local."""
+    outer, own = _watched.forwards, list[ForwardPass]()
+    _watched.forwards = own
+    try:
+        yield own
+    finally:
+        _watched.forwards = outer
+        if outer is not None:
+            outer += own
 
 
 @functools.cache
@@ -78,12 +114,14 @@ def averaged_closure(closure: Callable[[], Any], optimizer: Optimizer) -> Callab
 
     Returns:
         A function whose result has the loss's dtype, shape and device, and no graph. Where `closure` has called no
-        engine of more than one rank, the result is that of `closure`.
+        engine of more than one rank, the result is that of `closure`. It raises InputError, on all ranks, if `closure`
+        returns this rank's own sum over batches of which the ranks hold different shares; see [Note: several batches].
     """
 
     def average() -> Any:
         begin = latest_use()
-        loss = closure()
+        with _watch() as forwards:
+            loss = closure()
         engines = [each for each in engines_used(optimizer, begin) if each.process_group.size() > 1]
         if not engines:
             return loss
@@ -91,7 +129,7 @@ def averaged_closure(closure: Callable[[], Any], optimizer: Optimizer) -> Callab
         engine = min(engines, key=lambda each: (-each.process_group.size(), str(each.process_group.group_name)))
         if _is_mean(loss, engine.process_group):
             return loss
-        mean = _mean_over_ranks(loss, engine, _weight_of(loss, engine))
+        mean = _mean_over_ranks(loss, engine, _weight_of(loss, engine, forwards))
         _latest.mean, _latest.version, _latest.group = mean, _version_of(mean), engine.process_group
         return mean
 
@@ -107,22 +145,56 @@ def _version_of(loss: Any) -> int:
     return version_of(loss) if isinstance(loss, torch.Tensor) else 0
 
 
-def _weight_of(loss: Any, engine: AveragingModule) -> float:
-    """This rank's weight in the forward pass that a loss comes from. Collective where that was not settled."""
+def _weight_of(loss: Any, engine: AveragingModule, forwards: Sequence[ForwardPass]) -> float | None:
+    """This rank's weight in the forward passes that a loss comes from; None if it has several.
+
+    Collective where that was not settled.
+    """
+    group = engine.process_group
+    # What no gradient went through in the closure may be an evaluation, of which the weight need not be known.
+    weights = {each.feed.weight for each in forwards if each.group is group and each.feed.question is None}
     if isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
-        return find_origin("LBFGS", loss, engine.process_group, asks_the_loop=False).weight
+        for forward in batch.find_marks(loss):
+            forward.settle()
+            weights.add(forward.feed.weight)
+        if len(weights) <= 1:
+            return find_origin("LBFGS", loss, group, asks_the_loop=False).weight
+    if weights:
+        return weights.pop() if len(weights) == 1 else None
     share = batch.active_share(in_backward=True)  # of the last forward pass
-    return share.weight if share is not None and share.world_size == engine.process_group.size() else 1.0
+    return share.weight if share is not None and share.world_size == group.size() else 1.0
 
 
 @torch.no_grad()
-def _mean_over_ranks(loss: Any, engine: AveragingModule, weight: float) -> Any:
-    """Collective."""
+def _mean_over_ranks(loss: Any, engine: AveragingModule, weight: float | None) -> Any:
+    """Collective. Without a weight on any rank, the loss must be what all ranks have.
+
+    Raises:
+        InputError: on all ranks, if it is not.
+    """
     group = engine.process_group
-    local = loss if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, device="cpu")
-    total = local.detach().to(collective_device(group, local.device), torch.float64, copy=True)
+    local = loss if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, dtype=torch.float64, device="cpu")
+    value = local.detach().to(collective_device(group, local.device), torch.float64, copy=True)
     # Not multiplied by zero: what a filler sample gives may be infinite.
-    total = total * weight if weight else torch.zeros_like(total)
-    dist.all_reduce(total, group=group)
-    mean = total / group.size()
+    weighted = value * weight if weight else torch.zeros_like(value)
+    sums = torch.cat([weighted.reshape(-1), value.new_full((1,), weight is None)])
+    dist.all_reduce(sums, group=group)
+    mean = sums[:-1].view(value.shape) / group.size()
+    if sums[-1]:
+        mean = value
+        _check_same(value, group)
     return mean.to(local.device, local.dtype) if isinstance(loss, torch.Tensor) else mean.item()
+
+
+def _check_same(value: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Collective. See [Note: several batches]."""
+    of_ranks = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(of_ranks, value, group=group)
+    if not all(torch.allclose(each, of_ranks[0], rtol=0, atol=0, equal_nan=True) for each in of_ranks):
+        raise InputError(
+            "LBFGS: the closure calls the model on several batches, which the ranks do not divide alike, and returns "
+            "each rank's own sum of their losses: how much a rank counts in it differs from batch to batch. Behind the "
+            "forward pass of each batch write loss = lockstep.mean(loss * len(y), len(y)), with the number of samples "
+            "that the loss is the mean over, and go on with that; or give the loader drop_last=True and a batch size "
+            "that the ranks divide"
+        )

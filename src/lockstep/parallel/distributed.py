@@ -16,7 +16,6 @@ while).
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +30,7 @@ from lockstep import batch
 from lockstep.batch import BatchShare
 from lockstep.drift.engines import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
-from lockstep.parallel import joined
+from lockstep.parallel import closures, joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, StraySigns
 from lockstep.parallel.buckets import plan_buckets
@@ -44,7 +43,9 @@ from lockstep.parallel.checks import (
     find_buffers,
     find_sparse,
     has_sync_batchnorm,
+    named_tensors,
 )
+from lockstep.parallel.copying import copy_engine
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
 from lockstep.parallel.forward_pass import ForwardPass
@@ -177,7 +178,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True
         self._world_size = group.size()
-        ignored = frozenset(getattr(module, _IGNORED, ()))
+        self._ignored = ignored = frozenset(getattr(module, _IGNORED, ()))
         named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
         check_parameters(named)
         self._sparse = find_sparse(module, named)
@@ -189,7 +190,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self.device_ids = choose_devices(device_ids, output_device, self._parameters_to_reduce)
         cap_mib = check_bucket_cap(bucket_cap_mb)
         if init_sync:
-            self._agree(ignored, cap_mib)
+            self._agree(cap_mib)
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
@@ -240,9 +241,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _agree(self, ignored: frozenset[str], cap_mib: float) -> None:
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    def _agree(self, cap_mib: float) -> None:
+        tensors = named_tensors(self.module, self._ignored)
         settings = {
             "bucket_cap_mb": cap_mib,
             "broadcast_buffers": self.broadcast_buffers,
@@ -255,23 +255,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """A copy of the model with an engine of its own, as AveragedModel makes one. Local, until it trains."""
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin._averages_at_once = False
-        DistributedDataParallel.__init__(
-            twin,
-            copy.deepcopy(self.module, memo),
-            self.device_ids,
-            broadcast_buffers=self.broadcast_buffers,
-            init_sync=False,
-            process_group=self.process_group,
-            bucket_cap_mb=self._cap_mib,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self._always_views,
-            static_graph=self.static_graph,
-        )
-        twin._hook, twin._num_hooks = self._hook, self._num_hooks
-        twin.training = self.training
-        return twin
+        return copy_engine(self, memo, DistributedDataParallel.__init__)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise ModelError(
@@ -326,6 +310,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             inputs, kwargs = move_tensors((inputs, kwargs), self.device_ids[0], non_blocking=True)
         is_functional = self.changes.are_transformed()
         forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional)
+        if with_gradients:
+            closures.note_forward(forward)
         return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)
@@ -560,7 +546,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has joined; called by torch's `Join`."""
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return joined.JoinedRank(self)
+        return joined.JoinedRank(self, self._ignored)
 
     @property
     def join_device(self) -> torch.device:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.parallel.agreement import broadcast_tensors
+from lockstep.parallel.checks import named_tensors
 
 __all__ = ["JoinableEngine", "JoinedRank", "agree_on_step", "rescale", "sync_buffers"]
 
@@ -33,6 +34,7 @@ class JoinableEngine(Protocol):
     module: torch.nn.Module
     process_group: dist.ProcessGroup
     device: torch.device
+    broadcast_buffers: bool
 
     def answer_step(self) -> None:
         """Take part in one step of the ranks that still train. Collective."""
@@ -71,19 +73,20 @@ class JoinedRank(JoinHook):
 
     Args:
         engine: the engine whose collectives it answers.
+        ignored: names of parameters and buffers that the engine leaves alone.
     """
 
-    def __init__(self, engine: JoinableEngine) -> None:
+    def __init__(self, engine: JoinableEngine, ignored: frozenset[str]) -> None:
         super().__init__()
-        self._engine = engine
+        self._engine, self._ignored = engine, ignored
 
     def main_hook(self) -> None:
         """Answer one step of the others."""
         self._engine.answer_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: give everybody the model of the last that trained."""
+        """All have joined: give everybody what the engine keeps alike of the model of the last that trained."""
         engine = self._engine
         source = _highest(engine.process_group.rank() if is_last_joiner else -1, engine.process_group, engine.device)
-        tensors = [*engine.module.parameters(), *engine.module.buffers()]
-        broadcast_tensors([tensor.detach() for tensor in tensors], engine.process_group, source)
+        tensors = named_tensors(engine.module, self._ignored, engine.broadcast_buffers)
+        broadcast_tensors([tensor.detach() for tensor in tensors.values()], engine.process_group, source)

@@ -25,6 +25,11 @@ rank adds the error that it kept from the last step. Then, with Q of m x r from 
 
 Vectors, and matrices that would hardly shrink, travel as they are. So do all gradients in the first steps, whose
 directions say little about later ones.
+
+[Note: overflow] Gradients may be infinite or nan, with a `GradScaler` even by design. Such a gradient of any rank makes
+mean(M Q) no finite number, which all ranks see. They hand out nan for that matrix then, as an all_reduce would, and
+keep error and Q of the step before: else nothing finite would ever come out again. The device decides that, and the
+host does not wait for it.
 """
 
 from __future__ import annotations
@@ -177,19 +182,25 @@ def _average_compressed(
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if state.compresses(gradient):
             memory = state.memory(parameter)
-            matrices.append((gradient, memory.error.add_(gradient.reshape(memory.error.shape)), memory))
+            matrices.append((gradient, memory.error + gradient.reshape(memory.error.shape), memory))
     bases = [matrix @ memory.q for _, matrix, memory in matrices]
     for group in _by_dtype([*plain, *bases]):
         state.average(group)
-    bases = [torch.linalg.qr(basis).Q for basis in bases]
-    for basis, (_, matrix, memory) in zip(bases, matrices, strict=True):
-        memory.q = matrix.T @ basis
-    for group in _by_dtype([memory.q for *_, memory in matrices]):
+    are_finite = [basis.isfinite().all() for basis in bases]  # see [Note: overflow]
+    bases = [
+        torch.linalg.qr(torch.where(is_finite, basis, 0.0)).Q
+        for basis, is_finite in zip(bases, are_finite, strict=True)
+    ]
+    qs = [matrix.T @ basis for basis, (_, matrix, _) in zip(bases, matrices, strict=True)]
+    for group in _by_dtype(qs):
         state.average(group)
-    for basis, (gradient, matrix, memory) in zip(bases, matrices, strict=True):
-        gradient.copy_((basis @ memory.q.T).view(gradient.shape))
-        # What this rank has not got across: M itself keeps the errors.
-        matrix.sub_(gradient.reshape(matrix.shape))
+    for basis, q, is_finite, (gradient, matrix, memory) in zip(bases, qs, are_finite, matrices, strict=True):
+        gradient.copy_((basis @ q.T).view(gradient.shape))
+        is_kept = is_finite & gradient.isfinite().all()  # of 16 bits, it may have overflown only now
+        # What this rank has not got across.
+        error = matrix.sub_(gradient.reshape(matrix.shape))
+        memory.error, memory.q = torch.where(is_kept, error, memory.error), torch.where(is_kept, q, memory.q)
+        gradient.masked_fill_(~is_kept, torch.nan)
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

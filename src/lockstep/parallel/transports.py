@@ -112,7 +112,8 @@ class GroupTransport:
     @property
     def can_renew(self) -> bool:
         """Not in memory that the ranks of a host have made together."""
-        return not (self._averages and self._world_size > 1 and self._buffers[0].device.type == "cpu")
+        on_cpu = any(buffer.device.type == "cpu" for buffer in self._buffers)  # there may be none
+        return not (self._averages and self._world_size > 1 and on_cpu)
 
     def _allocate(self, plan: BucketPlan) -> torch.Tensor:
         if plan.device.type == "cpu" and self._symmetric is not None and self._world_size > 1:
