@@ -505,6 +505,17 @@ def test_what_mean_says_to_write_for_learned_weights_is_exact() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
+def global_loss_of_gathered() -> None:
+    model = lockstep.DistributedDataParallel(make_model())
+    for x, _ in Site(alone=False).loader(4, 4):
+        with pytest.raises(lockstep.errors.InputError, match=r"lockstep\.all_gather has gathered.*leave global_loss out"):
+            lockstep.global_loss(lockstep.all_gather(model(x)).square().sum())
+
+
+def test_a_loss_of_what_was_gathered_is_no_global_loss() -> None:
+    run_ranks(global_loss_of_gathered, 2)
+
+
 # ---- warnings -----------------------------------------------------------------------------------------
 
 
@@ -527,6 +538,12 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "selected by positions": lambda logits, y: cross_entropy(
             logits.flatten(0, 1)[(y.flatten() != IGNORED).nonzero()[:, 0]], y[y != IGNORED]
         ),
+        "hardest by topk": lambda logits, y: logits.square().sum((1, 2)).topk(2).values.mean(),
+        "hardest by sort": lambda logits, y: logits.square().sum((1, 2)).sort(descending=True)[0][:1].mean(),
+        "hardest of each sample": lambda logits, y: logits.square().flatten(1).topk(2).values.mean(),
+        "sorted only": lambda logits, y: logits.square().sum((1, 2)).sort()[0].mean(),
+        "sum over what was gathered": lambda logits, y: lockstep.all_gather(logits).square().sum(),
+        "selected from what was gathered": lambda logits, y: lockstep.all_gather(logits).flatten().topk(2).values.mean(),
         "mean": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0)),
         "one place of each sample": lambda logits, y: logits[torch.arange(len(y)), 0, y[:, 0].clamp(min=0)].mean(),
         "a mask that leaves nothing out": lambda logits, y: logits[torch.ones_like(y, dtype=torch.bool)].mean(),
@@ -555,6 +572,8 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",
         "selected by positions": "selected positions",
+        "hardest by topk": "first 2 of 3 in their order",
+        "hardest by sort": "first 1 of 3 in their order",
     }.items():
         ((line, text),) = found.pop(name).items()
         assert line.startswith("test_losses.py:")

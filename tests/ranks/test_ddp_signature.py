@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_checks import data, mlp
@@ -67,3 +69,16 @@ def take() -> None:
 
 def test_what_means_nothing_here_is_taken() -> None:
     run_ranks(take, 2)
+
+
+def taken_for_torchs() -> list[str]:
+    """By programs that look whether they must take `model.module`, torch's own among them."""
+    model = DistributedDataParallel(mlp())
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    assert not isinstance(model.module, torch.nn.parallel.DistributedDataParallel)
+    assert copy.deepcopy(model).module is not model.module
+    return list(get_model_state_dict(model))
+
+
+def test_programs_take_it_for_torchs() -> None:
+    assert run_ranks(taken_for_torchs, 2) == [["0.weight", "0.bias", "2.weight", "2.bias"]] * 2

@@ -9,7 +9,8 @@
    ranks tell each other their sizes, and all sizes together say which batch it is.
 4. Without such a loader all ranks count the same, and must have come with inputs of one size.
 
-What none of these tells is an error, unless all batches divide evenly: then every forward pass weighs the same.
+What none of these tells is an error, unless all batches divide evenly: then every forward pass in the loop weighs the
+same, whatever its rows are.
 Where a rank went by a size, a claim travels with the gradients and is compared (`claims.py`), so that ranks that
 understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
 them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
@@ -232,7 +233,11 @@ class Feeding:
                 raise InputError(self._explain(show(), divisions))
             gc.collect()  # of loaders that are gone, all may still be known
             batch.purge()
-        return _of_equal(sizes)
+        share = batch.current()
+        if share is None or share.evaluation or share.weight != 1.0 or share.world_size != self._world_size:
+            return _of_equal(sizes)
+        # What a loop makes of a batch need not have its rows: the nodes of graphs, or what a mask has selected.
+        return Feed(share.weight, share, f"{share.global_samples} samples")
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
         if share.world_size == self._world_size:

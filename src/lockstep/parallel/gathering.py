@@ -55,10 +55,10 @@ def all_gather(features: Tensor, process_group: dist.ProcessGroup | None = None)
         kind = f"{features.dtype}{list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
         raise InputTypeError(f"all_gather: expected a tensor of real numbers with rows, got {kind}")
     origin = find_origin("all_gather", features, process_group)
-    return cast(Tensor, _AllGather.apply(features, origin))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _GatherRows.apply(features, origin))  # type: ignore[no-untyped-call]
 
 
-class _AllGather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """See [Note: gradients of what was gathered]."""
 
     @staticmethod

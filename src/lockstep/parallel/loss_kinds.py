@@ -6,7 +6,7 @@ divisor, so `loss_watch.py` hands the loss of the first steps to this check. It 
 - a sum;
 - a sum divided by something else than the samples or the summed elements;
 - a mean over targets of which some are ignored or weighted by class;
-- a mean over outputs that a mask selected.
+- a mean over outputs that a mask, or their order, selected.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.log import get_logger
+from lockstep.parallel.losses import GATHERED, RESCALED
 
 __all__ = ["OtherDivisor", "find_other_divisor", "warn_of_other_divisor"]
 
@@ -31,7 +32,7 @@ _MEAN, _SUM = 1, 2
 _MASK_DTYPES = (torch.bool, torch.uint8)
 _DIVISIONS = ("DivBackward0", "DivBackward1")  # by a tensor; by a number, as torch's own losses divide
 _MAX_NODES = 2000
-_RESCALE = "_RescaleBackward"  # of `lockstep.mean` and the like: what is behind it has its divisor
+_ENDS = (RESCALED, GATHERED)
 _found: dict[str, str] = {}  # lines of which was warned, and what they are
 
 
@@ -113,7 +114,7 @@ def _nodes_until_outputs(
     seen: set[Node] = set()
     while stack and len(seen) < _MAX_NODES:
         node, divisor = stack.pop()
-        if node in seen or node.name() == _RESCALE:
+        if node in seen or node.name() in _ENDS:
             continue
         if is_output(node):
             outputs.append(node)
@@ -134,11 +135,11 @@ def _divisor_behind(node: Node, divisor: float | None) -> float | None:
 
 
 def _nodes_behind(root: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
-    """The nodes from `root` on, those at the end included, but not what `lockstep.mean` and the like have divided."""
+    """The nodes from `root` on, those at the end included, but not what `lockstep.mean` and the like have made."""
     stack, seen = [root], set[Node]()
     while stack and len(seen) < _MAX_NODES:
         node = stack.pop()
-        if node in seen or node.name() == _RESCALE:
+        if node in seen or node.name() in _ENDS:
             continue
         seen.add(node)
         yield node
@@ -188,7 +189,7 @@ def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: 
     if node.name() != "MeanBackward0" and getattr(node, "_saved_reduction", None) != _MEAN:
         return None
     between = (behind for behind in _nodes_behind(node, is_output) if not is_output(behind))
-    found = (_of_masks(behind) or _of_positions(behind, local_samples) for behind in between)
+    found = (_of_masks(behind) or _of_extremes(behind) or _of_positions(behind, local_samples) for behind in between)
     return next((one for one in found if one is not None), None)
 
 
@@ -201,6 +202,30 @@ def _of_masks(node: Node) -> OtherDivisor | None:
             if count != mask.numel():
                 return OtherDivisor(f"a mean over {count} of {mask.numel()} that a mask has selected", count)
     return None
+
+
+def _of_extremes(node: Node) -> OtherDivisor | None:
+    """What a mean is over the greatest or least of all rows: `topk`, or the beginning of what was sorted."""
+    order: Any = node
+    if node.name() == "SliceBackward0":
+        order = next((following for following, _ in node.next_functions), None)
+    if order is None or order.name() != ("TopkBackward0" if order is node else "SortBackward0"):
+        return None
+    (num_rows, *_), dim = order._saved_self_sym_sizes, order._saved_dim
+    if dim not in (0, _unsigned(-len(order._saved_self_sym_sizes))):
+        return None  # of each row on its own
+    begin, end, step = (0, num_rows, 1) if order is node else (node._saved_start, node._saved_end, node._saved_step)
+    count = len(order._saved_indices) if order is node else len(range(num_rows)[begin:end:step])
+    if count == num_rows:
+        return None
+    return OtherDivisor(
+        f"a mean over the first {count} of {num_rows} in their order (which lockstep.all_gather has of all ranks)", count
+    )
+
+
+def _unsigned(number: int) -> int:
+    """As autograd's nodes show what they have saved."""
+    return number % 2**64
 
 
 def _of_positions(node: Node, local_samples: int | None) -> OtherDivisor | None:

@@ -141,7 +141,13 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     """
     _check_scalar("global_loss", loss)
     origin = find_origin("global_loss", loss, process_group)
-    if any(word in name for name in batch.names_behind(loss) for word in _COLLECTIVES):
+    behind = list(batch.names_behind(loss))
+    if GATHERED in behind:
+        raise InputError(
+            "global_loss: this loss was computed from what lockstep.all_gather has gathered, which gives the gradients "
+            "of one process by itself: leave global_loss out"
+        )
+    if any(word in name for name in behind for word in _COLLECTIVES):
         raise InputError(
             "global_loss: this loss was computed from what a collective of torch's has gathered with gradients, which "
             "other ranks weight by their share of the samples. Gather with lockstep.all_gather, and leave global_loss "
@@ -155,6 +161,9 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     return _Rescale.of(loss, loss.detach(), None, origin.factor / origin.world_size, False)
 
 
+# The names of graph nodes of ours, behind which a loss has the right divisor already: of `mean` and the like, and of
+# `all_gather`, behind which it is over the rows of all ranks.
+RESCALED, GATHERED = "_RescaleBackward", "_GatherRowsBackward"
 # What names of graph nodes of torch's differentiable collectives contain.
 _COLLECTIVES = (
     *("AllGather", "AllReduce", "AlltoAll", "AllToAll", "ReduceScatter", "Reduce_Scatter", "_Broadcast"),

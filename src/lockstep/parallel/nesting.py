@@ -42,11 +42,20 @@ def check_module(module: object) -> None:
 def _name_of(module: nn.Module) -> str | None:
     if is_engine(module):
         return _OURS
-    return _TORCHS if isinstance(module, TorchEngine) else None
+    return _TORCHS if _is_torchs(module) else None
 
 
+def _is_torchs(module: object) -> bool:
+    """Not by `isinstance`, which holds for ours as well."""
+    return TorchEngine in type(module).__mro__
+
+
+@TorchEngine.register
 class NotInsideTorch(nn.Module):
-    """A module that torch's engine cannot wrap, nor what contains it."""
+    """A module that torch's engine cannot wrap, nor what contains it.
+
+    `isinstance` takes it for torch's engine: by that scripts and libraries tell whether they must take `model.module`.
+    """
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -71,7 +80,7 @@ def _check_not_inside_torch() -> None:
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename in _WALKERS:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), TorchEngine):
+        if frame.f_code.co_name == "__init__" and _is_torchs(frame.f_locals.get("self")):
             raise ModelError(
                 f"{_TORCHS} was given a module that is or contains a {_OURS}: gradients would be averaged twice. Wrap "
                 "the bare model once, and train with what that returns"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import lockstep
 from lockstep.compat.apex.amp._amp_state import AmpError, _amp_state, say, warn_or_raise
 from lockstep.compat.apex.amp.casts import AmpHandle
 from lockstep.compat.apex.amp.forward import CastForward, keep_state_dict_wide
@@ -136,8 +135,7 @@ def _listed_optimizers(optimizers: Any) -> list[Any]:
 
 
 def _check_model(model: nn.Module) -> None:
-    engines = (nn.parallel.DistributedDataParallel, nn.DataParallel, lockstep.DistributedDataParallel)
-    if isinstance(model, engines):
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):  # ours is taken for torch's
         raise AmpError(
             f"the model is wrapped in {type(model).__name__} already. Wrap it after amp.initialize: the engine must "
             "see the parameters as they will be"
