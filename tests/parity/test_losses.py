@@ -508,7 +508,9 @@ def test_what_mean_says_to_write_for_learned_weights_is_exact() -> None:
 def global_loss_of_gathered() -> None:
     model = lockstep.DistributedDataParallel(make_model())
     for x, _ in Site(alone=False).loader(4, 4):
-        with pytest.raises(lockstep.errors.InputError, match=r"lockstep\.all_gather has gathered.*leave global_loss out"):
+        with pytest.raises(
+            lockstep.errors.InputError, match=r"lockstep\.all_gather has gathered.*leave global_loss out"
+        ):
             lockstep.global_loss(lockstep.all_gather(model(x)).square().sum())
 
 
@@ -543,7 +545,9 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "hardest of each sample": lambda logits, y: logits.square().flatten(1).topk(2).values.mean(),
         "sorted only": lambda logits, y: logits.square().sum((1, 2)).sort()[0].mean(),
         "sum over what was gathered": lambda logits, y: lockstep.all_gather(logits).square().sum(),
-        "selected from what was gathered": lambda logits, y: lockstep.all_gather(logits).flatten().topk(2).values.mean(),
+        "selected from what was gathered": lambda logits, y: (
+            lockstep.all_gather(logits).flatten().topk(2).values.mean()
+        ),
         "mean": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0)),
         "one place of each sample": lambda logits, y: logits[torch.arange(len(y)), 0, y[:, 0].clamp(min=0)].mean(),
         "a mask that leaves nothing out": lambda logits, y: logits[torch.ones_like(y, dtype=torch.bool)].mean(),

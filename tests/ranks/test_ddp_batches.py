@@ -193,3 +193,11 @@ def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
 def test_the_first_argument_tells_a_size() -> None:
     """Also where another one, which is the same on each rank, has more dimensions."""
     assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})).telling == {3, 5}
+
+
+def test_a_list_of_two_batches_is_none_of_samples() -> None:
+    """As a StyleGAN is given one or two batches of latents."""
+    for latents in ([torch.rand(8, 4)], [torch.rand(8, 4)] * 2, torch.rand(2, 8, 4).unbind()):
+        assert sizes_of(((latents,), {})).telling == {8}
+    assert sizes_of((([torch.rand(3, 5, 6), torch.rand(3, 7, 8)],), {})).telling == {2, 3}, "images"
+    assert sizes_of((([torch.rand(5)] * 3,), {})).telling == {3, 5}

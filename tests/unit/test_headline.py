@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.launch.headline import (
     first_reason,
     gave_accelerate_a_backend,
+    knows_two_backends,
     locations_in,
     needs_gpu,
     origin_of,
@@ -136,3 +137,13 @@ def test_backends_that_accelerate_refuses() -> None:
     assert gave_accelerate_a_backend(said.format("lockstep"))
     assert gave_accelerate_a_backend(said.format("cpu:lockstep,cuda:nccl"))
     assert not gave_accelerate_a_backend(said.format("nccl"))
+
+
+def test_programs_that_know_two_backends() -> None:
+    """As YOLOX and older releases of detectron2."""
+    trace = (
+        'Traceback:\n  File "comm.py", line 9, in _serialize\n    assert backend in ["gloo", "nccl"]\nAssertionError'
+    )
+    assert knows_two_backends("AssertionError", trace)
+    assert not knows_two_backends("ValueError", trace)
+    assert not knows_two_backends("AssertionError", trace.replace("nccl", "mpi"))

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["first_reason", "gave_accelerate_a_backend", "locations_in", "needs_gpu", "origin_of", "why_worker_is_gone"]
+__all__ = [
+    "first_reason",
+    "gave_accelerate_a_backend",
+    "knows_two_backends",
+    "locations_in",
+    "needs_gpu",
+    "origin_of",
+    "why_worker_is_gone",
+]
 
 # torch raises an error of a worker or a replica again, with that one's traceback as the text.
 _RELAYED = re.compile(r"Caught \S+ in (?P<where>[^\n]+?)\.\s*\nOriginal Traceback")
@@ -22,6 +30,8 @@ _WRAPPERS_PREFIX = "module."
 _MAX_REASON_CHARS = 200
 # What Hugging Face Accelerate says of a backend that is not in its list.
 _REFUSED_BACKEND = re.compile(r"Your assigned backend \S*lockstep\S* is not ava\w+")
+# `assert backend in ["gloo", "nccl"]`, as programs for detection have it before they pickle objects into tensors.
+_TWO_BACKENDS = re.compile(r"^ +assert .*backend.*(gloo.*nccl|nccl.*gloo)", re.MULTILINE)
 _GPU_PHRASES = (
     "doesn't have NCCL built in",
     "_cuda_setDevice",
@@ -109,6 +119,16 @@ def _prefix_hint(message: str) -> str:
 def gave_accelerate_a_backend(message: str) -> bool:
     """Whether the error is Accelerate's, which takes our group but not our backend's name."""
     return _REFUSED_BACKEND.search(message) is not None
+
+
+def knows_two_backends(kind: str, trace: str) -> bool:
+    """Whether a program has asserted that its backend is gloo or nccl.
+
+    Args:
+        kind: name of the exception.
+        trace: its traceback.
+    """
+    return kind == "AssertionError" and _TWO_BACKENDS.search(trace) is not None
 
 
 def needs_gpu(message: str) -> bool:

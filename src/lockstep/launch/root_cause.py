@@ -22,6 +22,7 @@ from lockstep.launch.environment import visible_gpus
 from lockstep.launch.headline import (
     first_reason,
     gave_accelerate_a_backend,
+    knows_two_backends,
     needs_gpu,
     origin_of,
     why_worker_is_gone,
@@ -318,6 +319,11 @@ def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]
         return [
             "lockstep: Accelerate takes a group that is there, and no backend of this name: call `lockstep.init()` "
             "before `Accelerator()`, and give it no backend"
+        ]
+    if first.report is not None and knows_two_backends(first.report.type, first.report.traceback):
+        return [
+            "lockstep: the program takes no backend but gloo and nccl, by name. Where it compares, add 'lockstep' to "
+            "the names, or hand the function a group of gloo: group=torch.distributed.new_group(backend='gloo')"
         ]
     if script is None or first.report is None or not needs_gpu(first.report.message):
         return []

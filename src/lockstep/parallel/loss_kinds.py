@@ -219,7 +219,8 @@ def _of_extremes(node: Node) -> OtherDivisor | None:
     if count == num_rows:
         return None
     return OtherDivisor(
-        f"a mean over the first {count} of {num_rows} in their order (which lockstep.all_gather has of all ranks)", count
+        f"a mean over the first {count} of {num_rows} in their order (which lockstep.all_gather has of all ranks)",
+        count,
     )
 
 

@@ -52,7 +52,7 @@ class _Found:
 
     def __init__(self) -> None:
         self._lengths: set[int] = set()  # of lists, and what objects say
-        self._silent: set[int] = set()  # sizes of parts of what says itself how many samples it has
+        self._silent: set[int] = set()  # sizes that are not compared
         self._tensors: list[torch.Tensor] = []
         self._first: torch.Tensor | None = None  # among the arguments, not inside of a dictionary or an object
 
@@ -69,8 +69,8 @@ class _Found:
             self._look_at_tensors(value)
 
     def _look_at_tensors(self, value: Any) -> None:
-        if isinstance(value, list):
-            self._lengths.add(len(value))  # of samples, such as the images of detection models; or of inputs
+        if isinstance(value, list):  # of samples, such as the images of detection models; or of inputs
+            (self._silent if _are_inputs(value) else self._lengths).add(len(value))
         found = [each for each in tensors_in(value) if each.dim() > 0 and not isinstance(each, torch.nn.Parameter)]
         if self._first is None and found and isinstance(value, (torch.Tensor, list, tuple)):
             self._first = found[0]
@@ -83,6 +83,12 @@ class _Found:
             frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
             frozenset(self._lengths).union(map(_size, telling)),
         )
+
+
+def _are_inputs(tensors: list[Any]) -> bool:
+    """Whether they are no samples, but one or two batches: a StyleGAN's latents, of which it mixes two now and then."""
+    shapes = {tuple(each.shape) for each in tensors if isinstance(each, torch.Tensor)}
+    return len(tensors) <= 2 and len(shapes) == 1 and len(shapes.pop()) == 2
 
 
 def _size(tensor: torch.Tensor) -> int:

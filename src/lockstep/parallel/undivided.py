@@ -43,7 +43,7 @@ def warn_of_undivided_data(group: dist.ProcessGroup) -> None:
         f"each of the {group.size()} ranks trains on all {len(dataset)} samples of its {type(dataset).__name__}: a "
         "torch.utils.data.DataLoader without a sampler does not split them. Use lockstep.DataLoader(dataset, "
         "batch_size=GLOBAL), where GLOBAL counts the samples of all ranks together, or give torch's loader "
-        "sampler=torch.utils.data.DistributedSampler(dataset). If each rank has another dataset, all is well",
+        "sampler=torch.utils.data.DistributedSampler(dataset). If the dataset holds this rank's part only, all is well",
     )
 
 
