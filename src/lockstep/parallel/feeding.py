@@ -233,11 +233,11 @@ class Feeding:
                 raise InputError(self._explain(show(), divisions))
             gc.collect()  # of loaders that are gone, all may still be known
             batch.purge()
-        share = batch.current()
-        if share is None or share.evaluation or share.weight != 1.0 or share.world_size != self._world_size:
+        of_loop = batch.current()
+        if of_loop is None or of_loop.evaluation or of_loop.weight != 1.0 or of_loop.world_size != self._world_size:
             return _of_equal(sizes)
         # What a loop makes of a batch need not have its rows: the nodes of graphs, or what a mask has selected.
-        return Feed(share.weight, share, f"{share.global_samples} samples")
+        return Feed(of_loop.weight, of_loop, f"{of_loop.global_samples} samples")
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
         if share.world_size == self._world_size:

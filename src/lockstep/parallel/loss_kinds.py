@@ -206,16 +206,17 @@ def _of_masks(node: Node) -> OtherDivisor | None:
 
 def _of_extremes(node: Node) -> OtherDivisor | None:
     """What a mean is over the greatest or least of all rows: `topk`, or the beginning of what was sorted."""
-    order: Any = node
-    if node.name() == "SliceBackward0":
-        order = next((following for following, _ in node.next_functions), None)
+    taken: Any = node
+    order: Any = next((each for each, _ in node.next_functions), None) if node.name() == "SliceBackward0" else node
     if order is None or order.name() != ("TopkBackward0" if order is node else "SortBackward0"):
         return None
     (num_rows, *_), dim = order._saved_self_sym_sizes, order._saved_dim
     if dim not in (0, _unsigned(-len(order._saved_self_sym_sizes))):
         return None  # of each row on its own
-    begin, end, step = (0, num_rows, 1) if order is node else (node._saved_start, node._saved_end, node._saved_step)
-    count = len(order._saved_indices) if order is node else len(range(num_rows)[begin:end:step])
+    if order is node:
+        count = len(order._saved_indices)
+    else:
+        count = len(range(num_rows)[taken._saved_start : taken._saved_end : taken._saved_step])
     if count == num_rows:
         return None
     return OtherDivisor(
