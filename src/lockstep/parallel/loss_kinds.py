@@ -214,7 +214,7 @@ def _of_extremes(node: Node) -> OtherDivisor | None:
     if dim not in (0, _unsigned(-len(order._saved_self_sym_sizes))):
         return None  # of each row on its own
     if order is node:
-        count = len(order._saved_indices)
+        count = len(taken._saved_indices)
     else:
         count = len(range(num_rows)[taken._saved_start : taken._saved_end : taken._saved_step])
     if count == num_rows:
