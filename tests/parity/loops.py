@@ -681,16 +681,6 @@ def slices_of_several_tensors_of_a_batch(site: Site) -> None:
     train_on_slices(site, lambda x, y: [list(parts) for parts in zip(x.chunk(2), y.chunk(2), strict=True)])
 
 
-@exact
-def rows_that_are_no_samples(site: Site) -> None:
-    """Of batches that the ranks divide: what a mask has selected, another number on each rank."""
-    loader, model, optimizer = start(site, 60, 30)
-    for x, y in loader:
-        optimizer.zero_grad()
-        (model(x[x[:, 0] > 0]).square().sum() / len(y)).backward()
-        optimizer.step()
-
-
 class Implicit(Net):
     """Returns the coordinates by which its output is differentiated, as SIREN does."""
 
@@ -764,6 +754,16 @@ def micro_batches_cut_from_a_batch(site: Site) -> None:
 @refused
 def slices_of_which_some_come_twice(site: Site) -> None:
     train_on_slices(site, lambda x, y: [[x.chunk(2)[0]] * 2, [x.chunk(2)[1]]])
+
+
+@refused
+def rows_that_a_mask_has_selected(site: Site) -> None:
+    """Of batches that the ranks divide, but a mean over what a mask has selected, another number on each rank."""
+    loader, model, optimizer = start(site, 60, 30)
+    for x, _ in loader:
+        optimizer.zero_grad()
+        model(x[x[:, 0] > 0]).square().mean().backward()
+        optimizer.step()
 
 
 @refused

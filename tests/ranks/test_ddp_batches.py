@@ -195,6 +195,10 @@ def test_the_first_argument_tells_a_size() -> None:
     assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})).telling == {3, 5}
 
 
+def test_what_is_there_once_tells_nothing() -> None:
+    assert sizes_of((({"x": torch.rand(3, 2), "adjacency": torch.rand(1, 5, 5)},), {})).telling == {1, 3}
+
+
 def test_a_list_of_two_batches_is_none_of_samples() -> None:
     """As a StyleGAN is given one or two batches of latents."""
     for latents in ([torch.rand(8, 4)], [torch.rand(8, 4)] * 2, torch.rand(2, 8, 4).unbind()):

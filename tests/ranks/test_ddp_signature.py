@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_checks import data, mlp
 from lockstep import DistributedDataParallel
-from lockstep.errors import InputError
+from lockstep.errors import InputError, ModelError
 from lockstep.testing import run_ranks
 
 
@@ -77,6 +77,8 @@ def taken_for_torchs() -> list[str]:
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
     assert not isinstance(model.module, torch.nn.parallel.DistributedDataParallel)
     assert copy.deepcopy(model).module is not model.module
+    with pytest.raises(ModelError, match="Make the last forward pass of a window outside of no_sync"):
+        model.reducer.prepare_for_backward([])
     return list(get_model_state_dict(model))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler, default_collate
 
 from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
@@ -42,17 +44,28 @@ class Curriculum(Sampler[int]):
     """A sampler with epochs, which counts them itself where it is told to."""
 
     def __init__(self, counts: bool = False) -> None:
-        self.epoch, self.counts = 0, counts
+        self.now, self.counts = 0, counts
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.now = epoch
 
     def __len__(self) -> int:
         return 2
 
     def __iter__(self) -> Any:
-        yield from (self.epoch, self.epoch + 1)
-        self.epoch += self.counts
+        yield from (self.now, self.now + 1)
+        self.now += self.counts
+
+
+class Slotted(Curriculum):
+    """Takes no attribute beside its own, so that its calls cannot be seen."""
+
+    __slots__ = ("counts", "now")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__slots__:
+            raise AttributeError(name)
+        object.__setattr__(self, name, value)
 
 
 def epoch_of(loader: DataLoader[Any]) -> int:
@@ -65,13 +78,18 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     for epoch in (40, 41, 41, 43):
         sampler.set_epoch(epoch)
         assert epoch_of(loader) == epoch
-    assert epoch_of(loader) == 43, "it is the script that tells"
-    assert loader.state_dict()["epoch"] == 45
+    assert [epoch_of(loader) for _ in range(2)] == [44, 45], "told once, the loader goes on"
+    sampler.set_epoch(60)
+    loader.set_epoch(7)
+    assert epoch_of(loader) == 7, "the last word counts"
+    twin = copy.deepcopy(sampler)
+    twin.set_epoch(3)
+    assert (twin.now, sampler.now) == (3, 7)
 
 
-@pytest.mark.parametrize("counts", [False, True])
-def test_else_the_loader_tells_it(counts: bool) -> None:
-    loader = DataLoader(range(100), 2, sampler=Curriculum(counts))
+@pytest.mark.parametrize("sampler", [Curriculum(), Curriculum(counts=True), Slotted()])
+def test_else_the_loader_tells_it(sampler: Curriculum) -> None:
+    loader = DataLoader(range(100), 2, sampler=sampler)
     assert [epoch_of(loader) for _ in range(3)] == [0, 1, 2]
     state = loader.state_dict()
     loader.load_state_dict({**state, "epoch": 1, "next_epoch": 0})
@@ -125,7 +143,7 @@ def leave_out_broken(samples: list[Any]) -> Any:
 def test_samples_that_a_collate_function_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     list(DataLoader(Broken(), 4, collate_fn=leave_out_broken))
     (record,) = caplog.records
-    assert "collate_fn (leave_out_broken) made 3 rows of 4 samples" in record.getMessage()
+    assert "collate_fn (leave_out_broken) made fewer rows than there were samples" in record.getMessage()
     assert "with model.samples(n):" in record.getMessage()
 
 
@@ -136,7 +154,10 @@ def test_as_many_rows_as_samples_or_more_are_not(caplog: pytest.LogCaptureFixtur
     def joined(rows: list[torch.Tensor]) -> Any:
         return torch.cat(rows), torch.tensor(1.0)
 
-    for collate in (default_collate, list, as_detectors_take_them, joined, len):
+    def sequence_first(rows: list[torch.Tensor]) -> Any:
+        return pad_sequence(rows)
+
+    for collate in (default_collate, list, as_detectors_take_them, joined, len, sequence_first):
         list(DataLoader([torch.ones(3)] * 8, 4, collate_fn=collate))
     assert not caplog.records
 
@@ -156,13 +177,22 @@ def test_loaders_side_by_side_in_one_random_order_are_warned_of(caplog: pytest.L
     assert "both have seed=0, 12 samples, and are in epoch 0" in record.getMessage()
 
 
-@pytest.mark.parametrize("how", ["seeds", "epochs", "one after the other", "in order", "evaluation", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    ["seeds", "epochs", "samplers", "sequential samplers", "one after the other", "in order", "evaluation", "stopped"],
+)
 def test_other_loaders_are_not(how: str, caplog: pytest.LogCaptureFixture) -> None:
     first, second = pair(**{"in order": {"shuffle": False}, "evaluation": {"evaluation": True}}.get(how, {}))
     if how == "seeds":
         second = DataLoader(second.dataset, 3, shuffle=True, seed=1)
     if how == "epochs":
         second.set_epoch(1)
+    if "samplers" in how:
+        weights = torch.rand(2, 12) if how == "samplers" else None
+        first, second = (
+            DataLoader(range(12), 4, sampler=range(12) if weights is None else WeightedRandomSampler(weights[i], 12))
+            for i in range(2)
+        )
     if how == "stopped":
         for _ in first:
             break

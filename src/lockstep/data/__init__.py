@@ -24,6 +24,7 @@ General layout, from the bottom up:
 * `own_generators`: warns of a dataset that draws from generators of its own.
 * `source`: fetches a sample with its own seed.
 * `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
+* `lost_rows`: warns of batches with fewer rows than samples.
 * `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
 * `twin_orders`: warns of two loaders that walk one random order side by side.
 * `loader`: `DataLoader`, which puts these together; `waits`: how long a loop waits for its batches.

@@ -26,7 +26,17 @@ from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
 from lockstep.data.handover import Handover
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
-from lockstep.data.order import Order, Plan, Schedule, computed_order, draw_order, seed_keys, shuffled_order
+from lockstep.data.lost_rows import LostRows
+from lockstep.data.order import (
+    Order,
+    Plan,
+    Schedule,
+    computed_order,
+    draw_order,
+    is_sequential,
+    seed_keys,
+    shuffled_order,
+)
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.sampler_epochs import SamplerEpochs
 from lockstep.data.seeding import derive_seed
@@ -194,6 +204,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
         self._sampler_epochs = SamplerEpochs(sampler)
+        self._lost_rows = LostRows(self.collate_fn)
         self._thread = threading.get_ident()
         self._next_epoch = 0
         self._next_start = 0
@@ -215,7 +226,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Begin the next epoch on this rank."""
         told = self._sampler_epochs.told_by_script()
         if told is not None:
-            self.set_epoch(told)
+            self._go_to(told)
         epoch, start = self._next_epoch, self._next_start
         rank, world_size = self._rank_and_size or find_rank_and_size()
         if not self.evaluation:
@@ -246,14 +257,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             shared_workers=self._rank_batches if self.persistent_workers else None,
             thread=self._thread,
             has_workers=self.num_workers > 0,
+            lost_rows=self._lost_rows,
         )
 
     def _begin_progress(self, order: Order, epoch: int, start: int) -> EpochProgress:
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
         check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
         progress = EpochProgress(epoch, start, mark)
-        if not self.evaluation and (self.shuffle or self._ordered_by_sampler):
-            note_walk(progress, Walk(self.seed, epoch, len(order)))
+        if not self.evaluation and not is_sequential(order):
+            note_walk(progress, Walk(self.seed, epoch, len(order), mark))
         return progress
 
     def set_epoch(self, epoch: int) -> None:
@@ -265,7 +277,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             DataError: `epoch` is no integer, or negative.
         """
-        epoch = check_integer("epoch", epoch, 0)
+        self._sampler_epochs.forget()
+        self._go_to(check_integer("epoch", epoch, 0))
+
+    def _go_to(self, epoch: int) -> None:
         if epoch != self._next_epoch:
             self._next_epoch, self._next_start, self._epoch_after = epoch, 0, 0
         self._progresses.clear()
@@ -371,9 +386,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _order(self, epoch: int) -> Order:
         if self._ordered_by_sampler:
             self._sampler_epochs.tell(epoch)
-            order = draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
-            self._sampler_epochs.note()
-            return order
+            return draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
         length = self._samples_per_epoch()
         if not self.shuffle:
             return range(length)

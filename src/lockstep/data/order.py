@@ -29,7 +29,17 @@ from lockstep.data.feistel import ComputedOrder
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
-__all__ = ["Fetch", "Order", "Plan", "Schedule", "computed_order", "draw_order", "seed_keys", "shuffled_order"]
+__all__ = [
+    "Fetch",
+    "Order",
+    "Plan",
+    "Schedule",
+    "computed_order",
+    "draw_order",
+    "is_sequential",
+    "seed_keys",
+    "shuffled_order",
+]
 
 Stored: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 Order: TypeAlias = Stored | range | ComputedOrder  # [num_samples]; numpy slices small runs faster than torch
@@ -119,6 +129,13 @@ def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.
             f"{len(sampler)}. The number of batches follows from the length, so the two must agree: fix its __len__"
         )
     return indices
+
+
+def is_sequential(order: Order) -> bool:
+    """Whether it is 0, 1, 2, …"""
+    if isinstance(order, range):
+        return True
+    return isinstance(order, np.ndarray) and bool((order == np.arange(len(order))).all())
 
 
 def seed_keys(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

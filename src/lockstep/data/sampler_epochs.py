@@ -1,15 +1,37 @@
-"""Which epoch a sampler of the user's is in: the loader tells it, unless the script does.
+"""Which epoch a sampler of the user's is in: the loader tells it, unless the script has.
 
 A script that was written for torch's loader calls `sampler.set_epoch(epoch)` itself, and may begin with another epoch
-than 0. That is noticed by the attribute `epoch`, in which samplers keep the number. From then on the loader leaves the
-telling to the script, and its own epoch follows.
+than 0. So that its call is seen, the method is replaced on that one sampler. What the script has told counts for the
+next iteration; for one without such a call the loader tells the sampler its own epoch.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 __all__ = ["SamplerEpochs"]
+
+
+class _SetEpoch:
+    """The method of a sampler, which notes with what it was called; a class of its own, so that it can be copied.
+
+    Args:
+        sampler: the user's.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.told: int | None = None
+
+    def __call__(self, epoch: Any) -> Any:
+        """As the sampler's own."""
+        self.told = epoch if type(epoch) is int and epoch >= 0 else None
+        return self.tell(epoch)
+
+    def tell(self, epoch: Any) -> Any:
+        """Without a note."""
+        return type(self._sampler).set_epoch(self._sampler, epoch)
 
 
 class SamplerEpochs:
@@ -20,28 +42,24 @@ class SamplerEpochs:
     """
 
     def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self._is_told_by_script = False
-        self._last = self._epoch()
+        self._set_epoch: Any = None
+        if callable(getattr(type(sampler), "set_epoch", None)):
+            known = vars(sampler).get("set_epoch") if hasattr(sampler, "__dict__") else None
+            self._set_epoch = known if type(known) is _SetEpoch else _SetEpoch(sampler)
+            with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
+                sampler.set_epoch = self._set_epoch
 
     def told_by_script(self) -> int | None:
-        """The epoch that the script has told the sampler since the last call; None if it has not. Local."""
-        now = self._epoch()
-        if now is None or now == self._last:
-            return None
-        self._is_told_by_script, self._last = True, now
-        return now
+        """The epoch that the script has told the sampler since the last `tell` or `forget`; None if it has not."""
+        return None if self._set_epoch is None else self._set_epoch.told
+
+    def forget(self) -> None:
+        """The loader was told an epoch, which counts now. Local."""
+        if self._set_epoch is not None:
+            self._set_epoch.told = None
 
     def tell(self, epoch: int) -> None:
-        """An epoch begins: tell the sampler, unless the script does. Local."""
-        set_epoch = getattr(self._sampler, "set_epoch", None)
-        if callable(set_epoch) and not self._is_told_by_script:
-            set_epoch(epoch)
-
-    def note(self) -> None:
-        """The sampler has run, and may count its epochs itself. Local."""
-        self._last = self._epoch()
-
-    def _epoch(self) -> int | None:
-        epoch = getattr(self._sampler, "epoch", None) if hasattr(self._sampler, "set_epoch") else None
-        return epoch if type(epoch) is int and epoch >= 0 else None
+        """An epoch begins: tell the sampler, unless the script just has. Local."""
+        if self._set_epoch is not None and self._set_epoch.told is None:
+            self._set_epoch.tell(epoch)
+        self.forget()

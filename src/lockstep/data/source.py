@@ -23,7 +23,7 @@ import bisect
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +37,6 @@ from lockstep.data.own_generators import OwnGenerators
 from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
-from lockstep.tree import tensors_in
 
 __all__ = [
     "SeededDataset",
@@ -253,10 +252,7 @@ class SeededDataset:
 
 
 class WatchedCollate:
-    """A collate function of the user's that is warned of if it draws, or leaves samples out.
-
-    See [Note: batches of a dataset's own]. Who filters samples that could not be read has fewer rows on one rank than
-    on another, and the ranks go by the samples that they were to have.
+    """A collate function of the user's that is warned of if it draws. See [Note: batches of a dataset's own].
 
     Args:
         collate_fn: the user's.
@@ -265,16 +261,13 @@ class WatchedCollate:
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
         self._looks_left = _LOOKS
-        self._has_lost = False
 
     def __call__(self, samples: list[Any]) -> Any:
-        count = len(samples)  # a function may filter the list itself
-        before = GlobalRngs() if self._looks_left else None
-        batch = self.collate_fn(samples)
-        self._count_rows(batch, count)
-        if before is None:
-            return batch
+        if not self._looks_left:
+            return self.collate_fn(samples)
         self._looks_left -= 1
+        before = GlobalRngs()
+        batch = self.collate_fn(samples)
         if not before.are_as_now():
             self._looks_left = 0
             warn_once(
@@ -284,31 +277,6 @@ class WatchedCollate:
                 "where each sample has random numbers of its own",
             )
         return batch
-
-    def _count_rows(self, batch: Any, num_samples: int) -> None:
-        sizes = () if self._has_lost else list(_sizes_in(batch))
-        if not sizes or max(sizes) >= num_samples:
-            return
-        self._has_lost = True
-        warn_once(
-            _logger,
-            f"collate_fn ({_name_of(self.collate_fn)}) made {max(sizes)} rows of {num_samples} samples. A rank counts "
-            "by the samples that it was to have, so if some were left out, others count for more. Leave them out of "
-            "the dataset, or say how many the loss is the mean over: `with model.samples(n):`",
-        )
-
-
-def _sizes_in(batch: Any) -> Iterator[int]:
-    """Numbers of rows of tensors, and lengths of lists, which may be of samples."""
-    if isinstance(batch, dict):
-        batch = batch.values()
-    elif isinstance(batch, (list, tuple)):
-        yield len(batch)
-    else:
-        yield from (int(tensor.size(0)) for tensor in tensors_in(batch) if tensor.dim())
-        return
-    for part in batch:
-        yield from _sizes_in(part)
 
 
 def _name_of(function: object) -> str:

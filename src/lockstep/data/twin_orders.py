@@ -20,11 +20,16 @@ _walks: list[tuple[weakref.ref[EpochProgress], Walk]] = []
 
 
 class Walk(NamedTuple):
-    """What a random order follows from."""
+    """What a random order follows from.
+
+    Attributes:
+        mark: of a sampler's order; 0 without a sampler.
+    """
 
     seed: int
     epoch: int
     num_samples: int
+    mark: int
 
 
 def note_walk(progress: EpochProgress, walk: Walk) -> None:

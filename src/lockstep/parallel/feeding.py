@@ -9,8 +9,9 @@
    ranks tell each other their sizes, and all sizes together say which batch it is.
 4. Without such a loader all ranks count the same, and must have come with inputs of one size.
 
-What none of these tells is an error, unless all batches divide evenly: then every forward pass in the loop weighs the
-same, whatever its rows are.
+What none of these tells is an error, unless all batches divide evenly: then every forward pass weighs the same, and as
+without a loader all ranks must have come with inputs of one size. *Rejected:* to take any rows for those of the batch
+that the loop has in hand, such as the nodes of graphs: what a mask has selected from it would be averaged plainly.
 Where a rank went by a size, a claim travels with the gradients and is compared (`claims.py`), so that ranks that
 understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
 them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
@@ -233,11 +234,7 @@ class Feeding:
                 raise InputError(self._explain(show(), divisions))
             gc.collect()  # of loaders that are gone, all may still be known
             batch.purge()
-        of_loop = batch.current()
-        if of_loop is None or of_loop.evaluation or of_loop.weight != 1.0 or of_loop.world_size != self._world_size:
-            return _of_equal(sizes)
-        # What a loop makes of a batch need not have its rows: the nodes of graphs, or what a mask has selected.
-        return Feed(of_loop.weight, of_loop, f"{of_loop.global_samples} samples")
+        return _of_equal(sizes)
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
         if share.world_size == self._world_size:

@@ -206,21 +206,21 @@ def _of_masks(node: Node) -> OtherDivisor | None:
 
 def _of_extremes(node: Node) -> OtherDivisor | None:
     """What a mean is over the greatest or least of all rows: `topk`, or the beginning of what was sorted."""
-    taken: Any = node
-    order: Any = next((each for each, _ in node.next_functions), None) if node.name() == "SliceBackward0" else node
+    order = next((each for each, _ in node.next_functions), None) if node.name() == "SliceBackward0" else node
     if order is None or order.name() != ("TopkBackward0" if order is node else "SortBackward0"):
         return None
-    (num_rows, *_), dim = order._saved_self_sym_sizes, order._saved_dim
-    if dim not in (0, _unsigned(-len(order._saved_self_sym_sizes))):
+    shape: Any = getattr(order, "_saved_self_sym_sizes", ())
+    if not shape or getattr(order, "_saved_dim", None) not in (0, _unsigned(-len(shape))):
         return None  # of each row on its own
     if order is node:
-        count = len(taken._saved_indices)
+        count = len(getattr(node, "_saved_indices", ()))
     else:
-        count = len(range(num_rows)[taken._saved_start : taken._saved_end : taken._saved_step])
-    if count == num_rows:
+        first, last, step = (getattr(node, f"_saved_{name}", None) for name in ("start", "end", "step"))
+        count = len(range(shape[0])[first:last:step])
+    if count in (0, shape[0]):
         return None
     return OtherDivisor(
-        f"a mean over the first {count} of {num_rows} in their order (which lockstep.all_gather has of all ranks)",
+        f"a mean over the first {count} of {shape[0]} in their order (which lockstep.all_gather has of all ranks)",
         count,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchEngine
@@ -50,12 +51,37 @@ def _is_torchs(module: object) -> bool:
     return TorchEngine in type(module).__mro__
 
 
+class _Reducer:
+    """In the place of the C++ object that torch's engine has."""
+
+    def prepare_for_backward(self, outputs: object) -> NoReturn:
+        """Refuses to average what was left out by `no_sync()`.
+
+        Raises:
+            ModelError: says what to write.
+        """
+        raise ModelError(
+            f"{_OURS} averages in the backward pass of a forward pass that was made outside of no_sync(), and cannot "
+            "be told so later. Make the last forward pass of a window outside of no_sync(); for stages of torch's "
+            f"pipelines take {_TORCHS}, which runs on this group as well"
+        )
+
+
 @TorchEngine.register
 class NotInsideTorch(nn.Module):
     """A module that torch's engine cannot wrap, nor what contains it.
 
     `isinstance` takes it for torch's engine: by that scripts and libraries tell whether they must take `model.module`.
+    Some then use what torch's engine has inside, to let a backward pass average of which the forward pass was made in
+    `no_sync()`: torch's pipelines, and Accelerate's `trigger_sync_in_backward`. Here the forward pass decides.
+
+    Attributes:
+        require_forward_param_sync: for them; means nothing here.
+        reducer: refuses what they ask of it.
     """
+
+    require_forward_param_sync = True
+    reducer = _Reducer()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -1,0 +1,60 @@
+"""Warns of batches with fewer rows than samples.
+
+A collate function may leave out samples that could not be read (`[each for each in batch if each is not None]`). The
+ranks go by the samples that they were to have, so a rank that lost some counts for more than it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from lockstep.batch import BatchShare
+from lockstep.log import get_logger, warn_once
+
+__all__ = ["LostRows"]
+
+_logger = get_logger(__name__)
+
+
+class LostRows:
+    """Looks at the batches of one loader, until it has warned.
+
+    Args:
+        collate_fn: of the loader.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._name = str(getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__))
+        self._is_over = collate_fn is default_collate
+
+    def look(self, batch: Any, share: BatchShare) -> None:
+        """A batch of which this rank holds that share is yielded. Local."""
+        if self._is_over or share.local_samples == 0 or not _has_lost(batch, share.local_samples):
+            return
+        self._is_over = True
+        warn_once(
+            _logger,
+            f"collate_fn ({self._name}) made fewer rows than there were samples. A rank counts by the samples that it "
+            "was to have, so if some were left out, others count for more. Leave them out of the dataset, or say how "
+            "many the loss is the mean over: `with model.samples(n):`",
+        )
+
+
+def _has_lost(batch: Any, num_samples: int) -> bool:
+    """Whether no part of a batch is as long as that, in any dimension, or longer in the first."""
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
+    if isinstance(batch, (list, tuple)) and len(batch) >= num_samples:
+        return False
+    sizes = list(map(_sizes_of, parts))
+    return bool(sizes) and all(each and num_samples not in each and each[0] < num_samples for each in sizes)
+
+
+def _sizes_of(part: Any) -> tuple[int, ...]:
+    """Of a tensor, or the length of a list; empty for what nothing is known of."""
+    if isinstance(part, torch.Tensor):
+        return () if part.is_nested else tuple(part.shape)
+    return (len(part),) if isinstance(part, (list, tuple)) else ()
