@@ -45,6 +45,8 @@ def describe() -> dict[str, object]:
 
 
 def fail_on(ranks: list[int]) -> int:
+    if ranks:
+        dist.barrier()  # a rank that fails sooner takes gloo's connections from those that still make theirs
     if dist.get_rank() in ranks:
         raise ValueError(f"no luck on {dist.get_rank()}")
     if ranks:
