@@ -299,6 +299,18 @@ class FlightRecorder:
             return self.break_with(error, reason)
         return self.break_with(self._explain_loss(failure, failures, activity))
 
+    def explain_message(self, failure: PeerFailure, activity: str, hint: str = "") -> CollectiveError:
+        """The error for a send or receive that cannot end; breaks the group unless all it waits for left in good order.
+
+        Args:
+            failure: how the awaited ranks fail.
+            activity: the send or receive.
+            hint: more to say if a rank is late.
+        """
+        if all(kind is FailureKind.LEFT for kind in failure.kinds.values()):
+            return self._explain_loss(failure, {}, activity)
+        return self.explain(failure, activity, hint)
+
     def _explain_deadlock(self, deadlock: Deadlock) -> CollectiveMismatch:
         error = CollectiveMismatch(deadlock.text, deadlock.culprits)
         self.break_with(error, deadlock.text.replace(":\n  ", ": ").replace("\n  ", "; ").replace("\n", ". "))

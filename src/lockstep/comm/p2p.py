@@ -10,7 +10,8 @@ moved for a while, until a peer rings (`shm/doorbell.py`), and look at the peers
 thread waits for it. An operation that no thread waits for ends with its peer, or with the group.
 
 [Note: what breaks a group] A pair that disagrees about a message (CollectiveMismatch) has lost that message
-and nothing else. A rank that is gone, or did not come in time, is an error that breaks the group on this rank as it
+and nothing else. A rank that left in good order ends the messages with it and nothing else: a server goes on with its
+other clients. A rank that died or failed, or did not come in time, is an error that breaks the group on this rank as it
 does in a collective: peers that wait for this rank learn of it at once.
 """
 
@@ -155,7 +156,7 @@ class PointToPoint:
         """Raise if the peer is gone: otherwise a small message goes into a ring that nobody reads."""
         gone = self._gone([send.peer])
         if gone:
-            raise self._recorder.explain(PeerFailure(gone, 0.0), self.name_of(send))
+            raise self._recorder.explain_message(PeerFailure(gone, 0.0), self.name_of(send))
 
     def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> MessageWork | None:
         """A handle for an operation that is not over yet, or has gone wrong. Under the lock."""
@@ -419,7 +420,7 @@ class PointToPoint:
             others = [f"send({one.label}, tag={one.tag}) at {one.label.site}" for one in kept[:_NUM_HINTS]]
             if others:
                 hint = f"Sent to this rank, and not received yet: {'; '.join(others)}. "
-        return self._recorder.explain(failure, self.name_of(work.operation), hint)
+        return self._recorder.explain_message(failure, self.name_of(work.operation), hint)
 
     def _mismatch(self, operation: Send | Receive, conflict: Label) -> CollectiveMismatch:
         recorder, rank, peer = self._recorder, self._team.rank, operation.awaited
