@@ -29,7 +29,7 @@ __all__ = ["register"]
 class _Group(Protocol):
     def fail(self, message: str, error: BaseException | None = None) -> None: ...
 
-    def shutdown(self) -> None: ...
+    def abort(self) -> None: ...
 
     def disown(self) -> None: ...
 
@@ -69,7 +69,7 @@ def _fail_all(error: BaseException) -> None:
 
 def _leave_all() -> None:
     for group in list(_groups):
-        group.shutdown()
+        group.abort()
 
 
 def _end_child() -> None:

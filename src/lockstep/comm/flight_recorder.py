@@ -311,6 +311,17 @@ class FlightRecorder:
             return self._explain_loss(failure, {}, activity)
         return self.explain(failure, activity, hint)
 
+    def explain_held_up(self, call: str, waited_s: float) -> CollectiveError:
+        """The error for calls that a callback has held up for so long; breaks the group."""
+        return self.break_with(
+            CollectiveTimeout(
+                f"{call} of {self.group_name} has not begun on {self.name(self._rank)}: for {waited_s:g} s a callback "
+                "of an earlier call has had the thread that is to run it. In a callback, wait for a call by wait() of "
+                "its handle; that of a future does not let the call run",
+                self._globals([self._rank]),
+            )
+        )
+
     def _explain_deadlock(self, deadlock: Deadlock) -> CollectiveMismatch:
         error = CollectiveMismatch(deadlock.text, deadlock.culprits)
         self.break_with(error, deadlock.text.replace(":\n  ", ": ").replace("\n  ", "; ").replace("\n", ". "))
