@@ -391,6 +391,8 @@ def call_wrongly() -> bool:
         dist.isend(zeros(), 0, tag=-1)
     with pytest.raises(InputTypeError, match="the tag is 'x'"):
         dist.irecv(zeros(), 0, tag="x")
+    with pytest.raises(InputTypeError, match=r"the rank is 0\.5"):
+        dist.irecv(zeros(), 0.5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="there is no rank 5 in the default group, which has 1 ranks"):
         dist.group.WORLD.send([zeros()], 5, 0)
     # Ranks that are counted wrong, as by rank - 1: not those of a receive from any.
