@@ -440,3 +440,45 @@ def horovod_step() -> tuple[list[float], list[float]]:
         optimizer.step()
     hvd.shutdown()
     return mean, model.weight[0].tolist()
+
+
+def serve_after_a_leaver(leaver: int) -> dict[str, _Outcome]:
+    """Rank 0 has posted a receive from each of two clients when one of them leaves; it goes on with the other."""
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
+    found = {}
+    if opened.rank == leaver:
+        dist.send(torch.ones(10), 0)
+    elif opened.rank:
+        found = {f"call {number}": raised_by(lambda: _exchange_with(0)) for number in range(3)}
+    else:
+        requests = {client: dist.irecv(torch.ones(10), client) for client in (1, 2)}
+        requests[leaver].wait()
+        requests[leaver] = dist.irecv(torch.ones(10), leaver)
+        while not requests[leaver].is_completed():
+            time.sleep(0.001)
+        found["gone"] = raised_by(requests[leaver].wait)
+        found["first"] = raised_by(requests[3 - leaver].wait)
+        found["answer"] = raised_by(lambda: dist.send(torch.ones(10), 3 - leaver))
+        found.update({f"call {number}": raised_by(lambda: _exchange_with(3 - leaver)) for number in range(2)})
+    opened.shutdown()
+    return found
+
+
+def _exchange_with(peer: int) -> None:
+    sent = dist.isend(torch.ones(10), peer)
+    dist.recv(torch.ones(10), peer)
+    sent.wait()
+
+
+def destroys_ahead(late: int) -> list[float]:
+    """All ranks but one leave right after their asynchronous calls, for which that one comes late."""
+    opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
+    tensors = [torch.full((size,), opened.rank + 1.0) for size in (3, 100_000, 3)]
+    if opened.rank == late:
+        time.sleep(0.2)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    if opened.rank == late:
+        for work in works:
+            work.wait()
+    opened.shutdown()
+    return [tensor[-1].item() for tensor in tensors]

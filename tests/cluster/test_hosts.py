@@ -266,3 +266,16 @@ def test_partner_that_is_killed(hosts: Cluster) -> None:
         assert (kind, culprits) == ("RankLost", (3,)), said
         assert "rank 3 (hostb, pid " in said
         assert seconds < limit_s(AT_ONCE_S)
+
+
+@pytest.mark.parametrize("leaver", [1, 2])
+def test_leaver_ends_its_own_messages_alone(hosts: Cluster, leaver: int) -> None:
+    """Of this host, and of another."""
+    server, *clients = well(hosts.run(programs.serve_after_a_leaver, (2, 1), leaver))
+    kind, said, _, culprits = server.pop("gone")
+    assert (kind, culprits) == ("RankLost", (leaver,)), said
+    assert {said for found in (server, *clients) for _, said, _, _ in found.values()} == {"nothing was raised"}
+
+
+def test_leaving_lets_asynchronous_calls_end(hosts: Cluster) -> None:
+    assert hosts.run(programs.destroys_ahead, (2, 1), 0) == [[6.0] * 3] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from failing import Caught, attempt, expect, group_works, ranks_named
 from lockstep.comm import deadlock
@@ -80,6 +83,48 @@ def call_from_a_thread() -> tuple[bool, bool]:
 
 def test_rank_with_two_threads_can_still_come() -> None:
     assert run_ranks(call_from_a_thread, 2) == [(True, True)] * 2
+
+
+def call_first_from_a_thread() -> tuple[bool, bool]:
+    """As before, but the first collective of the thread comes late."""
+    data, sync = dist.new_group(), dist.new_group()
+    dist.barrier()
+    if dist.get_rank() == 0:
+
+        def come_late() -> None:
+            threading.Event().wait(LONG_S)
+            dist.all_reduce(torch.ones(2), group=data)
+
+        thread = threading.Thread(target=come_late)
+        thread.start()
+        dist.barrier(sync)
+        thread.join()
+    else:
+        dist.all_reduce(torch.ones(2), group=data)
+        dist.barrier(sync)
+    return True, group_works()
+
+
+def test_thread_may_call_its_first_collective_late() -> None:
+    assert run_ranks(call_first_from_a_thread, 2) == [(True, True)] * 2
+
+
+def go_round_beside_threads_of_libraries() -> Caught:
+    """Idle and busy threads that cannot call a collective."""
+    idle: queue.Queue[None] = queue.Queue()
+    for target, args in ((idle.get, ()), (threading.Event().wait, (10 * LONG_S,))):
+        threading.Thread(target=target, args=args, daemon=True).start()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(int).result()
+        loader = iter(DataLoader(torch.arange(8), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
+        next(loader)
+        caught = go_round(False)
+    idle.put(None)
+    return caught
+
+
+def test_circle_beside_threads_of_libraries() -> None:
+    check_round(run_ranks(go_round_beside_threads_of_libraries, 4))
 
 
 def queue_and_wait() -> tuple[bool, bool]:

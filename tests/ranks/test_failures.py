@@ -186,6 +186,39 @@ def test_every_rank_hears_of_a_mismatch_and_the_group_goes_on(world_size: int) -
             assert works_after, name
 
 
+def differ_in_ones() -> None:
+    """What torch takes for the same: shapes that differ in dimensions of size 1 alone."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def value(*sizes: int) -> torch.Tensor:
+        return torch.full((1, *sizes) if rank == 0 else sizes, rank + 1.0)
+
+    total = world_size * (world_size + 1) / 2
+    for sizes in ((), (5,), (1, 5), (2, 5)):
+        reduced, sent, scattered = value(*sizes), value(*sizes), value(*sizes)
+        dist.all_reduce(reduced)
+        dist.broadcast(sent, 0)
+        dist.scatter(scattered, [reduced] * world_size if rank == 0 else None)
+        row = [torch.empty_like(sent) for _ in range(world_size)]
+        dist.all_gather(row, value(*sizes))
+        for tensor, expected in (
+            (reduced, total),
+            (sent, 1.0),
+            (scattered, total),
+            *zip(row, range(1, 9), strict=False),
+        ):
+            assert torch.equal(tensor, torch.full_like(tensor, expected)), (sizes, tensor)
+    many = [value(size) for size in range(1, 8)]
+    group: Any = dist.group.WORLD
+    group.engine.broadcast(many, 0, False, None)
+    assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in many)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_shapes_may_differ_in_dimensions_of_size_one(world_size: int) -> None:
+    run_ranks(differ_in_ones, world_size)
+
+
 def call_in_swapped_order() -> list[Caught]:
     calls = [
         lambda: dist.all_reduce(ones(4), dist.ReduceOp.SUM),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable
@@ -102,22 +103,79 @@ def test_asynchronous_loss(world_size: int) -> None:
             expect(later, RankLost, (1,), "broke earlier on this rank", "died")
 
 
-def shut_down_under_a_call() -> Caught:
+def abort_under_a_call() -> Caught:
     """Rank 1 never comes; rank 0 gives up on its own group."""
     group = dist.new_group()
     if dist.get_rank() == 1:
         return attempt(lambda: None)
     works = [dist.all_reduce(torch.ones(3), group=group, async_op=True), dist.barrier(group, async_op=True)]
-    dist.destroy_process_group(group)
+    group.abort()
     running, queued = (attempt(work.wait) for work in works)
     expect(queued, CollectiveAborted, (), "barrier()", "shut down before this call had its turn")
     return running
 
 
-def test_shutdown_under_a_call() -> None:
-    running, _ = run_ranks(shut_down_under_a_call, 2)
+def test_abort_under_a_call() -> None:
+    running, _ = run_ranks(abort_under_a_call, 2)
     # The thread may not have begun with it; then it was only queued.
     expect(running, CollectiveAborted, (), "all_reduce(float32[3], SUM)", "shut down")
+
+
+def destroy_ahead(folder: str) -> list[float]:
+    """Rank 1 destroys the group right after its calls, for which rank 0 comes late."""
+    group = dist.new_group()
+    called = Path(folder, "called")
+    tensors = [torch.full((size,), dist.get_rank() + 1.0) for size in (3, 100_000, 3)]
+    if dist.get_rank() == 0:
+        wait_until(called.exists, "the calls of rank 1")
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    if dist.get_rank() == 0:
+        assert all(work.wait() for work in works)
+    called.touch()
+    dist.destroy_process_group(group)
+    assert all(work.is_success() for work in works)
+    return [tensor[-1].item() for tensor in tensors]
+
+
+def test_destroying_a_group_lets_its_calls_end(tmp_path: Path) -> None:
+    assert run_ranks(destroy_ahead, 2, str(tmp_path)) == [[3.0] * 3] * 2
+
+
+def destroy_with_a_call_too_many() -> Caught:
+    """Rank 0 has called what rank 1 will never call: it learns that when rank 1 leaves, too."""
+    group = dist.new_group()
+    dist.barrier(group)
+    work = dist.barrier(group, async_op=True) if dist.get_rank() == 0 else None
+    dist.destroy_process_group(group)
+    return attempt(lambda: work and work.wait())
+
+
+def test_destroying_a_group_with_a_call_too_many() -> None:
+    caught, _ = run_ranks(destroy_with_a_call_too_many, 2)
+    expect(caught, RankLost, (1,), "rank 1 (", "left the group", "barrier()")
+
+
+@pytest.mark.parametrize("how", ["exception", "failure"])
+def test_destroying_a_group_after_an_error_waits_for_nobody(how: str) -> None:
+    running, _ = run_ranks(destroy_after_an_error, 2, how)
+    expect(running, CollectiveAborted, (), "all_reduce(float32[3], SUM)", "shut down")
+
+
+def destroy_after_an_error(how: str) -> Caught:
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        return attempt(lambda: None)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    if how == "failure":
+        group.fail("raised ValueError")
+        dist.destroy_process_group(group)
+    else:
+        with contextlib.suppress(ValueError):
+            try:
+                raise ValueError
+            finally:
+                dist.destroy_process_group(group)
+    return attempt(work.wait)
 
 
 def call_from_callbacks() -> list[float]:

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
-from failing import attempt, group_works
+from failing import Caught, attempt, expect, group_works, is_dead, wait_until
 from lockstep import env
-from lockstep.errors import NotInitialized
+from lockstep.errors import NotInitialized, RankLost
 from lockstep.testing import run_ranks
 
 
@@ -169,3 +170,58 @@ def open_world_in_child() -> tuple[int, bool]:
 
 def test_child_may_open_a_world_of_its_own() -> None:
     assert run_ranks(open_world_in_child, 2, init=False) == [(41, True)] * 2
+
+
+# ---- children that are ranks ---------------------------------------------------------------------------------------
+
+
+def raise_error() -> None:
+    raise ValueError("no more data")
+
+
+def exit_after_error() -> None:
+    """As torch.multiprocessing.spawn does."""
+    try:
+        raise_error()
+    except ValueError:
+        sys.exit(1)
+
+
+RAISED = f"failed: it raised ValueError: no more data at {__file__}:{raise_error.__code__.co_firstlineno + 1}"
+ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "returns": (int, "left the group"),
+    "exits": (sys.exit, "left the group"),
+    "raises": (raise_error, RAISED),
+    "exits after an error": (exit_after_error, RAISED),
+}
+
+
+def be_rank_one(meeting: str, how: str) -> None:
+    dist.init_process_group("lockstep", init_method=meeting, rank=1, world_size=2)
+    dist.send(torch.tensor(os.getpid()), 0)
+    ENDS[how][0]()
+
+
+def outlive_child(meeting: str, method: str, how: str) -> Caught:
+    """Wait for a message of a child that has ended."""
+    try:
+        raise KeyError("what the parent handles is none of the child's")
+    except KeyError:
+        process = multiprocessing.get_context(method).Process(target=be_rank_one, args=(meeting, how))
+        process.start()
+    dist.init_process_group("lockstep", init_method=meeting, rank=0, world_size=2)
+    pid = torch.tensor(0)
+    dist.recv(pid, 1)
+    wait_until(lambda: is_dead(int(pid)), "the end of the child")
+    caught = attempt(lambda: dist.recv(pid, 1))
+    dist.destroy_process_group()
+    process.join()
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("method", "how"), [*(("fork", how) for how in ENDS), ("spawn", "returns"), ("spawn", "raises")]
+)
+def test_rank_that_multiprocessing_started_says_how_it_ends(method: str, how: str, tmp_path: Path) -> None:
+    (caught,) = run_ranks(outlive_child, 1, f"file://{tmp_path}/meeting", method, how, init=False)
+    expect(caught, RankLost, (1,), ENDS[how][1])

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -318,6 +319,21 @@ def use_handles() -> None:
 
 def test_handles() -> None:
     run_ranks(use_handles, 2)
+
+
+def call_with_other_integers() -> None:
+    rank, (previous, following) = dist.get_rank(), neighbours()
+    for integer in (np.int64, torch.tensor):
+        sending = dist.isend(message(7, rank), integer(following), tag=integer(3))  # type: ignore[arg-type]
+        received = torch.empty(7, dtype=torch.uint8)
+        dist.recv(received, integer(previous), tag=integer(3))  # type: ignore[arg-type]
+        check(received, message(7, previous), f"by {integer}")
+        assert sending is not None
+        sending.wait()
+
+
+def test_ranks_and_tags_of_numpy_and_torch() -> None:
+    run_ranks(call_with_other_integers, 2)
 
 
 def leave_after_sending() -> None:

@@ -224,6 +224,42 @@ def test_any_source_outlives_a_leaver() -> None:
     assert run_ranks(outlive_a_leaver, 3)[0].error is None
 
 
+def serve_after_a_leaver() -> list[Caught]:
+    """Rank 0 has posted a receive from each of its clients when rank 1 leaves; it goes on with rank 2."""
+    group = dist.new_group()
+    rank = dist.get_rank()
+    if rank == 1:
+        dist.send(zeros(), 0, group=group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return []
+    if rank == 2:
+        dist.barrier()
+        return [attempt(lambda: exchange_with(0, group)) for _ in range(3)]
+    requests = {client: dist.irecv(zeros(), client, group=group) for client in (1, 2)}
+    requests[1].wait()
+    requests[1] = dist.irecv(zeros(), 1, group=group)
+    dist.barrier()
+    wait_until(requests[1].is_completed, "the leave of rank 1")
+    outcomes = [attempt(requests[2].wait), attempt(lambda: dist.send(zeros(), 2, group=group))]
+    outcomes += [attempt(requests[1].wait), attempt(lambda: dist.send(zeros(), 1, group=group))]
+    return outcomes + [attempt(lambda: exchange_with(2, group)) for _ in range(2)]
+
+
+def exchange_with(peer: int, group: dist.ProcessGroup) -> None:
+    """Send and receive."""
+    sent = dist.isend(zeros(), peer, group=group)
+    dist.recv(zeros(), peer, group=group)
+    sent.wait()
+
+
+def test_leaver_ends_its_own_messages_alone() -> None:
+    server, _, client = run_ranks(serve_after_a_leaver, 3)
+    for outcome, call in zip(server[2:4], ("recv(float32[4], src=1, tag=0)", "send(float32[4], dst=1"), strict=True):
+        expect(outcome, RankLost, (1,), "rank 1 (", "left the group", call, HERE)
+    assert [outcome.error for outcome in (*server[:2], *server[4:], *client)] == [None] * 7
+
+
 # ---- ranks that are late -------------------------------------------------------------------------------------------
 
 
@@ -355,6 +391,8 @@ def call_wrongly() -> bool:
         dist.isend(zeros(), 0, tag=-1)
     with pytest.raises(InputTypeError, match="the tag is 'x'"):
         dist.irecv(zeros(), 0, tag="x")
+    with pytest.raises(InputTypeError, match=r"the rank is 0\.5"):
+        dist.irecv(zeros(), 0.5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="there is no rank 5 in the default group, which has 1 ranks"):
         dist.group.WORLD.send([zeros()], 5, 0)
     # Ranks that are counted wrong, as by rank - 1: not those of a receive from any.

@@ -322,10 +322,15 @@ class EngineProcessGroup(ProcessGroup):
         self.engine.fail(message, error)
 
     def shutdown(self) -> None:
-        """Leave the group. Local; `dist.destroy_process_group` calls it."""
-        self.engine.close()
+        """Leave the group. Local; `dist.destroy_process_group` calls it.
 
-    abort = shutdown
+        Asynchronous calls made so far end first, as with gloo; not after an error, or with one on its way out.
+        """
+        self.engine.shutdown()
+
+    def abort(self) -> None:
+        """Leave the group at once: asynchronous calls under way end with CollectiveAborted. Local."""
+        self.engine.close()
 
     def disown(self) -> None:
         """Make the group unusable in this process, a fork of the rank. Local; the rank notices nothing."""

@@ -10,22 +10,27 @@ that they wait for, and looks whether this leads back to itself.
 
 [Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
 cannot come to any other collective meanwhile: its main thread is the one that waits, no other thread of it has ever
-called a collective, no other group has asynchronous calls left to run, and its wait is no short try. And a cycle counts
-only if it is seen twice, `_CONFIRM_S` apart, with every rank of it in the very same wait, and if every rank has
-confirmed its wait in between, which means that it has looked again whether those it waits for have come. Then none of
-them can have come in between: the first to come would have had to stop waiting before.
+called a collective or is in the user's code, from where it may call its first (threads of libraries, such as those of
+a progress bar or a DataLoader, are none of these), no other group has asynchronous calls left to run, and its wait is
+no short try. And a cycle counts only if it is seen twice, `_CONFIRM_S` apart, with every rank of it in the very same
+wait, and if every rank has confirmed its wait in between, which means that it has looked again whether those it waits
+for have come. Then none of them can have come in between: the first to come would have had to stop waiting before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 from lockstep.comm.contract import PublishedWaits
 from lockstep.comm.work import Runner
+from lockstep.frames import is_library_file, library_folders
 from lockstep.shm.sync import FailureKind, PeerFailure
 
 __all__ = ["MAIN_THREAD", "Deadlock", "DeadlockDetector", "forget_other_callers", "note_other_caller"]
@@ -56,6 +61,28 @@ def forget_other_callers() -> None:
     """Count on the main thread alone again. Local; for a process that goes on to another job without such threads."""
     global _has_other_callers
     _has_other_callers = False
+
+
+def _is_another_thread_in_users_code() -> bool:
+    """Whether a thread other than the main one and the caller runs, or has called, code of no installed library."""
+    known = (MAIN_THREAD, threading.get_ident())
+    return any(_is_in_users_code(frame) for thread, frame in sys._current_frames().items() if thread not in known)
+
+
+def _is_in_users_code(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if _is_users_file(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_users_file(name: str) -> bool:
+    return not is_library_file(name, _folders())
+
+
+_folders = functools.cache(library_folders)
 
 
 @dataclass(frozen=True)
@@ -163,7 +190,9 @@ class DeadlockDetector:
         """Whether this rank cannot come to any other collective before this wait ends."""
         if _has_other_callers or self._runner.has_unfinished_elsewhere():
             return False
-        return threading.get_ident() == MAIN_THREAD or self._runner.is_awaited_by_main
+        if threading.get_ident() != MAIN_THREAD and not self._runner.is_awaited_by_main:
+            return False
+        return not _is_another_thread_in_users_code()
 
     def _wait_of(self, rank: int) -> _Wait | None:
         published = self._waits.wait_of(rank)

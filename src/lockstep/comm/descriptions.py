@@ -1,4 +1,7 @@
-"""How the flight record describes a collective: the text that decides its fingerprint, and that people read."""
+"""How the flight record describes a collective: the text that decides its fingerprint, and that people read.
+
+Dimensions of size 1 are for people alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.comm.flight_recorder import fingerprint
-from lockstep.comm.wording import describe_tensor
+from lockstep.comm.wording import describe_tensor, without_ones
 
 __all__ = ["describe_call", "describe_rows"]
 
@@ -35,7 +38,7 @@ def describe_call(
     parts = [describe_tensor(tensor) for tensor in tensors[:_NUM_SHOWN]]
     if len(tensors) > _NUM_SHOWN:
         rest = "".join(map(describe_tensor, tensors[_NUM_SHOWN:]))
-        parts.append(f"… {len(tensors)} tensors {fingerprint(rest):x}")
+        parts.append(f"… {len(tensors)} tensors {fingerprint(without_ones(rest)):x}")
     if op is not None:
         parts.append(op)
     if root is not None:

@@ -7,6 +7,7 @@ in the group's thread. Either way calls run one at a time, in the order in which
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -40,7 +41,6 @@ from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
 from lockstep.errors import (
     CollectiveError,
-    CollectiveTimeout,
     InputError,
     NotInitialized,
     SharedMemoryError,
@@ -49,7 +49,7 @@ from lockstep.rank_status import FINISHED
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.bootstrap import Bootstrap
 from lockstep.shm.kernels import Kernel, find_kernel, op_name
-from lockstep.shm.sync import PeerFailure
+from lockstep.shm.sync import PeerFailure, PeerState
 from lockstep.shm.team import Region
 
 __all__ = ["Body", "Describe", "Engine"]
@@ -93,7 +93,7 @@ class Engine:
         self.locate = make_locator()
         self._algorithms = algorithms
         self._make_mailbox = make_mailbox
-        self._runner = Runner("lockstep-collectives", lambda: self.timeout_s, self._give_up_callback)
+        self._runner = Runner("lockstep-collectives", lambda: self.timeout_s, recorder.explain_held_up)
         self._p2p: PointToPoint | None = None  # from the first send or receive on
         self._p2p_lock = threading.Lock()
         self._turn = threading.Lock()
@@ -169,18 +169,6 @@ class Engine:
                 raise
             finally:
                 clock.add(perf_counter() - start)
-
-    def _give_up_callback(self, call: str, waited_s: float) -> CollectiveError:
-        """The error for calls that a callback has held up for so long; breaks the group."""
-        recorder, rank = self.recorder, self.team.rank
-        return recorder.break_with(
-            CollectiveTimeout(
-                f"{call} of {recorder.group_name} has not begun on {recorder.name(rank)}: for {waited_s:g} s a "
-                "callback of an earlier call has had the thread that is to run it. In a callback, wait for a call by "
-                "wait() of its handle; that of a future does not let the call run",
-                (recorder.global_rank(rank),),
-            )
-        )
 
     # ---- collectives ---------------------------------------------------------------------------
 
@@ -567,6 +555,15 @@ class Engine:
         """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
         if not self._closed:
             self.recorder.fail(message, error.culprits if isinstance(error, CollectiveError) else None)
+
+    def shutdown(self) -> None:
+        """Leave the group when the asynchronous calls made so far have ended. Local; after an error without them."""
+        try:
+            is_well = not self._closed and self.team.blocks.state(self.team.rank) is PeerState.READY
+            if is_well and sys.exc_info()[1] is None:
+                self._runner.finish()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Leave the group. Local; queued calls are cancelled, a running wait ends with CollectiveAborted."""

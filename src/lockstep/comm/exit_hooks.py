@@ -4,6 +4,10 @@ Installed once, when the first group is made: an exit handler that leaves every 
 an exception hook that first writes the exception into the flight record, and a fork handler by
 which a child (a worker of a DataLoader, say) gives up the groups that it inherited, because its end
 is not the end of the rank.
+
+[Note: children of multiprocessing] A process that multiprocessing started, and that is a rank itself, handles its own
+exceptions, and a forked one ends without atexit's handlers. There a finalizer of multiprocessing does both; it runs
+while the exception that ends the process is on its way.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import weakref
+from multiprocessing import parent_process, util
 from types import TracebackType
 from typing import Protocol
 
@@ -23,19 +29,24 @@ __all__ = ["register"]
 class _Group(Protocol):
     def fail(self, message: str, error: BaseException | None = None) -> None: ...
 
-    def shutdown(self) -> None: ...
+    def abort(self) -> None: ...
 
     def disown(self) -> None: ...
 
 
 _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
 _installed = False
+_child_pid = 0  # of the process that has the finalizer
+_FIRST = 100  # priority of the finalizer: before those that wait for processes or threads
 
 
 def register(group: _Group) -> None:
     """Tell `group` when this process ends. Local."""
-    global _installed
+    global _installed, _child_pid
     _groups.add(group)
+    if parent_process() is not None and _child_pid != os.getpid():
+        _child_pid = os.getpid()
+        util.Finalize(None, _end_child, exitpriority=_FIRST)
     if not _installed:
         _installed = True
         atexit.register(_leave_all)
@@ -58,7 +69,29 @@ def _fail_all(error: BaseException) -> None:
 
 def _leave_all() -> None:
     for group in list(_groups):
-        group.shutdown()
+        group.abort()
+
+
+def _end_child() -> None:
+    """The target of a child has returned or raised. See [Note: children of multiprocessing]."""
+    error = _fatal_error()
+    if error is not None:
+        _fail_all(error)
+    elif any(not (each.daemon or each is threading.current_thread()) for each in threading.enumerate()):
+        return  # The process waits for them, and they may call collectives.
+    _leave_all()
+
+
+def _fatal_error() -> BaseException | None:
+    """The exception that ends this child; None if it ends in good order, or by SystemExit as such."""
+    error = sys.exc_info()[1]
+    trace = None if error is None else error.__traceback__
+    if trace is None or trace.tb_frame.f_code.co_name != "_bootstrap":
+        return None  # One that the parent was handling when it forked.
+    if isinstance(error, SystemExit):
+        # `torch.multiprocessing.spawn` stores the exception for the parent, and then exits.
+        return error.__context__ if error.code else None
+    return error
 
 
 def _disown_all() -> None:

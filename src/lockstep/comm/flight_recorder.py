@@ -2,8 +2,9 @@
 
 Before its first step in a collective, a rank writes a fingerprint of the call (operation, shapes, dtype,
 reduce op, root), its number, and where in the user's code it was made. After the step every rank
-compares fingerprints: a mismatch raises on all of them, before any rank has read a byte. When a
-wait cannot end, the same records say where each rank is.
+compares fingerprints: a mismatch raises on all of them, before any rank has read a byte. Shapes that differ in
+dimensions of size 1 alone match, as they do for sends and receives. When a wait cannot end, the same records say where
+each rank is.
 
 [Note: cost] Calls and call sites repeat, so their texts are written once and then named by an
 index. A collective writes nine words, five of them for the launcher (`lockstep.rank_status`), and compares one for each
@@ -20,6 +21,7 @@ from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.comm.contract import Team
 from lockstep.comm.deadlock import Deadlock
 from lockstep.comm.reorder import Order, ReorderDetector
+from lockstep.comm.wording import without_ones
 from lockstep.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -178,7 +180,7 @@ class FlightRecorder:
         if old is not None:
             del self._calls[old]
         self._call_keys[index] = key
-        self._calls[key] = entry = (fingerprint(text) & ~_LINE_MASK, index)
+        self._calls[key] = entry = (fingerprint(without_ones(text)) & ~_LINE_MASK, index)
         return entry
 
     def _add_site(self, site: CallSite) -> tuple[int, int]:
@@ -231,7 +233,11 @@ class FlightRecorder:
             what = self._blocks.find_damage(rank, self.number)
             record = None if what else self._blocks.record(rank, self.number)
             is_whole = record is not None and len(record.call.encode()) < TEXT_BYTES - 4
-            if record is not None and is_whole and (record.fingerprint ^ fingerprint(record.call)) & ~_LINE_MASK:
+            if (
+                record is not None
+                and is_whole
+                and (record.fingerprint ^ fingerprint(without_ones(record.call))) & ~_LINE_MASK
+            ):
                 what = f"its fingerprint of collective #{self.number} is not that of {record.call[:80]!r}"
             if what is not None:
                 text = damage_text(f"of {self.name(rank)}, {what}")
@@ -298,6 +304,29 @@ class FlightRecorder:
             error, reason = given_up
             return self.break_with(error, reason)
         return self.break_with(self._explain_loss(failure, failures, activity))
+
+    def explain_message(self, failure: PeerFailure, activity: str, hint: str = "") -> CollectiveError:
+        """The error for a send or receive that cannot end; breaks the group unless all it waits for left in good order.
+
+        Args:
+            failure: how the awaited ranks fail.
+            activity: the send or receive.
+            hint: more to say if a rank is late.
+        """
+        if all(kind is FailureKind.LEFT for kind in failure.kinds.values()):
+            return self._explain_loss(failure, {}, activity)
+        return self.explain(failure, activity, hint)
+
+    def explain_held_up(self, call: str, waited_s: float) -> CollectiveError:
+        """The error for calls that a callback has held up for so long; breaks the group."""
+        return self.break_with(
+            CollectiveTimeout(
+                f"{call} of {self.group_name} has not begun on {self.name(self._rank)}: for {waited_s:g} s a callback "
+                "of an earlier call has had the thread that is to run it. In a callback, wait for a call by wait() of "
+                "its handle; that of a future does not let the call run",
+                self._globals([self._rank]),
+            )
+        )
 
     def _explain_deadlock(self, deadlock: Deadlock) -> CollectiveMismatch:
         error = CollectiveMismatch(deadlock.text, deadlock.culprits)

@@ -96,9 +96,15 @@ class MixedProcessGroup(LockstepProcessGroup):
     def shutdown(self) -> None:
         """Leave the group, and those behind it. Local; `dist.destroy_process_group` calls it."""
         super().shutdown()
+        self._destroy_behind()
+
+    def abort(self) -> None:
+        """Leave the group at once, and those behind it. Local."""
+        super().abort()
+        self._destroy_behind()
+
+    def _destroy_behind(self) -> None:
         while self._behind:
             _, group = self._behind.popitem()
             if dist.group.WORLD is not self and is_registered(group):  # else torch ends it, as all groups
                 dist.destroy_process_group(group)
-
-    abort = shutdown

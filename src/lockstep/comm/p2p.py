@@ -10,12 +10,14 @@ moved for a while, until a peer rings (`shm/doorbell.py`), and look at the peers
 thread waits for it. An operation that no thread waits for ends with its peer, or with the group.
 
 [Note: what breaks a group] A pair that disagrees about a message (CollectiveMismatch) has lost that message
-and nothing else. A rank that is gone, or did not come in time, is an error that breaks the group on this rank as it
+and nothing else. A rank that left in good order ends the messages with it and nothing else: a server goes on with its
+other clients. A rank that died or failed, or did not come in time, is an error that breaks the group on this rank as it
 does in a collective: peers that wait for this rank learn of it at once.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -88,7 +90,7 @@ class PointToPoint:
         """
         tensor = settled(check_tensor(tensor, "send"))
         check_memory(tensor, "send")
-        self._check_address("send", peer, tag)
+        peer, tag = self._check_address("send", peer, tag)
         item = FlatTensor(tensor)
         label = self._label(tensor, call_site())
         if peer != self._team.rank:
@@ -113,8 +115,7 @@ class PointToPoint:
             InputError, InputTypeError: not a dense tensor; no such rank or tag.
         """
         check_memory(check_output(tensor, "recv"), "recv")
-        self._check_address("recv", peer, tag)
-        source = ANY_SOURCE if peer is None else peer
+        source, tag = self._check_address("recv", ANY_SOURCE if peer is None else peer, tag, peer is None)
         item = FlatTensor(tensor, is_read=False)
         label = self._label(tensor, call_site())
         with self._lock:
@@ -128,18 +129,19 @@ class PointToPoint:
         self._advance(blocking=True)  # The message may be there, and nobody rings for it again.
         return work
 
-    def _check_address(self, name: str, peer: int | None, tag: int) -> None:
+    def _check_address(self, name: str, peer: int, tag: int, is_from_any: bool = False) -> tuple[int, int]:
+        """Peer and tag as Python's integers; those of NumPy and tensors of one element will do."""
         if self._recorder.broken is not None:
             raise self._recorder.repeat()
-        if not isinstance(tag, int):
-            raise InputTypeError(f"{name}: the tag is {tag!r}; give an integer")
+        peer, tag = _as_int(name, "rank", peer), _as_int(name, "tag", tag)
         if not 0 <= tag < 1 << 63:
             raise InputError(f"{name}: the tag is {tag}; give an integer from 0 on")
-        if peer is not None and not 0 <= peer < self._team.world_size:
+        if not is_from_any and not 0 <= peer < self._team.world_size:
             raise InputError(
                 f"{name}: there is no rank {peer} in {self._recorder.group_name}, which has "
                 f"{self._team.world_size} ranks"
             )
+        return peer, tag
 
     def _label(self, tensor: torch.Tensor, site: CallSite) -> Label:
         key = tensor.dtype, tensor.shape, site
@@ -155,7 +157,7 @@ class PointToPoint:
         """Raise if the peer is gone: otherwise a small message goes into a ring that nobody reads."""
         gone = self._gone([send.peer])
         if gone:
-            raise self._recorder.explain(PeerFailure(gone, 0.0), self.name_of(send))
+            raise self._recorder.explain_message(PeerFailure(gone, 0.0), self.name_of(send))
 
     def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> MessageWork | None:
         """A handle for an operation that is not over yet, or has gone wrong. Under the lock."""
@@ -419,7 +421,7 @@ class PointToPoint:
             others = [f"send({one.label}, tag={one.tag}) at {one.label.site}" for one in kept[:_NUM_HINTS]]
             if others:
                 hint = f"Sent to this rank, and not received yet: {'; '.join(others)}. "
-        return self._recorder.explain(failure, self.name_of(work.operation), hint)
+        return self._recorder.explain_message(failure, self.name_of(work.operation), hint)
 
     def _mismatch(self, operation: Send | Receive, conflict: Label) -> CollectiveMismatch:
         recorder, rank, peer = self._recorder, self._team.rank, operation.awaited
@@ -484,6 +486,13 @@ class _PublishedWait:
     def __exit__(self, *_: object) -> None:
         if self._is_published:
             self._show("")
+
+
+def _as_int(name: str, what: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputTypeError(f"{name}: the {what} is {value!r}; give an integer") from None
 
 
 def _call(operation: Send | Receive, recorder: FlightRecorder) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["describe_group", "describe_tensor"]
+__all__ = ["describe_group", "describe_tensor", "without_ones"]
+
+_SHAPE = re.compile(r"(?<=\w)\[([\d, ]*)\]")
 
 
 def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> str:
@@ -25,3 +28,12 @@ def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> s
 def describe_tensor(tensor: torch.Tensor) -> str:
     """`float32[2, 3]`: the form in which errors name a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def without_ones(text: str) -> str:
+    """A text without the dimensions of size 1 in its shapes: tensors that differ in them alone hold the same elements.
+
+    >>> without_ones("all_reduce(float32[1, 3], int64[1], SUM)")
+    'all_reduce(float32[3], int64[], SUM)'
+    """
+    return _SHAPE.sub(lambda shape: f"[{', '.join(size for size in shape[1].split(', ') if size != '1')}]", text)

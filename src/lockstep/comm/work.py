@@ -337,6 +337,13 @@ class Runner:
             self.unfinished -= 1
         self._cancel_queued(error)
 
+    def finish(self) -> None:
+        """Wait until the calls submitted so far have ended, well or not; each has a deadline of its own."""
+        if self.unfinished:
+            last = PendingWork(lambda: None, [], lambda: "shutdown()", self)
+            self.submit(last)
+            last._await(None)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what is queued, let the running call end, stop the thread."""
         self.watch.close()
