@@ -68,6 +68,22 @@ class Slotted(Curriculum):
         object.__setattr__(self, name, value)
 
 
+class Around:
+    """Hands on what it does not have itself."""
+
+    def __init__(self, inner: Curriculum) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
 def epoch_of(loader: DataLoader[Any]) -> int:
     """Walks one and says which it was, as the sampler saw it."""
     return int(run_epoch(loader)[0][0][0])
@@ -87,8 +103,8 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     assert (twin.now, sampler.now) == (3, 7)
 
 
-@pytest.mark.parametrize("sampler", [Curriculum(), Curriculum(counts=True), Slotted()])
-def test_else_the_loader_tells_it(sampler: Curriculum) -> None:
+@pytest.mark.parametrize("sampler", [Curriculum(), Curriculum(counts=True), Slotted(), Around(Curriculum())])
+def test_else_the_loader_tells_it(sampler: Any) -> None:
     loader = DataLoader(range(100), 2, sampler=sampler)
     assert [epoch_of(loader) for _ in range(3)] == [0, 1, 2]
     state = loader.state_dict()

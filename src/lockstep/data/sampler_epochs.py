@@ -31,7 +31,9 @@ class _SetEpoch:
 
     def tell(self, epoch: Any) -> Any:
         """Without a note."""
-        return type(self._sampler).set_epoch(self._sampler, epoch)
+        if hasattr(type(self._sampler), "set_epoch"):
+            return type(self._sampler).set_epoch(self._sampler, epoch)
+        return self._sampler.set_epoch(epoch)  # of a sampler that it stands for, by `__getattr__`
 
 
 class SamplerEpochs:
@@ -42,10 +44,12 @@ class SamplerEpochs:
     """
 
     def __init__(self, sampler: Any) -> None:
-        self._set_epoch: Any = None
-        if callable(getattr(type(sampler), "set_epoch", None)):
-            known = vars(sampler).get("set_epoch") if hasattr(sampler, "__dict__") else None
-            self._set_epoch = known if type(known) is _SetEpoch else _SetEpoch(sampler)
+        self._set_epoch: _SetEpoch | None = None
+        if not callable(getattr(sampler, "set_epoch", None)):
+            return
+        known = sampler.set_epoch
+        self._set_epoch = known if isinstance(known, _SetEpoch) else _SetEpoch(sampler)
+        if hasattr(type(sampler), "set_epoch"):
             with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
                 sampler.set_epoch = self._set_epoch
 
