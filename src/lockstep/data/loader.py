@@ -340,6 +340,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"DataLoader: seed={self.seed} is replaced by {numbers['seed']}, with which the state was written"
             )
         self.seed = numbers["seed"]
+        self._sampler_epochs.forget()
         self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
         # Older states do not say it.
         self._epoch_after = check_integer("state['next_epoch']", state.get("next_epoch", 0), 0)
