@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -46,8 +47,8 @@ class Curriculum(Sampler[int]):
     def __init__(self, counts: bool = False) -> None:
         self.now, self.counts = 0, counts
 
-    def set_epoch(self, epoch: int) -> None:
-        self.now = epoch
+    def set_epoch(self, number: int, start: int = 0) -> None:
+        self.now = number + start
 
     def __len__(self) -> int:
         return 2
@@ -84,6 +85,12 @@ class Around:
         return getattr(self.__dict__["inner"], name)
 
 
+def with_a_method_of_its_own() -> Curriculum:
+    sampler = Curriculum()
+    sampler.set_epoch = functools.partial(Curriculum.set_epoch, sampler)  # type: ignore[method-assign]
+    return sampler
+
+
 def epoch_of(loader: DataLoader[Any]) -> int:
     """Walks one and says which it was, as the sampler saw it."""
     return int(run_epoch(loader)[0][0][0])
@@ -95,6 +102,8 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
         sampler.set_epoch(epoch)
         assert epoch_of(loader) == epoch
     assert [epoch_of(loader) for _ in range(2)] == [44, 45], "told once, the loader goes on"
+    sampler.set_epoch(number=50, start=1)
+    assert (epoch_of(loader), loader.epoch) == (51, 51), "what it makes of it is its own business"
     sampler.set_epoch(60)
     loader.set_epoch(7)
     assert epoch_of(loader) == 7, "the last word counts"
@@ -103,7 +112,9 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     assert (twin.now, sampler.now) == (3, 7)
 
 
-@pytest.mark.parametrize("sampler", [Curriculum(), Curriculum(counts=True), Slotted(), Around(Curriculum())])
+@pytest.mark.parametrize(
+    "sampler", [Curriculum(), Curriculum(counts=True), Slotted(), Around(Curriculum()), with_a_method_of_its_own()]
+)
 def test_else_the_loader_tells_it(sampler: Any) -> None:
     loader = DataLoader(range(100), 2, sampler=sampler)
     assert [epoch_of(loader) for _ in range(3)] == [0, 1, 2]

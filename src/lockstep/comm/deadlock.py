@@ -33,7 +33,14 @@ from lockstep.comm.work import Runner
 from lockstep.frames import is_library_file, library_folders
 from lockstep.shm.sync import FailureKind, PeerFailure
 
-__all__ = ["MAIN_THREAD", "Deadlock", "DeadlockDetector", "forget_other_callers", "note_other_caller"]
+__all__ = [
+    "MAIN_THREAD",
+    "Deadlock",
+    "DeadlockDetector",
+    "forget_other_callers",
+    "note_other_caller",
+    "threads_in_users_code",
+]
 
 # From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
 _PUBLISH_AFTER_S = 0.05
@@ -63,10 +70,11 @@ def forget_other_callers() -> None:
     _has_other_callers = False
 
 
-def _is_another_thread_in_users_code() -> bool:
-    """Whether a thread other than the main one and the caller runs, or has called, code of no installed library."""
+def threads_in_users_code() -> set[int]:
+    """Threads other than the main one and the caller's that run, or have called, code of no installed library."""
     known = (MAIN_THREAD, threading.get_ident())
-    return any(_is_in_users_code(frame) for thread, frame in sys._current_frames().items() if thread not in known)
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in known}
+    return {thread for thread, frame in frames.items() if _is_in_users_code(frame)}
 
 
 def _is_in_users_code(frame: FrameType | None) -> bool:
@@ -192,7 +200,7 @@ class DeadlockDetector:
             return False
         if threading.get_ident() != MAIN_THREAD and not self._runner.is_awaited_by_main:
             return False
-        return not _is_another_thread_in_users_code()
+        return not threads_in_users_code()
 
     def _wait_of(self, rank: int) -> _Wait | None:
         published = self._waits.wait_of(rank)

@@ -6,8 +6,8 @@ which a child (a worker of a DataLoader, say) gives up the groups that it inheri
 is not the end of the rank.
 
 [Note: children of multiprocessing] A process that multiprocessing started, and that is a rank itself, handles its own
-exceptions, and a forked one ends without atexit's handlers. There a finalizer of multiprocessing does both; it runs
-while the exception that ends the process is on its way.
+exceptions, and a forked one ends without atexit's handlers. There a finalizer of multiprocessing does what they would;
+it runs while the exception that ends the process is on its way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from lockstep.comm.callsite import describe_exception
+from lockstep.comm.deadlock import threads_in_users_code
 
 __all__ = ["register"]
 
@@ -77,9 +78,15 @@ def _end_child() -> None:
     error = _fatal_error()
     if error is not None:
         _fail_all(error)
-    elif any(not (each.daemon or each is threading.current_thread()) for each in threading.enumerate()):
-        return  # The process waits for them, and they may call collectives.
-    _leave_all()
+        _leave_all()
+    elif "--multiprocessing-fork" not in sys.orig_argv and not _may_still_call():
+        _leave_all()  # A spawned child has atexit's handlers yet to run, of which the user's may communicate.
+
+
+def _may_still_call() -> bool:
+    """Whether the process waits for threads of the user's, which may call collectives."""
+    waited_for = {each.ident for each in threading.enumerate() if not each.daemon}
+    return bool(waited_for & threads_in_users_code())
 
 
 def _fatal_error() -> BaseException | None:

@@ -24,16 +24,23 @@ class _SetEpoch:
         self._sampler = sampler
         self.told: int | None = None
 
-    def __call__(self, epoch: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the sampler's own."""
+        epoch = next(iter((*args, *kwargs.values())), None)
         self.told = epoch if type(epoch) is int and epoch >= 0 else None
-        return self.tell(epoch)
+        return self.tell(*args, **kwargs)
 
-    def tell(self, epoch: Any) -> Any:
+    def tell(self, *args: Any, **kwargs: Any) -> Any:
         """Without a note."""
-        if hasattr(type(self._sampler), "set_epoch"):
-            return type(self._sampler).set_epoch(self._sampler, epoch)
-        return self._sampler.set_epoch(epoch)  # of a sampler that it stands for, by `__getattr__`
+        if _is_of_class(self._sampler):
+            return type(self._sampler).set_epoch(self._sampler, *args, **kwargs)
+        return self._sampler.set_epoch(*args, **kwargs)
+
+
+def _is_of_class(sampler: Any) -> bool:
+    """Whether the method is that of its class: not one of its own, nor of a sampler that it stands for."""
+    own = getattr(sampler, "__dict__", {}).get("set_epoch")
+    return hasattr(type(sampler), "set_epoch") and (own is None or isinstance(own, _SetEpoch))
 
 
 class SamplerEpochs:
@@ -49,7 +56,7 @@ class SamplerEpochs:
             return
         known = sampler.set_epoch
         self._set_epoch = known if isinstance(known, _SetEpoch) else _SetEpoch(sampler)
-        if hasattr(type(sampler), "set_epoch"):
+        if _is_of_class(sampler):
             with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
                 sampler.set_epoch = self._set_epoch
 

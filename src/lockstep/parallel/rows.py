@@ -4,9 +4,9 @@
 ranks with different sizes do not go on. Not every size is one of samples: an image model of ultralytics takes a
 dictionary with the boxes of all images in one tensor, of which each rank has its own number. So only those are compared
 that samples come in as a rule: of the first tensor among the arguments, of the tensors with the most dimensions, and
-lengths of lists; of all tensors, if that is 1 everywhere. Objects that say how many samples they hold (graphs, packed
-sequences) are taken at their word. *Rejected:* one size that all ranks share: a tensor that is the same on every rank,
-such as a list of classes, would hide that the batches differ.
+lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word.
+*Rejected:* one size that all ranks share: a tensor that is the same on every rank, such as a list of classes, would
+hide that the batches differ.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class _Found:
     def sizes(self) -> Sizes:
         most = max((each.dim() for each in self._tensors), default=0)
         telling = [each for each in self._tensors if each is self._first or each.dim() == most]
-        if all(_size(each) == 1 for each in telling):  # what is there once, for all samples
-            telling = self._tensors
         return Sizes(
             frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
             frozenset(self._lengths).union(map(_size, telling)),
