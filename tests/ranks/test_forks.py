@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,12 +188,24 @@ def exit_after_error() -> None:
         sys.exit(1)
 
 
+def keep_an_idle_executor() -> None:
+    """Its thread is no daemon, and ends only behind multiprocessing's finalizers."""
+    executor.append(ThreadPoolExecutor(1))
+    executor[0].submit(int).result()
+
+
+def send_at_exit() -> None:
+    atexit.register(lambda: dist.send(torch.tensor(-1), 0))
+
+
+executor: list[ThreadPoolExecutor] = []
 RAISED = f"failed: it raised ValueError: no more data at {__file__}:{raise_error.__code__.co_firstlineno + 1}"
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "returns": (int, "left the group"),
     "exits": (sys.exit, "left the group"),
     "raises": (raise_error, RAISED),
     "exits after an error": (exit_after_error, RAISED),
+    "returns beside an idle executor": (keep_an_idle_executor, "left the group"),
 }
 
 
@@ -200,6 +213,26 @@ def be_rank_one(meeting: str, how: str) -> None:
     dist.init_process_group("lockstep", init_method=meeting, rank=1, world_size=2)
     dist.send(torch.tensor(os.getpid()), 0)
     ENDS[how][0]()
+
+
+def be_rank_one_until_exit(meeting: str) -> None:
+    dist.init_process_group("lockstep", init_method=meeting, rank=1, world_size=2)
+    send_at_exit()
+
+
+def receive_what_a_child_sends_at_exit(meeting: str) -> int:
+    process = multiprocessing.get_context("spawn").Process(target=be_rank_one_until_exit, args=(meeting,))
+    process.start()
+    dist.init_process_group("lockstep", init_method=meeting, rank=0, world_size=2)
+    received = torch.tensor(0)
+    dist.recv(received, 1)
+    dist.destroy_process_group()
+    process.join()
+    return int(received)
+
+
+def test_spawned_rank_may_communicate_in_its_exit_handlers(tmp_path: Path) -> None:
+    assert run_ranks(receive_what_a_child_sends_at_exit, 1, f"file://{tmp_path}/meeting", init=False) == [-1]
 
 
 def outlive_child(meeting: str, method: str, how: str) -> Caught:

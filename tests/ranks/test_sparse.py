@@ -60,6 +60,9 @@ def call_wrongly() -> None:
     mine = dense.to_sparse() if dist.get_rank() == 0 else dense
     with pytest.raises(CollectiveMismatch, match=r"all_reduce\(sparse float32\[5, 4\], 2 sparse dimension\(s\), SUM\)"):
         dist.all_reduce(mine)
+    mine = torch.ones((1, 5) if dist.get_rank() == 0 else (5, 1)).to_sparse()
+    with pytest.raises(CollectiveMismatch, match=r"sparse float32\[5, 1\]"):  # indices go by dimensions
+        dist.all_reduce(mine)
 
 
 def test_wrong_calls() -> None:
