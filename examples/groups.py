@@ -58,7 +58,7 @@ def main() -> None:
     dist.barrier()
     if rank == 0:
         print(f"groups agree among {size} process(es)")
-    dist.destroy_process_group()  # the last rank to get here removes the file
+    dist.destroy_process_group()  # torch removes the file, unless two ranks get here at the same moment
 
 
 if __name__ == "__main__":

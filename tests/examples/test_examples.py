@@ -87,7 +87,8 @@ def test_on_ranks(name: str, world_size: int, tmp_path: Path) -> None:
             find_free_port(),
             init=False,
         )
-    assert {path.name for path in tmp_path.iterdir()} <= {"model.pt"}
+    # torch's FileStore leaves its file where two ranks close it at once: each then takes the other for the last.
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.pt", "meeting"}
 
 
 def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
