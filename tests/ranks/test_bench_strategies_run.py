@@ -109,7 +109,11 @@ def test_a_budget_that_is_spent_ends_the_run_and_says_what_was_left_out(tmp_path
 def test_epochs_are_short_where_the_data_is_large(tmp_path: Path) -> None:
     write_shapes(ShapesFolder(tmp_path / "images", images=4000, val_images=1000, size=96))
     options = ("--recipe", "imagenet", "--data", str(tmp_path / "images"), "--size", "64", "--ways", "ddp")
-    result, _ = run(tmp_path, "--nproc", "2", "--budget", "12s", *options)
+    for budget in ("12s", "40s"):  # a machine busy with other things may start no way within the first
+        folder = tmp_path / budget
+        result, _ = run(folder, "--nproc", "2", "--budget", budget, *options)
+        if not result.skipped:
+            break
     view = View(result)
     steps = result.settings["steps_at_most"]
     assert isinstance(steps, int)
@@ -120,7 +124,7 @@ def test_epochs_are_short_where_the_data_is_large(tmp_path: Path) -> None:
         assert view.epoch(name)  # at least one beside the warm-up
         assert max(view.differences(name), default=0) < 1e-3
     assert view.fact("single", "held_out_images") == view.fact("ddp", "held_out_images")
-    assert "as many as there was time for" in (tmp_path / "run" / "strategies.md").read_text()
+    assert "as many as there was time for" in (folder / "run" / "strategies.md").read_text()
 
 
 def no_process_names(folder: Path) -> bool:
