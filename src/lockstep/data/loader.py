@@ -238,7 +238,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         plan = self._plan(start)
         schedule = Schedule(
             *(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
-            fingerprint=self._fingerprint(order) if world_size > 1 else 0,
+            fingerprint=self._fingerprint(order, progress.order_mark) if world_size > 1 else 0,
             keys=seed_keys(cast(Any, order)) if self._ordered_by_sampler else None,
         )
         assert self.generator is not None
@@ -393,10 +393,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return range(length)
         return (shuffled_order if self.permutation == "stored" else computed_order)(length, self.seed, epoch)
 
-    def _fingerprint(self, order: Order) -> int:
+    def _fingerprint(self, order: Order, order_mark: int) -> int:
         if self._data_fingerprint is None:  # once, before anything is fetched: a dataset may change as it is used
             self._data_fingerprint = fingerprint_of_data(self.dataset)
-        return self._data_fingerprint ^ fingerprint_of_order(order, self.seed)
+        return self._data_fingerprint ^ (order_mark or fingerprint_of_order(order, self.seed))
 
     def _plan(self, start: int = 0) -> Plan:
         """The batches of an epoch; read anew each time, as the dataset may have grown."""

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.batch import BatchShare
+from lockstep.data.source import name_of
 from lockstep.log import get_logger, warn_once
 
 __all__ = ["LostRows"]
@@ -28,7 +29,7 @@ class LostRows:
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self._name = str(getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__))
+        self._name = name_of(collate_fn)
         self._is_over = collate_fn is default_collate
 
     def look(self, batch: Any, share: BatchShare) -> None:

@@ -46,6 +46,7 @@ __all__ = [
     "identity",
     "is_deterministic",
     "make_source",
+    "name_of",
     "takes_generator",
 ]
 
@@ -272,14 +273,15 @@ class WatchedCollate:
             self._looks_left = 0
             warn_once(
                 _logger,
-                f"collate_fn ({_name_of(self.collate_fn)}) draws random numbers for the samples that a rank has of a "
+                f"collate_fn ({name_of(self.collate_fn)}) draws random numbers for the samples that a rank has of a "
                 "batch, so what it makes of them depends on the number of ranks. Draw in the dataset's __getitem__, "
                 "where each sample has random numbers of its own",
             )
         return batch
 
 
-def _name_of(function: object) -> str:
+def name_of(function: object) -> str:
+    """Of a function of the user's, or of its class, for a warning."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 

@@ -242,9 +242,7 @@ def _look_at_batch(optimizer: Optimizer) -> None:
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
     """Whether each rank holds a part of it, as FSDP and tensor parallelism have it; see [Note: parts of ranks]."""
-    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
-        return True
-    return _is_marked(parameter)
+    return type(parameter) not in (torch.Tensor, torch.nn.Parameter) or _is_marked(parameter)
 
 
 def _is_marked(parameter: torch.Tensor) -> bool:

@@ -19,13 +19,13 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.log import get_logger, warn_once
+from lockstep.parallel.losses import RESCALED
 
 __all__ = ["find_bypass", "warn_of_bypass"]
 
 _logger = get_logger(__name__)
 
 _MAX_NODES = 20_000
-_RESCALE = "_RescaleBackward"  # of `lockstep.mean` and the like, which take the weight off
 # What adds terms up, or scales them, or shapes them.
 _ADDING = frozenset(
     f"{name}Backward0"
@@ -96,7 +96,7 @@ def _terms(root: Node | None, is_output: Callable[[Node], bool]) -> list[Node]:
     stack, seen, found = [] if root is None else [root], set[Node](), []
     while stack and len(seen) < _MAX_NODES:
         node = stack.pop()
-        if node in seen or node.name() == _RESCALE or is_output(node):
+        if node in seen or node.name() == RESCALED or is_output(node):
             continue
         seen.add(node)
         following = [each for each, _ in node.next_functions if each is not None]
@@ -112,7 +112,7 @@ def _behind(roots: Iterable[Node], is_end: Callable[[Node], bool] = lambda _: Fa
     stack, seen = list(roots), set[Node]()
     while stack and len(seen) < _MAX_NODES:
         node = stack.pop()
-        if node in seen or node.name() == _RESCALE:
+        if node in seen or node.name() == RESCALED:
             continue
         seen.add(node)
         if not is_end(node):

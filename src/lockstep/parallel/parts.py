@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -85,25 +85,25 @@ class Parts:
         if not parts:
             del self._open[piece.of]
         elif len(self._open) > self._MAX_OPEN:
-            self._close_first()
+            self._refuse_first()
         return of_rows // rows
 
-    def _close_first(self) -> None:
-        what = next(iter(self._open))
-        for part in self._open.pop(what).values():  # those that are not whole, or not level
-            self._open.clear()
-            if part.is_whole:
-                raise InputError(
-                    f"the model saw some slices of {what} more often than others: which samples count more depends on "
-                    "the number of ranks. Call it on the whole batch as often as on a part, or say how many samples "
-                    "the loss is the mean over: `with model.samples(n):`"
-                )
+    def _refuse_first(self) -> NoReturn:
+        what, parts = next(iter(self._open.items()))
+        part = next(iter(parts.values()))  # not whole, or not level
+        self._open.clear()
+        if part.is_whole:
             raise InputError(
-                f"only {part.num_rows} of the {part.of_rows} samples that this rank holds of {what} went through the "
-                "model, cut from the batch: which samples of the global batch that leaves out depends on the number of "
-                "ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the mean "
-                "over: `with model.samples(n):`"
+                f"the model saw some slices of {what} more often than others: which samples count more depends on "
+                "the number of ranks. Call it on the whole batch as often as on a part, or say how many samples "
+                "the loss is the mean over: `with model.samples(n):`"
             )
+        raise InputError(
+            f"only {part.num_rows} of the {part.of_rows} samples that this rank holds of {what} went through the "
+            "model, cut from the batch: which samples of the global batch that leaves out depends on the number of "
+            "ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the mean "
+            "over: `with model.samples(n):`"
+        )
 
 
 @dataclass(frozen=True)
