@@ -49,8 +49,9 @@ What errors can name, in the table above: the culprit's **rank**, its **host and
 **number**, **what each passed** (shape, dtype, reduce op, root; or the exception), the **lines of both**: where in the
 user's code the waiting rank and the culprit were, or were last seen.
 
-Sends and receives must agree in dtype and shape; dimensions of size 1 do not count, and one of the two may be flat. A
-message that is shorter than the tensor it is received into is a `CollectiveMismatch` here, where gloo and MPI fill the
+Collectives, sends and receives must agree in dtype and shape; dimensions of size 1 do not count, and flat tensors may
+meet others of as many elements: a matrix that is broadcast into a vector, but not `[2, 3]` against `[3, 2]`. A message
+that is shorter than the tensor it is received into is a `CollectiveMismatch` here, where gloo and MPI fill the
 front of the tensor and say nothing: send the size first, or receive into `tensor[:size]`. A rank that leaves in good
 order ends the messages with it by `RankLost`, and no others; a rank that fails or dies breaks the group.
 

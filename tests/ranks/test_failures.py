@@ -219,6 +219,30 @@ def test_shapes_may_differ_in_dimensions_of_size_one(world_size: int) -> None:
     run_ranks(differ_in_ones, world_size)
 
 
+def meet_in_other_shapes() -> list[Caught]:
+    """A transpose, a tensor with an element less, and two tensors of which the last rank takes the other one first."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    pair = [torch.ones(2, 3), ones(6)]
+    caught = [
+        attempt(lambda: dist.broadcast(torch.ones(3, 2) if odd else torch.ones(2, 3), 0)),
+        attempt(lambda: dist.broadcast(ones(5) if odd else torch.ones(2, 3), 0)),
+        *(attempt(lambda tensor=tensor: dist.all_reduce(tensor)) for tensor in (reversed(pair) if odd else pair)),
+    ]
+    assert group_works()
+    return caught
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_shapes_that_may_not_meet(world_size: int) -> None:
+    culprits = () if world_size == 2 else (world_size - 1,)
+    for transposed, shorter, first, second in run_ranks(meet_in_other_shapes, world_size):
+        expect(transposed, CollectiveMismatch, culprits, "broadcast(float32[2, 3], root=0)", "float32[3, 2]")
+        expect(shorter, CollectiveMismatch, culprits, "broadcast(float32[2, 3], root=0)", "float32[5]")
+        assert first.error is None
+        texts = ("all_reduce(float32[6], SUM)", "all_reduce(float32[2, 3], SUM)", "made of unrelated tensors")
+        expect(second, CollectiveMismatch, culprits, *texts)
+
+
 def call_in_swapped_order() -> list[Caught]:
     calls = [
         lambda: dist.all_reduce(ones(4), dist.ReduceOp.SUM),

@@ -3,8 +3,8 @@
 Before its first step in a collective, a rank writes a fingerprint of the call (operation, shapes, dtype,
 reduce op, root), its number, and where in the user's code it was made. After the step every rank
 compares fingerprints: a mismatch raises on all of them, before any rank has read a byte. Shapes that differ in
-dimensions of size 1 alone match, as they do for sends and receives. When a wait cannot end, the same records say where
-each rank is.
+dimensions of size 1 alone match, as they do for sends and receives; so do flat ones with others of as many elements
+(`flat_shapes.py`). When a wait cannot end, the same records say where each rank is.
 
 [Note: cost] Calls and call sites repeat, so their texts are written once and then named by an
 index. A collective writes nine words, five of them for the launcher (`lockstep.rank_status`), and compares one for each
@@ -20,6 +20,7 @@ from lockstep import rank_status
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.comm.contract import Team
 from lockstep.comm.deadlock import Deadlock
+from lockstep.comm.flat_shapes import FlatShapes, Shapes
 from lockstep.comm.reorder import Order, ReorderDetector
 from lockstep.comm.wording import without_ones
 from lockstep.errors import (
@@ -56,6 +57,11 @@ _FOR_ALL_RANKS = {
         "SyncBatchNorm in training mode is for all ranks: call model.eval() before what one rank does alone"
     ),
 }
+
+_SWAPPED = (
+    " Flat tensors may meet others of as many elements, but these ranks had it the other way round in an earlier call: "
+    "they make the same calls in different order, and what that one returned is made of unrelated tensors."
+)
 
 
 def fingerprint(text: str) -> int:
@@ -122,6 +128,7 @@ class FlightRecorder:
         self._status = rank_status.open_section(group_name)
         self.status_words, self._status_times = self._status.words, self._status.times
         self._reorder_detector = ReorderDetector()
+        self._flat_shapes = FlatShapes()
         self.number = 0
         self.broken: CollectiveError | None = None
         team.on_arrival.append(self.verify)
@@ -209,12 +216,14 @@ class FlightRecorder:
                 return
 
     def _compare(self) -> None:
-        """Find out why fingerprints differ: other calls, reordered calls, or only other lines."""
+        """Find out why fingerprints differ: other calls, reordered calls, or only other lines or shapes."""
         found = [self._words[words[self.number & 1]] for words in self._fingerprint_words]
-        calls, lines = {one & ~_LINE_MASK for one in found}, [one & _LINE_MASK for one in found]
-        if len(calls) > 1:
-            raise self._damaged() or self._mismatch()
-        order = self._reorder_detector.judge(self.number, calls.pop(), lines)
+        calls, lines = tuple(one & ~_LINE_MASK for one in found), [one & _LINE_MASK for one in found]
+        if len(set(calls)) > 1:
+            if not self._flat_shapes.knows(calls):
+                self._compare_shapes(calls)
+            return
+        order = self._reorder_detector.judge(self.number, calls[0], lines)
         if order is Order.REORDERED:
             raise self._damaged() or self._reordered(lines)
         if order is Order.SUSPICIOUS:
@@ -224,6 +233,19 @@ class FlightRecorder:
                 f"{own.call} of {self.group_name} at {own.site}: another rank calls this and its last collective in "
                 "the other order. If that is not on purpose, the results are made of unrelated tensors",
             )
+
+    def _compare_shapes(self, calls: tuple[int, ...]) -> None:
+        """Raise unless the ranks came for the same but for shapes that fit each other."""
+        damage = self._damaged()
+        if damage is not None:
+            raise damage
+        texts = [self._blocks.record(rank, self.number).call for rank in range(self._team.world_size)]
+        are_whole = all(
+            fingerprint(without_ones(text)) & ~_LINE_MASK == call for text, call in zip(texts, calls, strict=True)
+        )
+        shapes = self._flat_shapes.judge(calls, texts) if are_whole else Shapes.DIFFERENT
+        if shapes is not Shapes.AGREE:
+            raise self._mismatch(_SWAPPED if shapes is Shapes.SWAPPED else "")
 
     def _damaged(self) -> CollectiveError | None:
         """The error if a record of this collective is none that a rank writes; breaks the group. None otherwise."""
@@ -262,7 +284,7 @@ class FlightRecorder:
             self._globals(_minority(parties.values())),
         )
 
-    def _mismatch(self) -> CollectiveMismatch:
+    def _mismatch(self, hint: str = "") -> CollectiveMismatch:
         records = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()
         groups: dict[int, list[int]] = {}
@@ -276,7 +298,8 @@ class FlightRecorder:
             f"the ranks of {self.group_name} came for different things in collective #{self.number}:\n"
             + "\n".join(lines)
             + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
-            "and root. Look for a branch that only some ranks take." + _advice(record.site for record in records),
+            f"and root. Look for a branch that only some ranks take.{hint}"
+            + _advice(record.site for record in records),
             self._globals(_minority(groups.values())),
         )
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["describe_group", "describe_tensor", "without_ones"]
+__all__ = ["SHAPE", "describe_group", "describe_tensor", "without_ones"]
 
-_SHAPE = re.compile(r"(?<=\w)\[([\d, ]*)\]")
+# The shape in what `describe_tensor` gives; its sizes are the group.
+SHAPE = re.compile(r"(?<=\w)\[([\d, ]*)\]")
 
 
 def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> str:
@@ -40,4 +41,4 @@ def without_ones(text: str) -> str:
     """
     if "sparse" in text:
         return text
-    return _SHAPE.sub(lambda shape: f"[{', '.join(size for size in shape[1].split(', ') if size != '1')}]", text)
+    return SHAPE.sub(lambda shape: f"[{', '.join(size for size in shape[1].split(', ') if size != '1')}]", text)

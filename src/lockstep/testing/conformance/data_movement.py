@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
     "check_broadcast_object_list",
     "check_broadcast_strided",
     "check_coalescing_manager_all_gather",
+    "check_flat_meets_shaped",
     "check_gather",
     "check_gather_object",
     "check_gather_single",
@@ -280,6 +282,41 @@ def check_scatter_object_list(context: Context) -> None:
         _expect_same(received, [_object_of(root + context.rank)], f"the list from root {root}")
 
 
+def check_flat_meets_shaped(context: Context, shape: Shape) -> None:
+    """Rank 0's tensors have a shape, those of the others as many elements in a row.
+
+    Expected: the elements of each collective, as if all were flat; twice, because what was once found to fit may be
+    remembered.
+    """
+    numel, world_size = math.prod(shape), context.world_size
+    own_shape = shape if context.rank == 0 else (numel,)
+    values = [inputs_of(rank, (numel,), torch.float32) for rank in range(world_size)]
+    total, root, group = sum(values, torch.zeros(numel)), context.global_rank(0), context.group
+
+    def own() -> torch.Tensor:
+        return values[context.rank].clone().view(own_shape)
+
+    for _ in range(2):
+        reduced, part, everywhere, sent, scattered = own(), own(), own(), own(), own()
+        rows = [torch.zeros(own_shape) for _ in range(world_size)]
+        gathered = [torch.zeros(own_shape) for _ in range(world_size)] if context.rank == 0 else None
+        dist.broadcast(sent, root, group=group)
+        dist.all_reduce(everywhere, group=group)
+        dist.reduce(reduced, root, group=group)
+        dist.reduce_scatter(part, [own() for _ in range(world_size)], group=group)
+        dist.all_gather(rows, own(), group=group)
+        dist.gather(own(), gathered, root, group=group)
+        dist.scatter(scattered, [own()] * world_size if context.rank == 0 else None, root, group=group)
+        expect_equal(sent.view(-1), values[0], "what was broadcast")
+        expect_equal(scattered.view(-1), values[0], "what was scattered")
+        for name, tensor in (("all_reduce", everywhere), ("reduce_scatter", part), ("reduce", reduced)):
+            if name != "reduce" or context.rank == 0:
+                expect_equal(tensor.view(-1), total, f"the sum of {name}")
+        for rank, value in enumerate(values):
+            for row in (rows, gathered or rows):
+                expect_equal(row[rank].view(-1), value, f"the row of rank {rank}")
+
+
 def check_all_to_all(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
     """The list form: rank r's s-th tensor goes to rank s.
 
@@ -372,6 +409,8 @@ def _cases() -> Iterator[Case]:
     yield case(check_gather_object, "gather")
     yield case(check_broadcast_object_list, "broadcast")
     yield case(check_scatter_object_list, "scatter")
+    for shape in ((2, 3), (LARGE_NUMEL, 2)):
+        yield case(check_flat_meets_shaped, shape=shape)
     yield case(check_all_to_all_uneven, "all_to_all")
     for dtype in (torch.float32, torch.int64, torch.bfloat16):
         yield case(check_all_to_all_single_uneven, "all_to_all_single", dtype=dtype)
