@@ -259,6 +259,32 @@ def test_rank_that_hangs_on_its_way_out_is_noticed(launches: Launches) -> None:
     assert "stuck; the other ranks were stopped" in summary_of(done.stderr)
 
 
+@pytest.mark.parametrize(("grace", "ends"), [("20", ["left 0", "left 1"]), ("0.5", [])])
+def test_ranks_that_raised_have_the_grace_for_their_exit_handlers(
+    launches: Launches, grace: str, ends: list[str]
+) -> None:
+    """As `wandb.finish` uploads there. Rank 2 exits before they have, and rank 3 hangs."""
+    script = launches.script(
+        """
+        import atexit
+        def leave():
+            print('left', RANK, flush=True)
+        if RANK < 2:
+            atexit.register(leave)
+            atexit.register(time.sleep, 2.5)
+            raise ValueError('bad batch')
+        time.sleep(60 if RANK == 3 else 0.2)
+        sys.exit(1)
+        """
+    )
+    start = time.monotonic()
+    done = launches.run("--nproc", "4", "--no-prefix", "--grace", grace, script)
+    took_s = time.monotonic() - start
+    assert sorted(done.stdout.splitlines()) == ends
+    assert done.returncode == 1
+    assert took_s < limit_s(10), "when they have left, rank 3 is told to stop at once"
+
+
 def test_rank_that_ignores_sigterm_is_killed_after_the_grace(launches: Launches) -> None:
     script = launches.script(
         """

@@ -44,7 +44,8 @@ def add_grace(parser: argparse._ActionsContainer) -> None:
         type=float,
         metavar="SECONDS",
         default=LaunchConfig.grace_s,
-        help="time from asking a rank to stop (SIGTERM) to SIGKILL (default: %(default)g)",
+        help="time from asking a rank to stop (SIGTERM) to SIGKILL, and for exit handlers of one that raised "
+        "(default: %(default)g)",
     )
 
 

@@ -5,8 +5,8 @@ RUNNING   all ranks work. A rank that exits with 0 is simply done.
    │ a rank fails: the others get `settle_s`, so that they notice the loss by themselves and
    │ report in which call
 SETTLING
-   │ time is over (a rank that reported a failure but hangs on its way out gets here from
-   │ RUNNING after `grace_s`): SIGTERM to every group
+   │ time is over: SIGTERM to every group. A rank that reported a failure has `grace_s` for its way out, on
+   │ which it may upload logs or write a checkpoint; one that hangs there gets here from RUNNING, too
    │ (an interrupt gets here at once, with its own signal)
 STOPPING
    │ `grace_s` is over, or a second interrupt: SIGKILL to every group
@@ -56,8 +56,9 @@ class Attempt:
         folder: where ranks announce failures.
         reaper: learns of every session before the rank runs in it.
         job: the job's id, for the final sweep.
-        grace_s: seconds from the signal that asks ranks to stop to SIGKILL.
-        settle_s: seconds from the first failure to that signal.
+        grace_s: seconds from the signal that asks ranks to stop to SIGKILL; and those that a rank has to end by itself
+            when it has announced a failure.
+        settle_s: seconds from the first failure to that signal, where no rank is ending by itself.
         on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
 
     Attributes:
@@ -90,7 +91,8 @@ class Attempt:
         self._deadline: float | None = None  # monotonic; when the current phase ends by itself
         self._processes: dict[int, RankProcess] = {}
         self._alive: set[int] = set()
-        self._announced: set[int] = set()
+        self._settling_ends_s = 0.0  # monotonic, but for ranks on their way out
+        self._announced: dict[int, float] = {}  # rank -> when it was read, monotonic
         self._selector = selectors.DefaultSelector()
         self._selector.register(folder.events_fd, selectors.EVENT_READ, self._on_announcement)
 
@@ -124,7 +126,7 @@ class Attempt:
     @property
     def failed_ranks(self) -> set[int]:
         """Ranks that exited with another code than 0, or announced that an exception went through."""
-        return self._announced | {rank for rank, ended in self.exits.items() if ended.code != 0}
+        return self._announced.keys() | {rank for rank, ended in self.exits.items() if ended.code != 0}
 
     @property
     def is_undisturbed(self) -> bool:
@@ -183,7 +185,15 @@ class Attempt:
         if self._phase is AttemptPhase.RUNNING:
             self._note_failure()
             self._phase = AttemptPhase.SETTLING
-            self._deadline = time.monotonic() + self._settle_s
+            self._settling_ends_s = time.monotonic() + self._settle_s
+            self._deadline = self._end_of_settling()
+
+    def _end_of_settling(self) -> float:
+        """When to ask those to stop that are left: later, while ranks that announced a failure are on their way out."""
+        on_way_out = self._announced.keys() & self._alive
+        # One that reports late, because another one failed, does not put off the end once more.
+        began = [min(self._announced[rank], self._settling_ends_s) for rank in on_way_out]
+        return max([self._settling_ends_s, *(one + self._grace_s for one in began)])
 
     def stop(self) -> None:
         """Ask all ranks to end, although none has failed."""
@@ -234,10 +244,15 @@ class Attempt:
         self._on_announcement()
         if process.rank in self.failed_ranks:
             self.settle()
+        if self._phase is AttemptPhase.SETTLING:
+            self._deadline = self._end_of_settling()
 
     def _on_announcement(self) -> None:
         failures = self._folder.read_failures()
-        self._announced.update(failures)
+        for rank in failures:
+            self._announced.setdefault(rank, time.monotonic())
+        if self._phase is AttemptPhase.SETTLING:
+            self._deadline = self._end_of_settling()
         # It should exit within moments. If it cannot (a thread of it blocks, a destructor hangs), nobody else would
         # ever know that it failed, so its exit is not waited for without end.
         if failures and self._phase is AttemptPhase.RUNNING and self._deadline is None:

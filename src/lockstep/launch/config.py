@@ -31,7 +31,7 @@ class LaunchConfig:
         all_bars: on a terminal, show the moving progress bars of all ranks, and not only of the first.
         log_dir: folder for one file per rank, rank<r>.log, which then gets stdout and stderr. Made if missing.
         max_restarts: how often to start all ranks again after a failure.
-        grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL.
+        grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL, and until a rank that raised is asked to stop.
         settle_s: seconds that the other ranks get, after a failure, to report what they lost.
         stacks_on_timeout: when a rank did not come in time, print the stacks of all ranks before they are stopped.
         master_addr: MASTER_ADDR for the ranks.

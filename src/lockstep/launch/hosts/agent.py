@@ -307,7 +307,9 @@ class HostAgent(SimpleElasticAgent):
     def _is_patient(self) -> bool:
         now_s = time.monotonic()
         if self._patience_ends_s is None:
-            self._patience_ends_s = now_s + self._config.settle_s + self._config.grace_s + _REPORT_PATIENCE_S
+            # Ranks may take the grace twice: on their way out, and when they are asked to stop.
+            ending_s = self._config.settle_s + 2 * self._config.grace_s
+            self._patience_ends_s = now_s + ending_s + _REPORT_PATIENCE_S
         return now_s < self._patience_ends_s
 
     def _lose(self, worker_group: WorkerGroup, gone: list[Host]) -> RunResult:
