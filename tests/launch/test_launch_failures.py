@@ -213,6 +213,52 @@ def test_ways_to_fail(launches: Launches, statement: str, code: int, words: str)
     assert "no data" not in statement or "[0] no data\n" in done.stderr
 
 
+def test_error_that_becomes_an_exit_is_the_cause(launches: Launches) -> None:
+    """As hydra's `run_and_report` does it. The rank that raised exits last."""
+    script = launches.script(
+        """
+        import atexit, traceback
+        import torch, lockstep
+
+        def main():
+            with lockstep.init(device='cpu'):
+                for step in range(10):
+                    if step == 5 and RANK == 1:
+                        atexit.register(time.sleep, 0.5)
+                        raise ValueError('bad sample 17')
+                    torch.distributed.all_reduce(torch.ones(1))
+
+        try:
+            main()
+        except Exception:
+            print('said in its own way', file=sys.stderr)
+            sys.exit(1)
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    assert done.returncode == 1
+    summary = summary_of(done.stderr)
+    assert re.match(r"lockstep: rank 1 \(pid \d+\) failed with ValueError at script.py:11: bad sample 17; ", summary)
+    assert "ValueError: bad sample 17" in summary.splitlines()[-1]
+    assert done.stderr.count("Traceback") == 1, "only in the failure summary"
+    assert sorted(done.stderr.splitlines()[:2]) == ["[0] said in its own way", "[1] said in its own way"]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "sys.exit(2)",
+        "raise SystemExit(1) from None",
+        "sys.exit('no data')",
+    ],
+)
+def test_exit_that_speaks_for_itself_stays_one(launches: Launches, end: str) -> None:
+    script = launches.script(f"try:\n    raise ValueError('inner')\nexcept ValueError:\n    {end}\n")
+    summary = summary_of(launches.run("--nproc", "1", script).stderr)
+    assert re.search(r"rank 0 \(pid \d+\) exited with code [12]$", summary.splitlines()[0]), summary
+    assert "inner" not in summary
+
+
 @pytest.mark.parametrize("statement", ["sys.exit()", "sys.exit(0)", "sys.exit(None)", "raise SystemExit", "pass"])
 def test_ways_to_succeed(launches: Launches, statement: str) -> None:
     done = launches.run("--nproc", "1", launches.script(statement))

@@ -18,7 +18,7 @@ from lockstep.launch.config import LaunchConfig, check_target, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, visible_cores, visible_gpus
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.process import RankExit
-from lockstep.launch.report import ErrorReport, capture, is_secondary, read_reports
+from lockstep.launch.report import ErrorReport, capture, error_behind, is_secondary, read_reports
 from lockstep.launch.root_cause import find_first_failure, format_summary
 
 
@@ -162,6 +162,30 @@ def test_secondary_failures_are_told_from_causes(error: BaseException, secondary
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError
+
+
+def exit_in_handler_of(error: BaseException, code: object) -> SystemExit:
+    try:
+        try:
+            raise error
+        except BaseException:
+            sys.exit(code)  # type: ignore[arg-type]
+    except SystemExit as end:
+        return end
+
+
+def test_error_behind_an_exit() -> None:
+    error = ValueError("bad sample")
+    assert error_behind(exit_in_handler_of(error, 1)) is error
+    assert error_behind(SystemExit(1)) is None
+    for code in (None, 0, 2, "no data"):
+        assert error_behind(exit_in_handler_of(ValueError(), code)) is None
+    aborted = RuntimeError("click.Abort")
+    aborted.__context__ = KeyboardInterrupt()
+    said_by_click = RuntimeError("no such file")
+    said_by_click.exit_code = 1  # type: ignore[attr-defined]
+    for silent in (KeyboardInterrupt(), aborted, said_by_click):
+        assert error_behind(exit_in_handler_of(silent, 1)) is None
 
 
 def test_report_survives_the_way_through_the_file(tmp_path: Path) -> None:

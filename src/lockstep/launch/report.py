@@ -24,6 +24,7 @@ __all__ = [
     "SECONDARY_PHRASES",
     "ErrorReport",
     "capture",
+    "error_behind",
     "is_expected",
     "is_own",
     "is_secondary",
@@ -153,6 +154,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         yield current
         seen.add(id(current))
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def error_behind(end: SystemExit) -> Exception | None:
+    """The exception in whose handler a program called `sys.exit(1)`, as hydra does, having printed it its own way.
+
+    None for other codes, such as those of usage errors; after Ctrl-C; where `from None` says that it does not matter;
+    and for the exceptions of click, which are words to the user and know their exit code.
+    """
+    _, *chain = _chain(end)
+    behind = [one for one in chain if isinstance(one, Exception)]
+    if end.code != 1 or not behind or len(behind) < len(chain) or hasattr(behind[0], "exit_code"):
+        return None
+    return behind[0]
 
 
 def is_secondary(error: BaseException) -> bool:

@@ -12,7 +12,8 @@ bootstrap has imported what it needs. It
 5. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
    `python` does, and exits with 1. Frames of this file are left out, and those through which an error of Lockstep's own
    came to the user's line. What the launcher shows (LOCKSTEP_SHOWS_ERRORS) is not printed, nor is an error in setting
-   up, which all ranks tend to have at once. LOCKSTEP_DEBUG=1 keeps all frames, and prints.
+   up, which all ranks tend to have at once. LOCKSTEP_DEBUG=1 keeps all frames, and prints. An exception that the
+   program catches, to end by `sys.exit(1)`, is reported, and not printed once more.
 
 It sets no environment variables; those a rank finds are listed in environment.py.
 """
@@ -50,7 +51,7 @@ except ModuleNotFoundError:
 
 from lockstep.frames import up_to_user, without_own
 from lockstep.launch.attempt_folder import announce_failure
-from lockstep.launch.report import capture, is_expected, is_own, without_leading_frames
+from lockstep.launch.report import capture, error_behind, is_expected, is_own, without_leading_frames
 
 __all__ = ["run_module", "run_rank", "run_script", "run_target"]
 
@@ -181,30 +182,50 @@ def _call_hook(error: BaseException, trace: TracebackType | None, *, is_plain: b
         traceback.print_exception(type(error), error, trace)
 
 
+def _trace_to_show(error: BaseException) -> TracebackType | None:
+    """The traceback without frames that say nothing."""
+    if env.LOCKSTEP_DEBUG.get() is True:
+        return error.__traceback__
+    trace = without_leading_frames(error.__traceback__, _OWN_FILES)
+    return up_to_user(trace) if is_own(error) else without_own(trace)
+
+
+def _report(error: BaseException, trace: TracebackType | None, rank: int, folder: Path) -> bool:
+    """Tell the launcher of an error; whether it will have the report."""
+    try:
+        capture(error, trace, rank).write(folder)
+        is_written = True
+    except OSError as problem:
+        is_written = False
+        print(f"lockstep: rank {rank} cannot write its error report: {problem}", file=sys.stderr)
+    announce_failure(folder, rank)
+    return is_written
+
+
 def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn:
     """Report, print unless quiet, and exit as an uncaught exception does."""
-    keep_all = env.LOCKSTEP_DEBUG.get() is True
-    trace = error.__traceback__ if keep_all else without_leading_frames(error.__traceback__, _OWN_FILES)
-    if not keep_all:
-        trace = up_to_user(trace) if is_own(error) else without_own(trace)
+    trace = _trace_to_show(error)
     is_plain = _has_plain_hook()
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
     if may_report and rank is not None and folder is not None:
         # The launcher shows the report. The hook of another library may do more than print.
-        if is_plain and not keep_all:
+        if is_plain and env.LOCKSTEP_DEBUG.get() is not True:
             is_quiet = is_quiet or is_expected(error) or env.LOCKSTEP_SHOWS_ERRORS.get() is True
-        try:
-            capture(error, trace, rank).write(Path(folder))
-        except OSError as problem:
-            is_quiet = False
-            print(f"lockstep: rank {rank} cannot write its error report: {problem}", file=sys.stderr)
-        announce_failure(Path(folder), rank)
+        is_quiet = _report(error, trace, rank, Path(folder)) and is_quiet
     error = error.with_traceback(trace)
     _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
     shims = sys.modules.get(_SHIMS)
     if shims is not None:
         shims.explain(error)
     sys.exit(1)
+
+
+def _report_cause_of(end: SystemExit) -> None:
+    """Report the exception that the program has made an exit of, as hydra does. What it printed was its affair."""
+    error = error_behind(end)
+    rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
+    if error is not None and rank is not None and folder is not None:
+        _report(error, _trace_to_show(error), rank, Path(folder))
 
 
 def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
@@ -216,7 +237,8 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
 
     Raises:
         SystemExit: as raised by `body`; with 1 after an uncaught exception, which has been reported
-            and printed; with 130 and no word after Ctrl-C.
+            and printed; with 130 and no word after Ctrl-C. An exception that `body` caught and made an exit of is
+            reported, too.
     """
     pid = os.getpid()
     try:
@@ -227,7 +249,9 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
         # No second one while the interpreter tidies up; the launcher has SIGKILL if that takes too long.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.exit(_INTERRUPTED_CODE)
-    except SystemExit:
+    except SystemExit as end:
+        if os.getpid() == pid:
+            _report_cause_of(end)
         raise
     except BaseException as error:
         # A process that the script forked gets here too; it is not the rank.
