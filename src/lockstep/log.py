@@ -2,6 +2,10 @@
 
 Nothing is configured on import: `get_logger` returns a child of `lockstep`, which stays
 silent below WARNING until the application, or `LOCKSTEP_LOG_LEVEL`, asks for more.
+
+[Note: disabled loggers] `logging.config.dictConfig` and `fileConfig` disable all loggers that are there and that they
+do not name, unless told otherwise; so does hydra with `hydra/job_logging: disabled`. Nobody means by that to train
+another answer unwarned. So loggers are enabled again whenever they are about to speak; levels are left alone.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger below `lockstep`, with our handler attached on first use.
+    """A logger below `lockstep`, with our handler attached on first use. See [Note: disabled loggers].
 
     Args:
         name: usually `__name__`.
@@ -49,11 +53,14 @@ def get_logger(name: str) -> logging.Logger:
         root.addHandler(handler)
         root.propagate = False
         root.setLevel(env.LOCKSTEP_LOG_LEVEL.get() or "WARNING")
-    return logging.getLogger(name)
+    logger = logging.getLogger(name)
+    logger.disabled = False
+    return logger
 
 
 def warn_once(logger: logging.Logger, message: str) -> None:
-    """Warn, once per process and text."""
+    """Warn, once per process and text. See [Note: disabled loggers]."""
     if message not in _warned:
         _warned.add(message)
+        logger.disabled = False
         logger.warning(message)

@@ -44,7 +44,6 @@ __all__ = [
     "join_claims",
 ]
 
-_logger = get_logger(__name__)
 
 ADVICE = (
     "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
@@ -153,7 +152,7 @@ class OpenPassCheck:
         if not self._is_told:
             return
         self._is_told = False
-        _logger.warning(
+        get_logger(__name__).warning(
             "between two averagings of gradients the ranks made different numbers of forward passes that no backward "
             "pass followed (%s; ranks of the engine's group). If one of them has left out a backward pass (a loss that "
             "is not finite, an error), its gradients are averaged with those of another batch from now on, and one "

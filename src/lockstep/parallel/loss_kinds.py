@@ -25,7 +25,6 @@ from lockstep.parallel.losses import GATHERED, RESCALED
 
 __all__ = ["OtherDivisor", "find_other_divisor", "warn_of_other_divisor"]
 
-_logger = get_logger(__name__)
 
 # What torch's losses have saved under `reduction`.
 _MEAN, _SUM = 1, 2
@@ -50,7 +49,7 @@ def warn_of_other_divisor(loss: Tensor, local_samples: int | None, line: str) ->
         return
     if found is not None and line not in _found:
         _found[line] = found.text
-        _logger.warning(
+        get_logger(__name__).warning(
             f"{line}: this loss is {found.text}, not a mean over samples, by which ranks are weighted: the "
             "training is not that of one process. Write lockstep.mean(loss_sum, count) for a sum divided by a count "
             "of this rank's (valid tokens, weights of classes), lockstep.sum(loss) for a sum, "

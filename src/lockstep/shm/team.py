@@ -30,7 +30,6 @@ from lockstep.shm.terms import common_terms
 
 __all__ = ["Region", "SharedMemoryTeam"]
 
-_logger = get_logger(__name__)
 
 SMALL_SLOT_BYTES = 64 << 10
 LARGE_SLOT_BYTES = 2 << 20
@@ -284,7 +283,9 @@ class SharedMemoryTeam:
                 if slot_bytes < _SMALLEST_LARGE_SLOT_BYTES:
                     raise
                 if self.rank == 0:
-                    _logger.warning("%s; trying slots of %d KiB, which are slower", error, slot_bytes >> 10)
+                    get_logger(__name__).warning(
+                        "%s; trying slots of %d KiB, which are slower", error, slot_bytes >> 10
+                    )
                 continue
             return LargeSlots(region.parts, slot_bytes, self.blocks)
 
