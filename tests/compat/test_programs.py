@@ -153,6 +153,14 @@ def test_program_that_spawns(launches: Launches) -> None:
     check_losses(run(launches, "spawn_main", "2", str(find_free_port()), command="run", options=options))
 
 
+def test_program_that_spawns_or_takes_the_launchers_ranks(launches: Launches) -> None:
+    """It is to be started with as many ranks as it shall train: `--nproc 1` is one of the two that it was asked for."""
+    arguments = ("2", str(find_free_port()))
+    check_losses(run(launches, "spawn_or_join", *arguments, command="run", options=("--nproc", "2")))
+    reports = run(launches, "spawn_or_join", *arguments, command="run", options=("--nproc", "1"))
+    assert [(rank, len(losses)) for rank, losses in reports] == [(0, 2 * len(Points()) // BATCH_SIZE)]
+
+
 def test_program_for_slurm(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """One task that spawns a process for each of its two devices; world size 2, and not the number of tasks."""
     for name, value in (("PROCID", "0"), ("NPROCS", "1"), ("JOBID", "17")):
