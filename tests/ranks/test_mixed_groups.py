@@ -5,11 +5,13 @@ Without a GPU the roles are swapped: "cpu:gloo,cuda:lockstep" has gloo behind a 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.mixed_group import MixedProcessGroup
@@ -103,6 +105,25 @@ def test_each_verb_goes_by_the_device_of_its_tensors() -> None:
     verbs = ["allreduce", "allgather", "broadcast", "_allgather_base", "send"]
     outcomes = run_ranks(route, 2, backend="cpu:lockstep,cuda:nccl")
     assert outcomes == [(verbs, ["cpu", "cuda"], 2.0)] * 2
+
+
+def set_limits() -> tuple[list[float], list[float], list[str]]:
+    """Of a group of ours, of gloo behind it, and of what stands for NCCL behind it."""
+    world: Any = dist.group.WORLD
+    world._behind["cuda"] = recorder = Recorder()
+    gloo = world.get_backend(CPU)
+    ours, behind = [], []
+    for set_timeout, seconds in ((distributed_c10d._set_pg_timeout, 77), (world.set_timeout, 88)):
+        set_timeout(timedelta(seconds=seconds))
+        ours.append(world.engine.timeout_s)
+        # Older releases do not tell.
+        behind.append(gloo.options._timeout.total_seconds() if hasattr(gloo, "options") else float(seconds))
+    del world._behind["cuda"]
+    return ours, behind, recorder.calls
+
+
+def test_the_limit_of_a_group_is_that_of_what_is_behind_it() -> None:
+    assert run_ranks(set_limits, 2, backend=BACKEND) == [([77.0, 88.0], [77.0, 88.0], ["set_timeout"] * 2)] * 2
 
 
 def make_and_destroy() -> tuple[int, int, int, bool]:

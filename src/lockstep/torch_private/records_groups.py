@@ -44,6 +44,13 @@ _PATCHES = (
         "dist.monitored_barrier works with gloo only; group.monitored_barrier() works",
     ),
     NameRecord(
+        f"{_C10D}._set_pg_timeout",
+        Use.PATCH,
+        "dist.breakpoint and Megatron-LM set timeouts by it, and it knows gloo and nccl alone; so are those of groups "
+        "behind a mixed one set, where they have no set_timeout()",
+        "such a call warns, and the timeout of our groups stays; group.set_timeout() works",
+    ),
+    NameRecord(
         "torch.distributed.rendezvous._rendezvous_handlers",
         Use.PATCH,
         'mpi:// is ours, and "env://" under mpirun takes rank and number of ranks from mpirun',
