@@ -44,6 +44,13 @@ _PATCHES = (
         "dist.monitored_barrier works with gloo only; group.monitored_barrier() works",
     ),
     NameRecord(
+        f"{_C10D}.batch_isend_irecv",
+        Use.PATCH,
+        "messages between GPUs in mixed groups are NCCL's, which begins all of a batch in one; torch 2.13 does not ask "
+        "our group whether they may be",
+        "ranks that send large tensors to each other in such a batch may wait for each other",
+    ),
+    NameRecord(
         f"{_C10D}._set_pg_timeout",
         Use.PATCH,
         "dist.breakpoint and Megatron-LM set timeouts by it, and it knows gloo and nccl alone; so are those of groups "
@@ -191,7 +198,7 @@ _READ = (
     NameRecord(
         f"{_CLASSES}.ProcessGroup._start_coalescing",
         Use.OVERRIDE,
-        "in mixed groups several collectives in one go to the group behind",
+        "in mixed groups torch's _coalescing_manager with a device has the group behind collect calls into one",
         "none: nobody asks",
         _GROUP,
     ),
