@@ -24,8 +24,8 @@ General layout:
 * `creation`: what torch calls to make a `lockstep` group, mixed or not.
 * `names`, `registration`: "lockstep" and "mpi4py", and how torch comes to know these names.
 * `torch_record`, `native_calls`: the flight record of torch's own groups, for the launcher.
-* `recorder_hook`, `gloo_threads`, `torch_version`: what torch's flight recorder, gloo's threads and
-  releases of torch need.
+* `recorder_hook`, `builtin_hooks`, `gloo_threads`, `torch_version`: what torch's flight recorder, built-in hooks of its
+  DDP, gloo's threads and releases of torch need.
 
 What moves bytes on one host is `lockstep.shm`, which knows nothing of this package.
 """

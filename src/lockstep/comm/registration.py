@@ -45,6 +45,9 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
 
 def _note(options: Any) -> None:
     """A group is about to be made."""
+    from lockstep.comm import builtin_hooks
+
+    builtin_hooks.register()
     if not options.global_ranks_in_group:  # the default group
         from lockstep.comm import torch_version
 

@@ -71,6 +71,13 @@ _PATCHES = (
         since="2.15",
     ),
     NameRecord(
+        "torch.nn.parallel.distributed.DistributedDataParallel._register_builtin_comm_hook",
+        Use.PATCH,
+        "torch's built-in FP16 hook wants a future of C++'s, so its DDP gets the same hook of Python",
+        "that hook ends in an internal error of torch; register_comm_hook(None, fp16_compress_hook) works",
+        _GROUP,
+    ),
+    NameRecord(
         f"{_C10D}._shutdown_backend",
         Use.PATCH,
         "dist.destroy_process_group() shuts down NCCL's groups alone",
