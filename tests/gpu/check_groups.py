@@ -11,6 +11,7 @@ from torch.distributed import _functional_collectives as functional
 
 import lockstep
 from gpu_context import Context, Skip, same
+from lockstep import env
 from lockstep.comm.mixed_group import MixedProcessGroup
 
 
@@ -222,6 +223,30 @@ def mixed(run: Context) -> dict[str, Any]:
     dist.all_reduce(tensor)  # ours goes on working
     same(tensor.tolist(), [4.0] * 3, "all_reduce behind an error of nccl")
     return {"nccl says": error}
+
+
+def mixed_batch(run: Context) -> dict[str, Any]:
+    """Large messages that neighbours send to each other, or one rank to itself, in one batch: none waits in vain."""
+    if not run.is_cuda:
+        raise Skip("without a GPU nothing is behind the group")
+    rank, size = env.RANK.get() or 0, env.WORLD_SIZE.get() or 1
+    if torch.cuda.device_count() < size:
+        raise Skip(f"nccl needs {size} GPUs for {size} ranks")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:lockstep,cuda:nccl")
+    peer = (rank + 1) % size
+    sent, found = torch.full((16 << 20,), 1.0 + rank, device=device), torch.zeros(16 << 20, device=device)
+    ops = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, found, (rank - 1) % size)]
+    works = dist.batch_isend_irecv(ops)
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+    value = 1.0 + (rank - 1) % size
+    same((found.min().item(), found.max().item()), (value, value), "what came")
+    same(len(works), 1, "handles of what nccl began in one")
+    dist.destroy_process_group()
+    return {"ranks": size}
 
 
 def expect_nccl_error(run: Context) -> str:

@@ -122,6 +122,14 @@ TABLE: list[Check] = [
         "check_groups:mixed",
         nproc=2,
     ),
+    # Not run yet, for want of a machine.
+    Check("mixed-batch-one-rank", "a batch of messages to itself goes to nccl in one", "check_groups:mixed_batch"),
+    Check(
+        "mixed-batch-two-ranks",
+        "neighbours that send large messages to each other; needs two GPUs",
+        "check_groups:mixed_batch",
+        nproc=2,
+    ),
     *_engines(),
     Check("loader", "the loader copies ahead on a stream of its own, and the data is right", "check_data:loader"),
     Check("loader-order", "batches of a prefetching loader under load, and kept", "check_data:loader_under_load"),

@@ -69,6 +69,27 @@ def test_hooks_of_torch_do_what_they_do_under_torch(backend: str, name: str, wor
     run_ranks(compare_with_torch, world_size, name, backend=backend)
 
 
+def use_builtin_hook(kind: str) -> None:
+    """Under torch's engine, beside the same hook in Python."""
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3))
+    models = [nn.parallel.DistributedDataParallel(copy.deepcopy(module)) for _ in range(2)]
+    models[0]._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+    hook = default_hooks.fp16_compress_hook if kind == "FP16_COMPRESS" else default_hooks.allreduce_hook
+    models[1].register_comm_hook(None, hook)
+    for model in models:
+        model(data(5, 4, seed=dist.get_rank()).float()).square().mean().backward()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert_same_on_all_ranks(*(each.grad for each in models[0].parameters()))
+
+
+@backends
+@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_builtin_hooks_of_torchs_engine(backend: str, kind: str) -> None:
+    run_ranks(use_builtin_hook, 2, kind, backend=backend)
+
+
 def average_parameters_now_and_then() -> None:
     model, plain = twins(mlp())
     state = post_localSGD_hook.PostLocalSGDState(

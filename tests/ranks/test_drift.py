@@ -142,6 +142,13 @@ def bare_with_a_loss_to_show() -> tuple[list[str], str]:
     return outcome_of(lambda: with_torchs_sampler(make_model(), after_step=lambda: dist.all_reduce(torch.ones(1))))
 
 
+def bare_with_batchnorm_over_all_ranks() -> tuple[list[str], str]:
+    """Whose backward pass communicates, before the gradient of the first layer is there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2, bias=False), lockstep.SyncBatchNorm(2), nn.Linear(2, 1))
+    return outcome_of(lambda: with_torchs_sampler(model))
+
+
 @pytest.mark.parametrize("body", [bare_with_torchs_sampler, bare_with_a_loss_to_show])
 def test_an_unwrapped_model_beside_torchs_sampler(body: Callable[[], Any]) -> None:
     first, second = run_ranks(body, 2, init=False)
@@ -152,6 +159,12 @@ def test_an_unwrapped_model_beside_torchs_sampler(body: Callable[[], Any]) -> No
     for _, error in (first, second):
         assert error.startswith("ModelError: the 2 ranks have trained different models")
         assert error.endswith("give each sampler num_replicas=1 and rank=0")
+
+
+def test_what_batchnorm_communicates_does_not_excuse_it() -> None:
+    first, second = run_ranks(bare_with_batchnorm_over_all_ranks, 2, init=False)
+    assert len(first[0]) == 1
+    assert all(error.startswith("ModelError: ") for _, error in (first, second))
 
 
 def without_a_world(store: str) -> list[str]:
@@ -322,6 +335,33 @@ def by_hand_with_torchs_sampler() -> None:
     with_torchs_sampler(model, lambda: average([each.grad for each in model.parameters() if each.grad is not None]))
 
 
+def averaged(gradient: Tensor) -> Tensor:
+    dist.all_reduce(gradient)
+    return gradient / dist.get_world_size()
+
+
+def by_hooks() -> None:
+    """The gradient that is there last has been averaged when it is there."""
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.register_hook(averaged)
+    with_torchs_sampler(model)
+
+
+def by_hooks_of_one_parameter() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.register_hook(averaged)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def by_hooks_on_accumulated_gradients() -> None:
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda own: average([own.grad]))  # type: ignore[list-item]
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def parameters_by_hand() -> None:
     """After each step, and not gradients before it."""
     model = make_model()
@@ -335,6 +375,9 @@ def with_a_sampler_of_one_rank() -> None:
 INNOCENT = [
     (with_torch_and_its_sampler, "lockstep"),
     (by_hand_with_torchs_sampler, "lockstep"),
+    (by_hooks, "lockstep"),
+    (by_hooks_of_one_parameter, "lockstep"),
+    (by_hooks_on_accumulated_gradients, "lockstep"),
     (parameters_by_hand, "lockstep"),
     (with_a_sampler_of_one_rank, "lockstep"),
     (with_lockstep, "lockstep"),

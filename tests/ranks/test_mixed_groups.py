@@ -5,11 +5,14 @@ Without a GPU the roles are swapped: "cpu:gloo,cuda:lockstep" has gloo behind a 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.mixed_group import MixedProcessGroup
@@ -103,6 +106,70 @@ def test_each_verb_goes_by_the_device_of_its_tensors() -> None:
     verbs = ["allreduce", "allgather", "broadcast", "_allgather_base", "send"]
     outcomes = run_ranks(route, 2, backend="cpu:lockstep,cuda:nccl")
     assert outcomes == [(verbs, ["cpu", "cuda"], 2.0)] * 2
+
+
+def batch_behind() -> tuple[list[str], int]:
+    """What torch has a group begin in one if its backend can, as NCCL; gloo, which cannot, stands for that."""
+    world: Any = dist.group.WORLD
+    number, peer = world.engine.recorder.number, 1 - dist.get_rank()
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroupGloo, "supports_coalescing", True)
+        for name in ("_start_coalescing", "send", "recv", "_end_coalescing"):
+            patch.setattr(dist.ProcessGroup, name, lambda *_, name=name: calls.append(name))
+        ops = [dist.P2POp(dist.isend, torch.ones(2), peer), dist.P2POp(dist.irecv, torch.ones(2), peer, tag=3)]
+        dist.batch_isend_irecv(ops)
+    return calls, world.engine.recorder.number - number
+
+
+def test_messages_of_a_batch_begin_in_one() -> None:
+    calls = ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert run_ranks(batch_behind, 2, backend=BACKEND) == [(calls, 0)] * 2
+
+
+def batch_of_both_kinds() -> tuple[list[float], list[str]]:
+    """In one list, for a group and for what stands for NCCL's behind it; and lists that torch refuses."""
+    group: Any = dist.new_group([1, 0])
+    other: Any = dist.new_group([1, 0])
+    group.put_behind("cuda", recorder := Recorder())  # type: ignore[arg-type]
+    rank, found = dist.get_rank(), torch.zeros(1)
+    gpu = torch.ones(2).as_subclass(OnGpu)
+
+    def op(kind: Any, tensor: torch.Tensor, of: Any = group) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, 1 - rank, of)
+
+    sent = op(dist.isend, torch.tensor([5.0 + rank]))
+    for work in dist.batch_isend_irecv([sent, op(dist.isend, gpu), op(dist.irecv, gpu), op(dist.irecv, found)]):
+        work.wait()
+    for wrong in ([], [sent, op(dist.irecv, gpu, other)], [sent, 1], sent):
+        with pytest.raises((ValueError, IndexError)):
+            dist.batch_isend_irecv(wrong)  # type: ignore[arg-type]
+    group._behind.clear()
+    return found.tolist(), recorder.calls
+
+
+def test_a_batch_may_hold_tensors_of_both_kinds() -> None:
+    outcomes = run_ranks(batch_of_both_kinds, 2, backend="cpu:lockstep,cuda:nccl")
+    assert outcomes == [([6.0], ["send", "recv"]), ([5.0], ["send", "recv"])]
+
+
+def set_limits() -> tuple[list[float], list[float], list[str]]:
+    """Of a group of ours, of gloo behind it, and of what stands for NCCL behind it."""
+    world: Any = dist.group.WORLD
+    world._behind["cuda"] = recorder = Recorder()
+    gloo = world.get_backend(CPU)
+    ours, behind = [], []
+    for set_timeout, seconds in ((distributed_c10d._set_pg_timeout, 77), (world.set_timeout, 88)):
+        set_timeout(timedelta(seconds=seconds))
+        ours.append(world.engine.timeout_s)
+        # Older releases do not tell.
+        behind.append(gloo.options._timeout.total_seconds() if hasattr(gloo, "options") else float(seconds))
+    del world._behind["cuda"]
+    return ours, behind, recorder.calls
+
+
+def test_the_limit_of_a_group_is_that_of_what_is_behind_it() -> None:
+    assert run_ranks(set_limits, 2, backend=BACKEND) == [([77.0, 88.0], [77.0, 88.0], ["set_timeout"] * 2)] * 2
 
 
 def make_and_destroy() -> tuple[int, int, int, bool]:

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from failing import group_works
 from lockstep.testing import run_ranks
+from lockstep.torch_private.groups import open_groups
 
 WORLD_SIZE = 2
 
@@ -316,6 +317,29 @@ def test_name_works_on_our_group(name: str) -> None:
     if name not in exported():
         pytest.skip(f"torch {torch.__version__} has no {name}")
     assert run_ranks(use, WORLD_SIZE, name) == [True] * WORLD_SIZE
+
+
+# ---- timeouts --------------------------------------------------------------------------------------------------------
+
+
+def set_limits() -> tuple[list[float], list[str]]:
+    """By torch's private function, for the default group and one of two, and by what `dist.breakpoint` does."""
+    world: Any = dist.group.WORLD
+    pair: Any = dist.new_group([0, 1])
+    before = world.engine.timeout_s
+    set_private = _verb("_set_pg_timeout")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        set_private(timedelta(seconds=70))
+        set_private(timedelta(seconds=80), pair)
+        found = [world.engine.timeout_s, pair.engine.timeout_s]
+        for group in open_groups():
+            set_private(timedelta(seconds=before), group)
+    return [*found, world.engine.timeout_s / before, pair.engine.timeout_s / before], [str(each) for each in told]
+
+
+def test_the_private_function_that_sets_timeouts_knows_our_groups() -> None:
+    assert run_ranks(set_limits, 2) == [([70.0, 80.0, 1.0, 1.0], [])] * 2
 
 
 # ---- questions to a group that newer releases ask -------------------------------------------------------------------

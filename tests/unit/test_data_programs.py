@@ -189,6 +189,42 @@ def test_as_many_rows_as_samples_or_more_are_not(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
+TEXTS = [torch.arange(5 + index) for index in range(8)]
+
+
+def flatten(texts: list[torch.Tensor]) -> Any:
+    """As `DataCollatorWithFlattening` of Hugging Face."""
+    ids = torch.cat(texts)[None]
+    positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+
+
+def flatten_with_mask(texts: list[torch.Tensor]) -> Any:
+    """Who may look at whom is told by a mask of all tokens."""
+    ids = torch.cat(texts)[None]
+    return ids, torch.block_diag(*[torch.ones(len(text), len(text)) for text in texts]).bool()[None, None]
+
+
+@pytest.mark.parametrize("collate", [flatten, flatten_with_mask])
+def test_texts_that_are_packed_into_one_row_are_not(collate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    list(DataLoader(TEXTS, 4, collate_fn=collate))
+    assert not caplog.records
+
+
+def test_texts_that_are_left_out_are(caplog: pytest.LogCaptureFixture) -> None:
+    def without_short_ones(texts: list[torch.Tensor]) -> Any:
+        return pad_sequence([text for text in texts if len(text) > 6], batch_first=True)
+
+    list(DataLoader(TEXTS, 4, collate_fn=without_short_ones))
+    (record,) = caplog.records
+    assert "If it packs several into a row, none is lost" in record.getMessage()
+
+
+def test_one_row_of_features_is_no_packed_text(caplog: pytest.LogCaptureFixture) -> None:
+    list(DataLoader([torch.ones(9)] * 8, 4, collate_fn=lambda rows: rows[0][None]))
+    assert len(caplog.records) == 1
+
+
 # ---- several loaders -----------------------------------------------------------------------------------------
 
 

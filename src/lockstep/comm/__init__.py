@@ -21,12 +21,12 @@ General layout:
 * `mixed`, `mixed_group`: a `lockstep` group with torch's groups for other devices behind it.
 * `group_setup`, `group_nonce`: how a group comes to be; `exit_hooks`, `old_shutdown`: how a rank tells its peers that
   it leaves.
-* `monitored`, `ephemeral`: `monitored_barrier`, and torch's deadlines for one call.
+* `monitored`, `ephemeral`, `timeouts`: `monitored_barrier`, torch's deadlines for one call, and for all of a group.
 * `creation`: what torch calls to make a `lockstep` group, mixed or not.
 * `names`, `registration`: "lockstep" and "mpi4py", and how torch comes to know these names.
 * `torch_record`, `native_calls`: the flight record of torch's own groups, for the launcher.
-* `recorder_hook`, `gloo_threads`, `torch_version`: what torch's flight recorder, gloo's threads and
-  releases of torch need.
+* `recorder_hook`, `builtin_hooks`, `gloo_threads`, `torch_version`: what torch's flight recorder, built-in hooks of its
+  DDP, gloo's threads and releases of torch need.
 
 What moves bytes on one host is `lockstep.shm`, which knows nothing of this package.
 """

@@ -5,6 +5,10 @@ written in Python replace the whole: tensors of GPUs would come to ours, though 
 torch's function that makes groups is called again for each of the other kinds, and our group (`mixed_group.py`) hands
 the tensors of those kinds on to the groups that it returns. The name of such a group is ours plus the device.
 `destroy_process_group()` destroys it with all groups; destroying our group alone destroys it, too.
+
+[Note: batches of messages] `dist.batch_isend_irecv` has NCCL begin all its operations in one, without which two ranks
+that both send before they receive may wait for each other. Newer releases of torch ask only groups of their own class
+for that. So operations of a mixed group become operations of the group behind it before torch sees them.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from lockstep.torch_private.patching import wrap
+from lockstep.torch_private.patching import wrap, wrap_once
 
 __all__ = ["kinds_beside", "register"]
 
@@ -67,6 +71,36 @@ def _making_all(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _parts(operations: Any, kind: Callable[..., Any]) -> list[Any]:
+    """Operations of a mixed group, those of each group that moves some of them apart; any others as they are.
+
+    Args:
+        operations: what `batch_isend_irecv` was given, of which torch has checked nothing yet.
+        kind: torch's `P2POp`.
+    """
+    group: Any = getattr(operations[0], "group", None) if isinstance(operations, list) and operations else None
+    if not hasattr(group, "kinds_behind") or any(getattr(each, "group", None) is not group for each in operations):
+        return [operations]
+    parts: dict[int, list[Any]] = {}
+    for each in operations:
+        behind = group.behind(each.tensor.device)
+        own = parts.setdefault(id(behind), [])
+        if behind is None:
+            own.append(each)
+        else:
+            own.append(kind(each.op, each.tensor, group=behind, tag=each.tag, group_peer=each.group_peer))
+    return list(parts.values())
+
+
+def _batching_behind(torchs_own: Callable[..., Any], kind: Callable[..., Any]) -> Callable[..., Any]:
+    """See [Note: batches of messages]."""
+
+    def batch_isend_irecv(p2p_op_list: Any) -> list[Any]:
+        return [work for part in _parts(p2p_op_list, kind) for work in torchs_own(part)]
+
+    return batch_isend_irecv
+
+
 def register(module: ModuleType) -> None:
     """Make mixed groups whole. Local; may be called again.
 
@@ -76,3 +110,8 @@ def register(module: ModuleType) -> None:
     torchs_own = getattr(module, _NAME, None)
     if torchs_own is None or not hasattr(torchs_own, "knows_lockstep"):
         wrap(f"torch.distributed.distributed_c10d.{_NAME}", _making_all)
+    wrap_once(
+        "torch.distributed.distributed_c10d.batch_isend_irecv",
+        lambda torchs_own: _batching_behind(torchs_own, module.P2POp),
+        alias="torch.distributed",
+    )

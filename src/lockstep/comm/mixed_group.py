@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +11,14 @@ import torch.distributed as dist
 
 from lockstep.comm.backend import VERBS, EngineProcessGroup, LockstepProcessGroup, ranks_of
 from lockstep.torch_private.dynamo import untraced
-from lockstep.torch_private.groups import backend_of, end_coalescing, is_registered, note_ranks, start_coalescing
+from lockstep.torch_private.groups import (
+    backend_of,
+    end_coalescing,
+    is_registered,
+    note_ranks,
+    set_timeout,
+    start_coalescing,
+)
 
 __all__ = ["MixedProcessGroup"]
 
@@ -92,6 +100,12 @@ class MixedProcessGroup(LockstepProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Any:
         """Run the collectives that were collected."""
         return end_coalescing(self.behind(device) or self, device)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long later calls wait, also those of the groups behind it. Local; calls under way keep theirs."""
+        super().set_timeout(timeout)
+        for group in self._behind.values():
+            set_timeout(group, timeout)
 
     def shutdown(self) -> None:
         """Leave the group, and those behind it. Local; `dist.destroy_process_group` calls it."""

@@ -3,8 +3,8 @@
 `import lockstep` calls `ensure`. If torch.distributed is loaded, `ensure` registers the names at once; otherwise as
 soon as it is loaded. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported when a
 group over it is made; "mpi" means the same where torch has no MPI (`mpi/name.py`). On the same occasion
-`dist.monitored_barrier` learns of our groups (`monitored.py`), and the interpreter is made to wait for gloo's threads
-when it ends (`gloo_threads.py`).
+`dist.monitored_barrier` and a private function that sets timeouts learn of our groups (`monitored.py`, `timeouts.py`),
+and the interpreter is made to wait for gloo's threads when it ends (`gloo_threads.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
 
 def _note(options: Any) -> None:
     """A group is about to be made."""
+    from lockstep.comm import builtin_hooks
+
+    builtin_hooks.register()
     if not options.global_ranks_in_group:  # the default group
         from lockstep.comm import torch_version
 
@@ -61,7 +64,16 @@ def call_with_default_group(callback: Callable[[], None]) -> None:
 
 def _register(module: ModuleType) -> None:
     # Not before torch is there: the launcher and `lockstep --help` need none of them.
-    from lockstep.comm import gloo_threads, mixed, monitored, old_shutdown, recorder_hook, torch_record, torch_version
+    from lockstep.comm import (
+        gloo_threads,
+        mixed,
+        monitored,
+        old_shutdown,
+        recorder_hook,
+        timeouts,
+        torch_record,
+        torch_version,
+    )
     from lockstep.comm.mpi import name as mpi_name
 
     torch_version.check_oldest(sys.modules["torch"].__version__)
@@ -70,6 +82,7 @@ def _register(module: ModuleType) -> None:
         if name not in backend.backend_list:
             backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     monitored.register(module)
+    timeouts.register(module)
     mixed.register(module)
     mpi_name.register(module, MPI_BACKEND_NAME)
     torch_record.register(module)

@@ -2,6 +2,9 @@
 
 A collate function may leave out samples that could not be read (`[each for each in batch if each is not None]`). The
 ranks go by the samples that they were to have, so a rank that lost some counts for more than it has.
+
+A collate function that packs texts makes fewer rows, too, and loses nothing. One that puts all of them into one row of
+tokens is known by that; of one that fills several rows nothing tells, so the warning says what those need.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class LostRows:
             _logger,
             f"collate_fn ({self._name}) made fewer rows than there were samples. A rank counts by the samples that it "
             "was to have, so if some were left out, others count for more. Leave them out of the dataset, or say how "
-            "many the loss is the mean over: `with model.samples(n):`",
+            "many the loss is the mean over: `with model.samples(n):`. If it packs several into a row, none is lost, "
+            "and the loss is a mean over tokens: lockstep.mean(loss_sum, num_tokens)",
         )
 
 
@@ -50,8 +54,17 @@ def _has_lost(batch: Any, num_samples: int) -> bool:
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
     if isinstance(batch, (list, tuple)) and len(batch) >= num_samples:
         return False
+    if all(_is_row_of_tokens(part, num_samples) for part in parts):
+        return False
     sizes = list(map(_sizes_of, parts))
     return bool(sizes) and all(each and num_samples not in each and each[0] < num_samples for each in sizes)
+
+
+def _is_row_of_tokens(part: Any, num_samples: int) -> bool:
+    """Whether all samples may lie in it, one behind the other: ids, positions or masks, `[1, tokens]` or `[1, …]`."""
+    if not isinstance(part, torch.Tensor) or part.is_nested or part.is_floating_point() or part.is_complex():
+        return False
+    return part.dim() > 1 and len(part) == 1 and part.numel() >= num_samples
 
 
 def _sizes_of(part: Any) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ __all__ = [
     "rendezvous_handlers",
     "sequence_number_of",
     "set_group_count",
+    "set_timeout",
     "start_coalescing",
 ]
 
@@ -98,6 +99,16 @@ def start_coalescing(group: Any, device: torch.device) -> None:
 def end_coalescing(group: Any, device: torch.device) -> Any:
     """Those were all. Returns the handle."""
     return dist.ProcessGroup._end_coalescing(group, device)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set how long later calls of a group of torch's wait. By its public method, where this torch has one. Local."""
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+        return
+    set_by_class = find("torch.distributed.distributed_c10d._set_pg_timeout")
+    if set_by_class is not None:
+        set_by_class(timeout, group)
 
 
 def sequence_number_of(group: Any) -> int | None:

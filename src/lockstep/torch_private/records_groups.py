@@ -44,6 +44,20 @@ _PATCHES = (
         "dist.monitored_barrier works with gloo only; group.monitored_barrier() works",
     ),
     NameRecord(
+        f"{_C10D}.batch_isend_irecv",
+        Use.PATCH,
+        "messages between GPUs in mixed groups are NCCL's, which begins all of a batch in one; torch 2.13 does not ask "
+        "our group whether they may be",
+        "ranks that send large tensors to each other in such a batch may wait for each other",
+    ),
+    NameRecord(
+        f"{_C10D}._set_pg_timeout",
+        Use.PATCH,
+        "dist.breakpoint and Megatron-LM set timeouts by it, and it knows gloo and nccl alone; so are those of groups "
+        "behind a mixed one set, where they have no set_timeout()",
+        "such a call warns, and the timeout of our groups stays; group.set_timeout() works",
+    ),
+    NameRecord(
         "torch.distributed.rendezvous._rendezvous_handlers",
         Use.PATCH,
         'mpi:// is ours, and "env://" under mpirun takes rank and number of ranks from mpirun',
@@ -55,6 +69,13 @@ _PATCHES = (
         "torch's flight recorder asks a group for a name that only groups with a C++ backend have",
         "none: no recorder is attached by itself",
         since="2.15",
+    ),
+    NameRecord(
+        "torch.nn.parallel.distributed.DistributedDataParallel._register_builtin_comm_hook",
+        Use.PATCH,
+        "torch's built-in FP16 hook wants a future of C++'s, so its DDP gets the same hook of Python",
+        "that hook ends in an internal error of torch; register_comm_hook(None, fp16_compress_hook) works",
+        _GROUP,
     ),
     NameRecord(
         f"{_C10D}._shutdown_backend",
@@ -184,7 +205,7 @@ _READ = (
     NameRecord(
         f"{_CLASSES}.ProcessGroup._start_coalescing",
         Use.OVERRIDE,
-        "in mixed groups several collectives in one go to the group behind",
+        "in mixed groups torch's _coalescing_manager with a device has the group behind collect calls into one",
         "none: nobody asks",
         _GROUP,
     ),

@@ -73,6 +73,13 @@ _AUTOGRAD = (
         _DDP,
     ),
     NameRecord(
+        "torch.utils.hooks.RemovableHandle.hooks_dict_ref",
+        Use.ATTRIBUTE,
+        "a hook that notes when a gradient arrives runs before the script's, which may average it",
+        "a program whose hooks average gradients may hear that nobody does",
+        "lockstep.init()",
+    ),
+    NameRecord(
         "torch.autograd.profiler._is_profiler_enabled",
         Use.READ,
         "whether a profiler runs, which shall see the ranges of the engine",
