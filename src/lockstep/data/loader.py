@@ -387,7 +387,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _order(self, epoch: int) -> Order:
         if self._ordered_by_sampler:
             self._sampler_epochs.tell(epoch)
-            return draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
+            return draw_order(cast(Any, self.sampler), self.seed, epoch)
         length = self._samples_per_epoch()
         if not self.shuffle:
             return range(length)
