@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lockstep.drift.samplers import num_ranks_of
 from lockstep.errors import DataError
 
 __all__ = [
@@ -71,14 +72,23 @@ def check_dataset(dataset: Any) -> int:
     return length
 
 
-def check_sampler(sampler: Any, shuffle: bool) -> None:
-    """A sampler that gives the global order of an epoch."""
+def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
+    """A sampler that gives the global order of an epoch.
+
+    Args:
+        sampler: the user's.
+        shuffle: whether the loader was asked to shuffle.
+        world_size: as the loader was given it. A loader of 1 splits nothing, so its sampler may
+            give a rank's own part.
+    """
     if sampler is None:
         return
     name = type(sampler).__name__
     if shuffle:
         raise DataError(f"shuffle=True together with sampler {name}: the sampler gives the order. Drop one of the two")
-    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+    # torch's is refused on one process, too, where it would be right: on several it is not.
+    splits = num_ranks_of(sampler) > 1 or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+    if splits and world_size != 1:
         raise DataError(
             f"sampler {name} gives each rank its own part already. The loader splits the global order by itself, "
             "without padding: drop the sampler and pass shuffle=True and the global batch_size"

@@ -167,7 +167,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         check_refused(batch_sampler, generator, in_order)
         check_dataset(dataset)
-        check_sampler(sampler, bool(shuffle))
+        check_sampler(sampler, bool(shuffle), world_size)
         batch_size = check_integer("batch_size", batch_size, 1, "It counts the samples of all ranks together")
         num_workers = check_workers(num_workers, prefetch_factor, persistent_workers, timeout, multiprocessing_context)
         self.seed = check_integer("seed", seed, -(2**63))
