@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -110,6 +112,60 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     twin = copy.deepcopy(sampler)
     twin.set_epoch(3)
     assert (twin.now, sampler.now) == (3, 7)
+
+
+def tell_as_mmengine_does(loader: Any, epoch: Any) -> None:
+    """The lines of its hook, which it registers by default."""
+    if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
+        loader.sampler.set_epoch(epoch)
+    elif hasattr(loader, "batch_sampler") and hasattr(loader.batch_sampler.sampler, "set_epoch"):
+        loader.batch_sampler.sampler.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("sampler", [None, Curriculum()])
+@pytest.mark.parametrize("copied", [lambda loader: loader, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_program_may_tell_the_epoch_by_the_batch_sampler(sampler: Any, copied: Any) -> None:
+    def order_of(tell: Any) -> list[list[int]]:
+        first = DataLoader(range(100), 60, shuffle=sampler is None, sampler=sampler)
+        loader = copied(first)
+        tell(loader)
+        return [*run_orders(loader), *run_orders(loader), *run_orders(first)]
+
+    expected = order_of(lambda loader: loader.set_epoch(3))
+    assert order_of(lambda loader: tell_as_mmengine_does(loader, 3)) == expected
+    assert order_of(lambda loader: tell_as_mmengine_does(loader, np.int64(3))) == expected
+    assert order_of(lambda loader: None) != expected
+
+
+def run_orders(loader: Any) -> list[list[int]]:
+    return [loaded for loaded, _ in run_epoch(loader)]
+
+
+def test_what_was_told_by_the_batch_sampler_counts_for_one_epoch() -> None:
+    loader, told = DataLoader(range(9), 4, shuffle=True), DataLoader(range(9), 4, shuffle=True)
+    tell_as_mmengine_does(told, 3)
+    loader.set_epoch(3)
+    assert [run_orders(told) for _ in range(3)] == [run_orders(loader) for _ in range(3)], "it goes on from there"
+    tell_as_mmengine_does(told, 3)
+    told.set_epoch(1)
+    loader.set_epoch(1)
+    assert run_orders(told) == run_orders(loader), "the last word counts"
+    batches = iter(told)
+    next(batches)
+    told.load_state_dict(told.state_dict())
+    tell_as_mmengine_does(told, 2)
+    assert [len(order) for order in run_orders(told)] == [4, 1], "a resumed epoch is gone on with"
+
+
+def test_the_batch_sampler_has_the_attributes_of_torchs() -> None:
+    loader = DataLoader(range(9), 4, shuffle=True, drop_last=True)
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, True)
+    with pytest.raises(DataError, match="iterate the loader"):
+        iter(loader.batch_sampler.sampler)
+    with pytest.raises(DataError, match="epoch is -1"):
+        loader.batch_sampler.sampler.set_epoch(-1)
+    order = [3, 1, 2]
+    assert DataLoader(range(9), 4, sampler=order).batch_sampler.sampler is order
 
 
 @pytest.mark.parametrize(
