@@ -14,7 +14,7 @@ randomness are served:
 [Note: batches of a dataset's own] A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded
 once for it. If it then draws, its samples depend on which of them a rank fetches together, and so on the number of
 ranks. Nothing says beforehand whether it draws, so the states of the generators are compared, and it is warned of. The
-same goes for a collate function that draws, and for a dataset with a generator of its own (`own_generators.py`).
+same goes for a collate function that draws, and for either with a generator of its own (`own_generators.py`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,17 @@ _DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range)
 
 # Batches in each process, after which it counts as known whether datasets and collate functions draw.
 _LOOKS = 3
+# See `own_generators.py`.
+_ADVICE_TO_DATASETS = (
+    "what a sample draws depends on those that this rank has fetched before, and so on the number of ranks. Draw from "
+    "the process-wide generator of torch, numpy or random, which are seeded for each sample, or take a `generator` in "
+    "__getitem__"
+)
+_ADVICE_TO_COLLATE_FUNCTIONS = (
+    "what it draws depends on the batches that its process has made before, and so on the number of ranks and workers. "
+    "Draw in the dataset's __getitem__, from the process-wide generator of torch, numpy or random: there each sample "
+    "has random numbers of its own"
+)
 
 
 def _parts(dataset: Any) -> Sequence[Any]:
@@ -189,7 +200,7 @@ class SeededDataset:
     def __getitems__(self, fetch: Fetch) -> list[Any]:
         if self._looks_left:
             self._looks_left -= 1
-            with OwnGenerators(self.dataset):
+            with OwnGenerators(self.dataset, f"the dataset ({name_of(type(self.dataset))})", _ADVICE_TO_DATASETS):
                 samples = self._samples(fetch)
         else:
             samples = self._samples(fetch)
@@ -267,13 +278,15 @@ class WatchedCollate:
         if not self._looks_left:
             return self.collate_fn(samples)
         self._looks_left -= 1
+        called = f"collate_fn ({name_of(self.collate_fn)})"
         before = GlobalRngs()
-        batch = self.collate_fn(samples)
+        with OwnGenerators(self.collate_fn, called, _ADVICE_TO_COLLATE_FUNCTIONS):
+            batch = self.collate_fn(samples)
         if not before.are_as_now():
             self._looks_left = 0
             warn_once(
                 _logger,
-                f"collate_fn ({name_of(self.collate_fn)}) draws random numbers for the samples that a rank has of a "
+                f"{called} draws random numbers for the samples that a rank has of a "
                 "batch, so what it makes of them depends on the number of ranks. Draw in the dataset's __getitem__, "
                 "where each sample has random numbers of its own",
             )
