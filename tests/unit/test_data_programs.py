@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
 from lockstep import log
@@ -112,6 +120,37 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     twin = copy.deepcopy(sampler)
     twin.set_epoch(3)
     assert (twin.now, sampler.now) == (3, 7)
+
+
+class ByLength(BatchSampler):
+    """Batches of samples of one kind, in an order drawn anew each time, as torchvision's GroupedBatchSampler."""
+
+    def __iter__(self) -> Any:
+        for batch in torch.randperm(8).tolist():
+            yield [batch % 4 * 6 + batch // 4 * 3 + place for place in torch.randperm(3).tolist()]
+
+
+class OneAfterTheOther(Sampler[int]):
+    """As the refusal of a batch_sampler advises, where its batches have one size."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return (index for batch in self.batches for index in batch)
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_batches_of_one_size_are_an_order_of_samples() -> None:
+    sampler = OneAfterTheOther(ByLength(range(24), 3, drop_last=False))
+    expected = run_ranks_in_turn(range(24), 1, batch_size=3, sampler=sampler, epochs=2)
+    assert all(len({index // 6 for index in batch}) == 1 for batch in expected)
+    assert expected != run_ranks_in_turn(range(24), 1, batch_size=3, sampler=sampler), "each epoch in another order"
+    for world_size in WORLDS:
+        torch.manual_seed(world_size)
+        assert run_ranks_in_turn(range(24), world_size, batch_size=3, sampler=sampler, epochs=2) == expected
 
 
 def tell_as_mmengine_does(loader: Any, epoch: Any) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.log import get_logger, warn_once
+from lockstep.data.worker_warnings import warn
+from lockstep.log import get_logger
 
 __all__ = ["OwnGenerators"]
 
@@ -57,7 +58,7 @@ class OwnGenerators:
     ) -> None:
         drawn = [name for name, one in self._found.items() if _state(one) != self._before[name]]
         if drawn and kind is None:
-            warn_once(_logger, f"{self._called} draws from a generator of its own, {drawn[0]}: {self._advice}")
+            warn(_logger, f"{self._called} draws from a generator of its own, {drawn[0]}: {self._advice}")
 
     def _find(self, value: Any, name: str, depth: int) -> None:
         # A module is nobody's own (`self.rng = random`), nor are the generators behind its functions.

@@ -35,7 +35,8 @@ from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
 from lockstep.data.own_generators import OwnGenerators
 from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
-from lockstep.log import get_logger, warn_once
+from lockstep.data.worker_warnings import warn
+from lockstep.log import get_logger
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
 __all__ = [
@@ -251,10 +252,12 @@ class SeededDataset:
         if before is not None and not before.are_as_now():
             self._has_drawn = True
             kind = type(self.dataset).__qualname__
-            warn_once(
+            warn(
                 _logger,
                 f"the dataset ({kind}) draws random numbers in __getitems__, which fetches a batch in one go: so its "
-                "samples depend on the number of ranks. Leave __getitems__ out, or take a `generator` in __getitem__",
+                "samples depend on the number of ranks. Leave __getitems__ out, or take a `generator` in __getitem__; "
+                "where the class is not yours, as with a transform of Hugging Face's datasets, wrap it in a Dataset "
+                "whose __getitem__(index) returns dataset[index], and __len__ len(dataset)",
             )
         return fetched
 
@@ -284,7 +287,7 @@ class WatchedCollate:
             batch = self.collate_fn(samples)
         if not before.are_as_now():
             self._looks_left = 0
-            warn_once(
+            warn(
                 _logger,
                 f"{called} draws random numbers for the samples that a rank has of a "
                 "batch, so what it makes of them depends on the number of ranks. Draw in the dataset's __getitem__, "
