@@ -51,6 +51,29 @@ def test_statistics_of_a_batch() -> None:
     assert_same_only_if_heeded(by_statistics)
 
 
+def ready_made(site: Site) -> None:
+    """Three batches of 1 to 5 rows make a step, the last one two."""
+    x, y = loops.numbers(23)
+    sizes = [5, 1, 4, 2, 3, 1, 5, 2]
+    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    for batch in site.loader(
+        batches, 3, collate_fn=lambda parts: [torch.cat(each) for each in zip(*parts, strict=True)]
+    ):
+        inputs, targets = batch
+        num_rows = 0 if lockstep.is_filler(batch) else len(targets)
+        optimizer.zero_grad()
+        with site.samples(model, num_rows) if site.changes else contextlib.nullcontext():
+            loss_of(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def test_batches_of_several_sizes() -> None:
+    for world_size in (2, 3):
+        assert_same_only_if_heeded(ready_made, world_size)
+
+
 def with_means_in_a_loss(site: Site) -> None:
     model = site.wrap(Net())
     optimizer = sgd(model)

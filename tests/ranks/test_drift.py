@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,41 @@ def test_an_unwrapped_model_beside_torchs_sampler(body: Callable[[], Any]) -> No
     assert second[0] == []
     for _, error in (first, second):
         assert error.startswith("ModelError: the 2 ranks have trained different models")
-        assert error.endswith("give each sampler num_replicas=1 and rank=0")
+    assert error.endswith("give each sampler num_replicas=1 and rank=0")
+
+
+class InTurns(torch.utils.data.Sampler[int]):
+    """Splits data by rank and knows no `num_replicas`, as mmengine's DefaultSampler."""
+
+    def __init__(self, world_size: int | None = None) -> None:
+        self.rank, self.world_size = dist.get_rank(), world_size or dist.get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank % self.world_size, len(samples()), self.world_size))
+
+    def __len__(self) -> int:
+        return len(samples()) // self.world_size
+
+
+def train_in_turns(world_size: int | None = None) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    for inputs, targets in torch.utils.data.DataLoader(samples(), batch_size=2, sampler=InTurns(world_size)):
+        optimizer.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def bare_in_turns() -> tuple[list[str], str]:
+    return outcome_of(train_in_turns)
+
+
+def test_an_unwrapped_model_beside_a_sampler_of_another_library() -> None:
+    (told, error), (others, _) = run_ranks(bare_in_turns, 2, init=False)
+    assert ["while InTurns gives each rank its own part of the data" in text for text in told] == [True]
+    assert others == []
+    assert error.startswith("ModelError: the 2 ranks have trained different models")
+    assert error.endswith("give each rank a sampler of all its data")
 
 
 def test_what_batchnorm_communicates_does_not_excuse_it() -> None:
@@ -370,6 +404,7 @@ def parameters_by_hand() -> None:
 
 def with_a_sampler_of_one_rank() -> None:
     with_torchs_sampler(make_model(), num_replicas=1, rank=0)
+    train_in_turns(world_size=1)
 
 
 INNOCENT = [

@@ -54,9 +54,9 @@ class Lengthless(Dataset):
         ({"sampler": []}, "sampler list is empty"),
         (
             {"sampler": torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)},
-            "DistributedSampler gives each rank its own part already",
+            "DistributedSampler gives each rank its own part already.*global batch_size$",
         ),
-        ({"batch_sampler": [[0, 1]]}, "batch_sampler is not supported"),
+        ({"batch_sampler": [[0, 1]]}, "batch_sampler is not supported.*one size.*several sizes.*with model.samples"),
         ({"generator": torch.Generator()}, r"generator is not supported.*seed=generator.initial_seed\(\)"),
         ({"in_order": False}, "in_order=False is not supported"),
     ],
@@ -64,6 +64,45 @@ class Lengthless(Dataset):
 def test_impossible_arguments_are_refused(options, expected):
     with pytest.raises(DataError, match=expected):
         DataLoader(**{"dataset": range(10), **options})
+
+
+class Splits(torch.utils.data.Sampler):
+    """Gives each rank its own part, as samplers of many libraries do."""
+
+    def __init__(self, size_name, size, rank_name, rank):
+        vars(self).update({size_name: size, rank_name: rank})
+        self.part = range(rank, 10, size)
+
+    def __iter__(self):
+        return iter(self.part)
+
+    def __len__(self):
+        return len(self.part)
+
+
+@pytest.mark.parametrize(
+    ("size_name", "rank_name"),
+    [
+        ("num_replicas", "rank"),
+        ("world_size", "rank"),  # mmengine's
+        ("_world_size", "_rank"),  # detectron2's
+        ("_num_replicas", "_rank"),
+        ("data_parallel_size", "data_parallel_rank"),
+    ],
+)
+def test_a_sampler_that_splits_by_rank_is_refused(size_name, rank_name):
+    sampler = Splits(size_name, 2, rank_name, 1)
+    with pytest.raises(DataError, match=r"Splits gives each rank its own part already.*as LengthGroupedSampler"):
+        DataLoader(range(10), sampler=sampler)
+    alone = DataLoader(range(10), 5, sampler=sampler, rank=0, world_size=1)
+    assert [batch.tolist() for batch in alone] == [[1, 3, 5, 7, 9]], "a rank may have data of its own"
+
+
+def test_a_sampler_that_knows_of_one_rank_is_taken():
+    for sampler in (Splits("world_size", 1, "rank", 0), Splits("world_size", 1, "seed", 5)):
+        assert len(next(iter(DataLoader(range(10), 10, sampler=sampler)))) == len(sampler)
+    sampler.world_size, sampler.rank = 4, None  # not told yet
+    assert len(DataLoader(range(10), sampler=sampler)) == len(sampler)
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, None])

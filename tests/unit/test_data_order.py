@@ -213,10 +213,31 @@ class NotIndices:
         return iter(self.items)
 
 
+class Endless:
+    """Fails where it is walked far behind its length, which nothing else would end."""
+
+    def __iter__(self):
+        yield from range(100)
+        raise AssertionError("walked on and on")
+
+
+class Grows(NotIndices):
+    """Learns how many there are while it is walked."""
+
+    def __iter__(self):
+        for index in self.items:
+            self.length = max(self.length, index + 1)
+            yield index
+        self.length = len(self.items)
+
+
 @pytest.mark.parametrize(
     ("items", "length", "expected"),
     [
         ([0, 1, 2], 4, "yielded 3 indices in epoch 6, but its length is 4"),
+        ([0, 1, 2], 2, "goes on behind the 2 indices of its length in epoch 6.*fix its __len__"),
+        # As samplers for loops without epochs, which have a length all the same.
+        (Endless(), 8, "goes on behind the 8 indices of its length.*endless.*drop it and pass shuffle=True"),
         ([0.5, 1], 2, "no index"),
         ([[0, 1], [2]], 2, "batch_sampler"),
         (["a"], 1, "no index"),
@@ -242,3 +263,8 @@ def test_sampler_draws_from_seed_and_epoch():
 
 def test_sampler_may_yield_tensors_and_numpy_integers():
     assert draw_order(NotIndices([torch.tensor(3), np.int32(1), 2], 3), 0, 0).tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 9])
+def test_sampler_may_change_its_length_while_it_is_walked(length):
+    assert draw_order(Grows(range(4), length), 0, 0).tolist() == [0, 1, 2, 3]

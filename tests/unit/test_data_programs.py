@@ -5,12 +5,22 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
 from lockstep import log
@@ -110,6 +120,91 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     twin = copy.deepcopy(sampler)
     twin.set_epoch(3)
     assert (twin.now, sampler.now) == (3, 7)
+
+
+class ByLength(BatchSampler):
+    """Batches of samples of one kind, in an order drawn anew each time, as torchvision's GroupedBatchSampler."""
+
+    def __iter__(self) -> Any:
+        for batch in torch.randperm(8).tolist():
+            yield [batch % 4 * 6 + batch // 4 * 3 + place for place in torch.randperm(3).tolist()]
+
+
+class OneAfterTheOther(Sampler[int]):
+    """As the refusal of a batch_sampler advises, where its batches have one size."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return (index for batch in self.batches for index in batch)
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_batches_of_one_size_are_an_order_of_samples() -> None:
+    sampler = OneAfterTheOther(ByLength(range(24), 3, drop_last=False))
+    expected = run_ranks_in_turn(range(24), 1, batch_size=3, sampler=sampler, epochs=2)
+    assert all(len({index // 6 for index in batch}) == 1 for batch in expected)
+    assert expected != run_ranks_in_turn(range(24), 1, batch_size=3, sampler=sampler), "each epoch in another order"
+    for world_size in WORLDS:
+        torch.manual_seed(world_size)
+        assert run_ranks_in_turn(range(24), world_size, batch_size=3, sampler=sampler, epochs=2) == expected
+
+
+def tell_as_mmengine_does(loader: Any, epoch: Any) -> None:
+    """The lines of its hook, which it registers by default."""
+    if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
+        loader.sampler.set_epoch(epoch)
+    elif hasattr(loader, "batch_sampler") and hasattr(loader.batch_sampler.sampler, "set_epoch"):
+        loader.batch_sampler.sampler.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("sampler", [None, Curriculum()])
+@pytest.mark.parametrize("copied", [lambda loader: loader, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_program_may_tell_the_epoch_by_the_batch_sampler(sampler: Any, copied: Any) -> None:
+    def order_of(tell: Any) -> list[list[int]]:
+        first = DataLoader(range(100), 60, shuffle=sampler is None, sampler=sampler)
+        loader = copied(first)
+        tell(loader)
+        return [*run_orders(loader), *run_orders(loader), *run_orders(first)]
+
+    expected = order_of(lambda loader: loader.set_epoch(3))
+    assert order_of(lambda loader: tell_as_mmengine_does(loader, 3)) == expected
+    assert order_of(lambda loader: tell_as_mmengine_does(loader, np.int64(3))) == expected
+    assert order_of(lambda loader: None) != expected
+
+
+def run_orders(loader: Any) -> list[list[int]]:
+    return [loaded for loaded, _ in run_epoch(loader)]
+
+
+def test_what_was_told_by_the_batch_sampler_counts_for_one_epoch() -> None:
+    loader, told = DataLoader(range(9), 4, shuffle=True), DataLoader(range(9), 4, shuffle=True)
+    tell_as_mmengine_does(told, 3)
+    loader.set_epoch(3)
+    assert [run_orders(told) for _ in range(3)] == [run_orders(loader) for _ in range(3)], "it goes on from there"
+    tell_as_mmengine_does(told, 3)
+    told.set_epoch(1)
+    loader.set_epoch(1)
+    assert run_orders(told) == run_orders(loader), "the last word counts"
+    batches = iter(told)
+    next(batches)
+    told.load_state_dict(told.state_dict())
+    tell_as_mmengine_does(told, 2)
+    assert [len(order) for order in run_orders(told)] == [4, 1], "a resumed epoch is gone on with"
+
+
+def test_the_batch_sampler_has_the_attributes_of_torchs() -> None:
+    loader = DataLoader(range(9), 4, shuffle=True, drop_last=True)
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, True)
+    with pytest.raises(DataError, match="iterate the loader"):
+        iter(loader.batch_sampler.sampler)
+    with pytest.raises(DataError, match="epoch is -1"):
+        loader.batch_sampler.sampler.set_epoch(-1)
+    order = [3, 1, 2]
+    assert DataLoader(range(9), 4, sampler=order).batch_sampler.sampler is order
 
 
 @pytest.mark.parametrize(

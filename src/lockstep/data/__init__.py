@@ -21,7 +21,8 @@ General layout, from the bottom up:
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `sampler_epochs`: who tells a sampler its epoch.
 * `fingerprints`: numbers by which ranks notice that they hold different data.
-* `own_generators`: warns of a dataset that draws from generators of its own.
+* `worker_warnings`: says in the training process what workers warn of.
+* `own_generators`: warns of what draws from generators of its own.
 * `source`: fetches a sample with its own seed.
 * `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
 * `lost_rows`: warns of batches with fewer rows than samples.

@@ -10,8 +10,9 @@ import operator
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 
+from lockstep.drift.samplers import num_ranks_of
 from lockstep.errors import DataError
 
 __all__ = [
@@ -27,6 +28,10 @@ __all__ = [
 ]
 
 STATE_VERSION = 1
+_SIBLINGS = (
+    ". If its order matters, as by length or by class, pass the sampler that makes it for one process, as "
+    "LengthGroupedSampler instead of DistributedLengthGroupedSampler"
+)
 
 _STATE_KEYS = ("seed", "epoch", "samples_consumed", "samples_per_epoch", "dataset_length")
 
@@ -71,17 +76,27 @@ def check_dataset(dataset: Any) -> int:
     return length
 
 
-def check_sampler(sampler: Any, shuffle: bool) -> None:
-    """A sampler that gives the global order of an epoch."""
+def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
+    """A sampler that gives the global order of an epoch.
+
+    Args:
+        sampler: the user's.
+        shuffle: whether the loader was asked to shuffle.
+        world_size: as the loader was given it. A loader of 1 splits nothing, so its sampler may
+            give a rank's own part.
+    """
     if sampler is None:
         return
     name = type(sampler).__name__
     if shuffle:
         raise DataError(f"shuffle=True together with sampler {name}: the sampler gives the order. Drop one of the two")
-    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+    # torch's is refused on one process, too, where it would be right: on several it is not.
+    splits = num_ranks_of(sampler) > 1 or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+    if splits and world_size != 1:
+        siblings = "" if type(sampler) is DistributedSampler else _SIBLINGS
         raise DataError(
             f"sampler {name} gives each rank its own part already. The loader splits the global order by itself, "
-            "without padding: drop the sampler and pass shuffle=True and the global batch_size"
+            f"without padding: drop the sampler and pass shuffle=True and the global batch_size{siblings}"
         )
     if not isinstance(sampler, Iterable) or not isinstance(sampler, Sized):
         raise DataError(
@@ -122,8 +137,11 @@ def check_refused(batch_sampler: object, generator: object, in_order: bool) -> N
     if batch_sampler is not None:
         raise DataError(
             "batch_sampler is not supported: the loader splits global batches of batch_size over the ranks itself. "
-            "Pass batch_size, and sampler for an order of your own; for ready-made batches let the dataset return "
-            "one batch per index, with batch_size=world_size and a collate_fn that takes the single item"
+            "Pass batch_size, and sampler for an order of your own. Where all batches have one size, pass that, and a "
+            "sampler whose __iter__ yields `index for batch in batch_sampler for index in batch`, and whose __len__ is "
+            "the number of those. Where they have several sizes, let the dataset return one batch per index, "
+            "batch_size say how many make a step, the same at any number of ranks, and collate_fn join them; and make "
+            "the forward pass under `with model.samples(0 if lockstep.is_filler(batch) else number_of_rows):`"
         )
     if generator is not None:
         raise DataError(

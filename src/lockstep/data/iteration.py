@@ -54,11 +54,20 @@ class RankBatchSampler:
     """The `batch_sampler` that torch's loader sees: the schedule of the newest iteration.
 
     torch asks for an iterator over it as an iteration begins, also of worker processes that stay
-    from one epoch to the next, and by then the loader has put the schedule here.
+    from one epoch to the next, and by then the loader has put the schedule here. The attributes are those of torch's
+    `BatchSampler`, which programs read and by which they tell the epoch: `loader.batch_sampler.sampler.set_epoch(1)`.
+
+    Args:
+        sampler: the user's, or what stands for it where the loader has none.
+        batch_size: samples in a global batch.
+        drop_last: leave out a last batch that is smaller.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sampler: Any, batch_size: int, drop_last: bool) -> None:
         self.schedule: Schedule | None = None
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
 
     def _current(self) -> Schedule:
         if self.schedule is None:

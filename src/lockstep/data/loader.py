@@ -38,7 +38,7 @@ from lockstep.data.order import (
     shuffled_order,
 )
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
-from lockstep.data.sampler_epochs import SamplerEpochs
+from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import SeededDataset, TensorSource, WatchedCollate, WorkerInit, identity, make_source
 from lockstep.data.twin_orders import Walk, note_walk
@@ -167,7 +167,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         check_refused(batch_sampler, generator, in_order)
         check_dataset(dataset)
-        check_sampler(sampler, bool(shuffle))
+        check_sampler(sampler, bool(shuffle), world_size)
         batch_size = check_integer("batch_size", batch_size, 1, "It counts the samples of all ranks together")
         num_workers = check_workers(num_workers, prefetch_factor, persistent_workers, timeout, multiprocessing_context)
         self.seed = check_integer("seed", seed, -(2**63))
@@ -180,7 +180,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if pin_memory is None:
             pin_memory = self.device is not None and self.device.type == "cuda"
         self._rank_and_size = check_rank_and_size(rank, world_size)
-        self._rank_batches = RankBatchSampler()
+        told = OwnOrder() if sampler is None else sampler
+        self._rank_batches = RankBatchSampler(sampler=told, batch_size=batch_size, drop_last=bool(drop_last))
         self._batch_source = batch.LoaderToken()
         super().__init__(
             dataset,
@@ -203,7 +204,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
-        self._sampler_epochs = SamplerEpochs(sampler)
+        self._sampler_epochs = SamplerEpochs(told)
         self._lost_rows = LostRows(self.collate_fn)
         self._thread = threading.get_ident()
         self._next_epoch = 0
@@ -272,7 +273,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Make the next iteration run `epoch`, from its first sample.
 
         Epochs advance without it; a script written for torch's `DistributedSampler` may go on
-        calling it. Naming the epoch that `load_state_dict` has just restored keeps the position in it.
+        calling it; where the loader has no sampler, `loader.batch_sampler.sampler.set_epoch` does the same.
+        Naming the epoch that `load_state_dict` has just restored keeps the position in it.
 
         Raises:
             DataError: `epoch` is no integer, or negative.
@@ -385,9 +387,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return "shuffled" if self.permutation == "stored" else "shuffled, computed"
 
     def _order(self, epoch: int) -> Order:
+        self._sampler_epochs.tell(epoch)
         if self._ordered_by_sampler:
-            self._sampler_epochs.tell(epoch)
-            return draw_order(cast("Iterable[int]", self.sampler), self.seed, epoch)
+            return draw_order(cast(Any, self.sampler), self.seed, epoch)
         length = self._samples_per_epoch()
         if not self.shuffle:
             return range(length)

@@ -15,10 +15,11 @@ one batch at a time.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,14 @@ _STORED_ANYWAY = 1 << 16  # samples; 256 KiB
 _INDEX_BITS = 40
 # torch draws 32 bits for each position up to here, whatever the dtype, and 64 beyond.
 _INT32_NUMEL = 2**32 // 20
+
+
+class _Sampler(Protocol):
+    """The indices of an epoch, and how many there are."""
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,18 @@ def computed_order(num_samples: int, seed: int, epoch: int) -> Stored | Computed
     return ComputedOrder(num_samples, seed, epoch)
 
 
-def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def _drawn(sampler: _Sampler) -> npt.NDArray[np.int64]:
+    """What it yields, up to one more than its length: it may be endless, or change its length as it is walked."""
+    indices = map(operator.index, sampler)
+    parts: list[npt.NDArray[np.int64]] = []
+    while (room := len(sampler) + 1 - sum(map(len, parts))) > 0:
+        parts.append(np.fromiter(itertools.islice(indices, room), dtype=np.int64))
+        if len(parts[-1]) < room:
+            break
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def draw_order(sampler: _Sampler, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Run a user's sampler once, from the same random state on every rank.
 
     The process-wide generators are seeded with (seed, epoch) while it runs and put back
@@ -111,19 +131,24 @@ def draw_order(sampler: Iterable[int], seed: int, epoch: int) -> npt.NDArray[np.
         int64 [len(sampler)].
 
     Raises:
-        DataError: it yields something else than integers, or not as many as its length says.
+        DataError: it yields something else than integers, or not as many as its length says; it may be endless.
     """
     with preserve_global_rngs():
         seed_global_rngs(derive_seed(b"sampler", seed, epoch))
         try:
-            indices = np.fromiter(map(operator.index, sampler), dtype=np.int64)
+            indices = _drawn(sampler)
         except (TypeError, OverflowError) as error:
             raise DataError(
                 f"sampler {type(sampler).__name__} yields something that is no index ({error}); expected an "
                 "integer per sample. A sampler that yields lists is a batch_sampler: pass batch_size instead"
             ) from error
-    assert isinstance(sampler, Sized)  # checked when the loader was made
-    if len(indices) != len(sampler):
+    if len(indices) > len(sampler):
+        raise DataError(
+            f"sampler {type(sampler).__name__} goes on behind the {len(sampler)} indices of its length in epoch "
+            f"{epoch}, and the number of batches follows from the length. If it is endless, for a loop without epochs, "
+            "drop it and pass shuffle=True: each new iteration of the loader is the next epoch. Else fix its __len__"
+        )
+    if len(indices) < len(sampler):
         raise DataError(
             f"sampler {type(sampler).__name__} yielded {len(indices)} indices in epoch {epoch}, but its length is "
             f"{len(sampler)}. The number of batches follows from the length, so the two must agree: fix its __len__"

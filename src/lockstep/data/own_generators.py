@@ -1,21 +1,26 @@
-"""Warns of a dataset that draws from a generator of its own.
+"""Warns of a dataset, or of a collate function, that draws from a generator of its own.
 
 The process-wide generators are seeded before each sample, a `random.Random(0)` or `torch.Generator()` that a dataset or
 a transform holds is not. What a sample draws from it depends on how many samples this rank has fetched before, and so
-on the number of ranks. So the states of what can be found in the first attributes of a dataset are compared.
+on the number of ranks; what a collate function draws, on the batches that its process has made before. So the states of
+what can be found in the first attributes are compared, and in what a function is bound to.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.log import get_logger, warn_once
+from lockstep.data.worker_warnings import warn
+from lockstep.log import get_logger
 
 __all__ = ["OwnGenerators"]
 
@@ -28,18 +33,21 @@ _logger = get_logger(__name__)
 
 
 class OwnGenerators:
-    """Looks whether generators of a dataset's own are drawn from. A context manager.
+    """Looks whether generators that something holds are drawn from. A context manager.
 
     Args:
-        dataset: any object.
+        owner: any object.
+        called: what a warning calls it.
+        advice: the rest of the warning: what depends on what, and what to do.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, owner: Any, called: str, advice: str) -> None:
+        self._called = called
+        self._advice = advice
         self._found: dict[str, Any] = {}
         self._process_wide = _process_wide()
         self._seen: set[int] = set()
-        self._find(dataset, "", _DEPTH)
+        self._find(owner, "", _DEPTH)
 
     def __enter__(self) -> OwnGenerators:
         self._before = {name: _state(one) for name, one in self._found.items()}
@@ -50,13 +58,7 @@ class OwnGenerators:
     ) -> None:
         drawn = [name for name, one in self._found.items() if _state(one) != self._before[name]]
         if drawn and kind is None:
-            warn_once(
-                _logger,
-                f"the dataset ({type(self._dataset).__qualname__}) draws from a generator of its own, {drawn[0]}: what "
-                "a sample draws depends on those that this rank has fetched before, and so on the number of ranks. "
-                "Draw from the process-wide generator of torch, numpy or random, which are seeded for each sample, or "
-                "take a `generator` in __getitem__",
-            )
+            warn(_logger, f"{self._called} draws from a generator of its own, {drawn[0]}: {self._advice}")
 
     def _find(self, value: Any, name: str, depth: int) -> None:
         # A module is nobody's own (`self.rng = random`), nor are the generators behind its functions.
@@ -72,9 +74,23 @@ class OwnGenerators:
             for index, item in enumerate(value[:_MOST_OBJECTS]):
                 if id(type(item)) not in _LEAVES:  # of which lists are long
                     self._find(item, f"{name}[{index}]", depth - 1)
+        elif isinstance(value, MethodType | BuiltinMethodType):
+            self._find(value.__self__, name, depth)
         elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
-            for attribute, item in list(getattr(value, "__dict__", {}).items()):
+            for attribute, item in [*getattr(value, "__dict__", {}).items(), *_bound(value)]:
                 self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)
+
+
+def _bound(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function is called with beside its arguments, by name: a partial's own, or names of an outer function."""
+    if isinstance(function, functools.partial):
+        yield "func", function.func
+        yield "args", function.args
+        yield from function.keywords.items()
+    elif isinstance(function, FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # it has no value yet
+                yield name, cell.cell_contents
 
 
 def _process_wide() -> tuple[Any, ...]:

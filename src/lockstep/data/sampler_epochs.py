@@ -2,15 +2,41 @@
 
 A script that was written for torch's loader calls `sampler.set_epoch(epoch)` itself, and may begin with another epoch
 than 0. So that its call is seen, the method is replaced on that one sampler. What the script has told counts for the
-next iteration; for one without such a call the loader tells the sampler its own epoch.
+next iteration; for one without such a call the loader tells the sampler its own epoch. A loader without a sampler has
+an `OwnOrder` in its place, for programs that say `loader.batch_sampler.sampler.set_epoch(epoch)`.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["SamplerEpochs"]
+import numpy as np
+from torch.utils.data import Sampler
+
+from lockstep.data.checks import check_integer
+from lockstep.errors import DataError
+
+__all__ = ["OwnOrder", "SamplerEpochs"]
+
+
+class OwnOrder(Sampler[int]):
+    """Stands for the sampler of a loader that orders its samples by itself. It is told epochs, and gives nothing."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration of the loader runs this epoch, as by the loader's own `set_epoch`.
+
+        Raises:
+            DataError: `epoch` is no integer, or negative.
+        """
+        check_integer("epoch", epoch, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        raise DataError(
+            "loader.batch_sampler.sampler stands for the order that the loader makes by itself as an epoch begins: "
+            "iterate the loader"
+        )
 
 
 class _SetEpoch:
@@ -26,8 +52,9 @@ class _SetEpoch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the sampler's own."""
-        epoch = next(iter((*args, *kwargs.values())), None)
-        self.told = epoch if type(epoch) is int and epoch >= 0 else None
+        epoch: Any = next(iter((*args, *kwargs.values())), None)
+        is_number = isinstance(epoch, int | np.integer) and not isinstance(epoch, bool)
+        self.told = int(epoch) if is_number and epoch >= 0 else None
         return self.tell(*args, **kwargs)
 
     def tell(self, *args: Any, **kwargs: Any) -> Any:

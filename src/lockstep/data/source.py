@@ -14,7 +14,7 @@ randomness are served:
 [Note: batches of a dataset's own] A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded
 once for it. If it then draws, its samples depend on which of them a rank fetches together, and so on the number of
 ranks. Nothing says beforehand whether it draws, so the states of the generators are compared, and it is warned of. The
-same goes for a collate function that draws, and for a dataset with a generator of its own (`own_generators.py`).
+same goes for a collate function that draws, and for either with a generator of its own (`own_generators.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
 from lockstep.data.own_generators import OwnGenerators
 from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
-from lockstep.log import get_logger, warn_once
+from lockstep.data.worker_warnings import warn
+from lockstep.log import get_logger
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
 __all__ = [
@@ -58,6 +59,17 @@ _DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range)
 
 # Batches in each process, after which it counts as known whether datasets and collate functions draw.
 _LOOKS = 3
+# See `own_generators.py`.
+_ADVICE_TO_DATASETS = (
+    "what a sample draws depends on those that this rank has fetched before, and so on the number of ranks. Draw from "
+    "the process-wide generator of torch, numpy or random, which are seeded for each sample, or take a `generator` in "
+    "__getitem__"
+)
+_ADVICE_TO_COLLATE_FUNCTIONS = (
+    "what it draws depends on the batches that its process has made before, and so on the number of ranks and workers. "
+    "Draw in the dataset's __getitem__, from the process-wide generator of torch, numpy or random: there each sample "
+    "has random numbers of its own"
+)
 
 
 def _parts(dataset: Any) -> Sequence[Any]:
@@ -189,7 +201,7 @@ class SeededDataset:
     def __getitems__(self, fetch: Fetch) -> list[Any]:
         if self._looks_left:
             self._looks_left -= 1
-            with OwnGenerators(self.dataset):
+            with OwnGenerators(self.dataset, f"the dataset ({name_of(type(self.dataset))})", _ADVICE_TO_DATASETS):
                 samples = self._samples(fetch)
         else:
             samples = self._samples(fetch)
@@ -240,10 +252,12 @@ class SeededDataset:
         if before is not None and not before.are_as_now():
             self._has_drawn = True
             kind = type(self.dataset).__qualname__
-            warn_once(
+            warn(
                 _logger,
                 f"the dataset ({kind}) draws random numbers in __getitems__, which fetches a batch in one go: so its "
-                "samples depend on the number of ranks. Leave __getitems__ out, or take a `generator` in __getitem__",
+                "samples depend on the number of ranks. Leave __getitems__ out, or take a `generator` in __getitem__; "
+                "where the class is not yours, as with a transform of Hugging Face's datasets, wrap it in a Dataset "
+                "whose __getitem__(index) returns dataset[index], and __len__ len(dataset)",
             )
         return fetched
 
@@ -267,13 +281,15 @@ class WatchedCollate:
         if not self._looks_left:
             return self.collate_fn(samples)
         self._looks_left -= 1
+        called = f"collate_fn ({name_of(self.collate_fn)})"
         before = GlobalRngs()
-        batch = self.collate_fn(samples)
+        with OwnGenerators(self.collate_fn, called, _ADVICE_TO_COLLATE_FUNCTIONS):
+            batch = self.collate_fn(samples)
         if not before.are_as_now():
             self._looks_left = 0
-            warn_once(
+            warn(
                 _logger,
-                f"collate_fn ({name_of(self.collate_fn)}) draws random numbers for the samples that a rank has of a "
+                f"{called} draws random numbers for the samples that a rank has of a "
                 "batch, so what it makes of them depends on the number of ranks. Draw in the dataset's __getitem__, "
                 "where each sample has random numbers of its own",
             )

@@ -15,7 +15,7 @@ import torch
 from lockstep.drift.engines import engines
 from lockstep.drift.gradients import LoneGradients
 
-__all__ = ["LOADER", "SAMPLER", "OptimizerRecord", "Splitter"]
+__all__ = ["LOADER", "SAMPLER", "OptimizerRecord", "Splitter", "splitter_named"]
 
 _MAX_SYNCED = 16
 _ADVICE = "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop"
@@ -48,6 +48,11 @@ LOADER = Splitter(
 SAMPLER = Splitter(
     "torch's DistributedSampler gives each rank its own part of the data", "give each sampler num_replicas=1 and rank=0"
 )
+
+
+def splitter_named(sampler: str) -> Splitter:
+    """A sampler of another library, by the name of its class."""
+    return Splitter(f"{sampler} gives each rank its own part of the data", "give each rank a sampler of all its data")
 
 
 class OptimizerRecord:

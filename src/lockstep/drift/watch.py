@@ -3,13 +3,13 @@
 Without `DistributedDataParallel` around the model, ranks that train on different parts of the data hold different
 models after the first step, and no collective fails. Here is who notices it.
 
-[Note: quiet steps] A loader that splits batches over the ranks switches the watch on; or torch's DistributedSampler,
-which is looked for when an optimizer first steps beside a default group of ours. From then on each optimizer's steps
-are looked at, locally. Between two steps of data-parallel training there is at least one collective, whoever averages:
-this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. Two steps with none in between are
-quiet. An optimizer whose parameters belong to no engine is *suspected* after its first quiet step, and rank 0 warns;
-and after a few steps with no collective between a gradient and the step that uses it ([Note: gradients of one rank] in
-`gradients.py`).
+[Note: quiet steps] A loader that splits batches over the ranks switches the watch on; or a sampler that does, such as
+torch's DistributedSampler (`samplers.py`), which is looked for when an optimizer first steps beside a default group of
+ours. From then on each optimizer's steps are looked at, locally. Between two steps of data-parallel training there is
+at least one collective, whoever averages: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a
+loop. Two steps with none in between are quiet. An optimizer whose parameters belong to no engine is *suspected* after
+its first quiet step, and rank 0 warns; and after a few steps with no collective between a gradient and the step that
+uses it ([Note: gradients of one rank] in `gradients.py`).
 
 [Note: local SGD] Ranks may average parameters only now and then, and may end in between. So a suspected optimizer's
 parameters are also hashed before each step that had a collective since the last. If all ranks had the same
@@ -48,7 +48,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from lockstep import batch
 from lockstep.comm import clock
@@ -57,7 +57,8 @@ from lockstep.comm.callsite import make_locator, site_text
 from lockstep.drift.comparison import compare, digest
 from lockstep.drift.engines import engines, engines_of, parameters_of
 from lockstep.drift.gradients import LoneGradients
-from lockstep.drift.record import LOADER, SAMPLER, OptimizerRecord, Splitter
+from lockstep.drift.record import LOADER, SAMPLER, OptimizerRecord, Splitter, splitter_named
+from lockstep.drift.samplers import num_ranks_of
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import open_groups, sequence_number_of
@@ -127,8 +128,9 @@ def _begins_to_watch() -> bool:
         return False
     # Not isinstance, which asks objects that import or compute something when they are asked.
     for each in gc.get_objects():
-        if issubclass(type(each), DistributedSampler) and getattr(each, "num_replicas", None) == world_size:
-            _watch(group, SAMPLER)
+        kind = type(each)
+        if issubclass(kind, Sampler) and num_ranks_of(each) == world_size:
+            _watch(group, SAMPLER if issubclass(kind, DistributedSampler) else splitter_named(kind.__name__))
             return True
     return False
 

@@ -119,8 +119,8 @@ def check_fingerprints(fingerprints: Sequence[int]) -> None:
             f"the ranks averaged gradients of {known.popitem()[1]}, but of different data: their loaders hold other "
             "samples, or the same in another order. After lockstep.init each rank draws random numbers of its own: "
             "give random_split a generator=torch.Generator().manual_seed(0), shuffle with random.Random(0), sort what "
-            "os.listdir or glob has found, and give each loader the same seed. Data that is a rank's own goes into a "
-            "loader with rank=0 and world_size=1"
+            "os.listdir or glob has found, and give each loader the same seed, and no sampler that splits by rank. "
+            "Data that is a rank's own goes into a loader with rank=0 and world_size=1"
         )
     lines = [f"  rank {rank}: {text}" for rank, text in known.items()]
     raise CollectiveMismatch(
