@@ -528,6 +528,106 @@ def test_parameters_beside_an_engine_that_somebody_averages_are_fine() -> None:
     assert len(told) == 1, "nobody knows yet"
 
 
+# ---- beside an engine, and no loader --------------------------------------------------------------------------
+
+
+def own_batches() -> list[Tensor]:
+    """What each rank has drawn, as out of its replay buffer."""
+    return list(torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
+
+
+def train_with_temperature(optimizers: int, averages: bool) -> None:
+    """A soft actor-critic: the temperature has an optimizer of its own, or steps with the actor."""
+    model = lockstep.DistributedDataParallel(make_model())
+    scale = nn.Parameter(torch.ones(1))
+    if optimizers == 1:
+        own = [torch.optim.SGD([*model.parameters(), scale], lr=0.01)]
+    else:
+        own = [torch.optim.SGD(model.parameters(), lr=0.01), torch.optim.SGD([scale], lr=0.01)]
+    for inputs in own_batches():
+        for optimizer in own:
+            optimizer.zero_grad()
+        (model(inputs) * scale).square().mean().backward()
+        if averages:
+            average([scale.grad])  # type: ignore[list-item]
+        for optimizer in own:
+            optimizer.step()
+
+
+def temperature(optimizers: int, averages: bool) -> tuple[list[str], str]:
+    return outcome_of(lambda: train_with_temperature(optimizers, averages))
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_parameters_beside_an_engine_are_an_error_without_a_loader(optimizers: int) -> None:
+    (told, error), (told_on_one, error_on_one) = run_ranks(temperature, 2, optimizers, False, init=False)
+    assert told_on_one == []
+    assert len(told) == (optimizers == 1)
+    for text in (error, error_on_one):
+        assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
+        assert "stepped 1 parameter(s) that nobody averaged" in text
+        assert text.endswith("write parameter.allreduce = False for each of its parameters")
+
+
+def test_parameters_that_somebody_averages_without_a_loader_are_fine() -> None:
+    assert run_ranks(temperature, 2, 2, True, init=False) == [([], "")] * 2
+
+
+def train_unwrapped_critic() -> None:
+    model, critic = lockstep.DistributedDataParallel(make_model()), make_model()
+    own = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, critic)]
+    for inputs in own_batches():
+        for each, optimizer in zip((model, critic), own, strict=True):
+            optimizer.zero_grad()
+            each(inputs).square().mean().backward()
+            optimizer.step()
+
+
+def unwrapped_critic() -> tuple[list[str], str]:
+    return outcome_of(train_unwrapped_critic)
+
+
+def test_an_unwrapped_model_beside_a_wrapped_one_without_a_loader() -> None:
+    for _, error in run_ranks(unwrapped_critic, 2, init=False):
+        assert error.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
+
+
+def attack_without_a_loader() -> None:
+    """Inputs, by optimizers of one batch each; and latents of each rank when the model trains no more."""
+    model = lockstep.DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for inputs in own_batches():
+        delta = torch.zeros_like(inputs, requires_grad=True)
+        attack = torch.optim.SGD([delta], lr=0.01)
+        model.module(inputs + delta).square().mean().neg().backward()
+        attack.step()
+        optimizer.zero_grad()
+        model(inputs + delta.detach()).square().mean().backward()
+        optimizer.step()
+    latent = torch.full((1, 4), float(dist.get_rank()), requires_grad=True)
+    search = torch.optim.SGD([latent], lr=0.01)
+    for _ in range(600):
+        search.zero_grad()
+        model.module(latent).square().sum().backward()
+        search.step()
+
+
+def share_a_model_that_an_engine_had() -> None:
+    """The engine is gone, and each rank tries something by itself."""
+    train_with_temperature(2, True)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for inputs in own_batches():
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("body", [attack_without_a_loader, share_a_model_that_an_engine_had])
+def test_without_a_loader_ranks_may_do_something_of_their_own(body: Callable[[], None]) -> None:
+    assert run_ranks(outcome_of, 2, body, init=False) == [([], "")] * 2
+
+
 # ---- batches that the ranks do not divide ---------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import torch
 from lockstep.drift.engines import engines
 from lockstep.drift.gradients import LoneGradients
 
-__all__ = ["LOADER", "SAMPLER", "OptimizerRecord", "Splitter"]
+__all__ = ["ENGINE", "LOADER", "SAMPLER", "OptimizerRecord", "Splitter"]
 
 _MAX_SYNCED = 16
 _ADVICE = "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop"
@@ -47,6 +47,12 @@ LOADER = Splitter(
 )
 SAMPLER = Splitter(
     "torch's DistributedSampler gives each rank its own part of the data", "give each sampler num_replicas=1 and rank=0"
+)
+
+# No proof as the other two are: see [Note: engines alone] in `watch.py`.
+ENGINE = Splitter(
+    "lockstep.DistributedDataParallel trains beside it, by gradients of each rank's own data",
+    "write parameter.allreduce = False for each of its parameters",
 )
 
 
@@ -96,7 +102,9 @@ class OptimizerRecord:
         """
         if self.has_engine or (engine_steps == 0 and not engines()):
             return True
-        return engine_steps - self._engine_steps >= _ENGINE_STEPS_OUTLIVED or self.num_steps >= _VERY_MANY_STEPS
+        if engine_steps - self._engine_steps >= _ENGINE_STEPS_OUTLIVED:
+            return True
+        return self.splitter is not ENGINE and self.num_steps >= _VERY_MANY_STEPS
 
     @property
     def advice(self) -> str:

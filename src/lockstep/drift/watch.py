@@ -4,7 +4,7 @@ Without `DistributedDataParallel` around the model, ranks that train on differen
 models after the first step, and no collective fails. Here is who notices it.
 
 [Note: quiet steps] A loader that splits batches over the ranks switches the watch on; or torch's DistributedSampler,
-which is looked for when an optimizer first steps beside a default group of ours. From then on each optimizer's steps
+which is looked for when an optimizer first steps beside a default group of ours; or an engine. From then on each optimizer's steps
 are looked at, locally. Between two steps of data-parallel training there is at least one collective, whoever averages:
 this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. Two steps with none in between are
 quiet. An optimizer whose parameters belong to no engine is *suspected* after its first quiet step, and rank 0 warns;
@@ -19,6 +19,10 @@ parameters at one of those points, somebody does average them, and the differenc
 temperature) is easily left out of the model, and its optimizer steps are not quiet, because the model's engine
 communicates. So optimizers in programs with engines are suspected of what they step that no engine has ([Note: short
 lives] in `record.py`): with a warning if they step an engine's parameters, too. Sharded parameters are those of others.
+
+[Note: engines alone] Reinforcement learning has no loader, and a temperature or a critic beside an engine all the same.
+Where nothing is known to split data, there is a watch while an engine over all ranks lives; and what an optimizer of
+other tensors does when the engine trains no more (each rank trying something by itself) is nobody's business.
 
 [Note: parts of ranks] A head of which each rank has some classes, or experts, are other parameters on each rank, and
 look like a criterion that was left out. A script says so by an attribute, `parameter.allreduce = False`: the name that
@@ -57,13 +61,13 @@ from lockstep.comm.callsite import make_locator, site_text
 from lockstep.drift.comparison import compare, digest
 from lockstep.drift.engines import engines, engines_of, parameters_of
 from lockstep.drift.gradients import LoneGradients
-from lockstep.drift.record import LOADER, SAMPLER, OptimizerRecord, Splitter
+from lockstep.drift.record import ENGINE, LOADER, SAMPLER, OptimizerRecord, Splitter
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import open_groups, sequence_number_of
 from lockstep.world import World, check_at_shutdown
 
-__all__ = ["describe_step", "watch_optimizers", "watch_samplers"]
+__all__ = ["describe_step", "watch_beside_engine", "watch_optimizers", "watch_samplers"]
 
 _logger = get_logger(__name__)
 
@@ -88,9 +92,16 @@ def describe_step(optimizer: Optimizer) -> str:
 def watch_optimizers(world_size: int) -> None:
     """A loader splits its batches over this many ranks: look at optimizers until the world is left. Local."""
     group = dist.group.WORLD
-    if world_size == 1 or group is None or group.size() != world_size or _is_watching():
+    if world_size == 1 or group is None or group.size() != world_size or _knows_what_splits():
         return
     _watch(group, LOADER)
+
+
+def watch_beside_engine(world_size: int) -> None:
+    """An engine averages over this many ranks: look at other optimizers while it lives. Local."""
+    group = dist.group.WORLD
+    if world_size > 1 and group is not None and group.size() == world_size and not _is_watching():
+        _watch(group, ENGINE)
 
 
 def watch_samplers() -> None:
@@ -105,14 +116,25 @@ def watch_samplers() -> None:
 
 def _watch(group: dist.ProcessGroup, splitter: Splitter) -> None:
     global _watched, _splitter
-    _forget()  # what belongs to a world that was left by an error
+    if not _is_of_world():
+        _forget()  # what belongs to a world that was left by an error
     _watched, _splitter = weakref.ref(group), splitter
     watch_samplers()
 
 
-def _is_watching() -> bool:
+def _is_of_world() -> bool:
+    """Whether what is known belongs to the default group that is there."""
     group = None if _watched is None else _watched()
     return group is not None and group is dist.group.WORLD
+
+
+def _knows_what_splits() -> bool:
+    return _splitter is not ENGINE and _is_of_world()
+
+
+def _is_watching() -> bool:
+    """See [Note: engines alone]."""
+    return _is_of_world() and (_splitter is not ENGINE or bool(engines()))
 
 
 def _begins_to_watch() -> bool:
@@ -146,7 +168,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _is_watching() and not _begins_to_watch():
+    if not (_knows_what_splits() or _begins_to_watch() or _is_watching()):
         return
     first = next(_parameters_with_gradient(optimizer), None)
     if first is None:
