@@ -60,6 +60,7 @@ from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.rank_zero import collective_device
+from lockstep.seeding import begin_torch_stream
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
@@ -304,6 +305,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         if self._early_passes is not None and not self._early_passes.check(self):
             self._early_passes = None
         with_gradients = torch.is_grad_enabled()
+        begin_torch_stream(with_gradients)
         syncing = with_gradients and self._prepare()
         feed = self._feed((inputs, kwargs), with_gradients, syncing)
         if self.device_ids is not None:

@@ -23,7 +23,7 @@ __all__ = ["EarlyPasses", "watch_engine"]
 def watch_engine(engine: Any) -> None:
     """An engine was made; the last line of its constructor. Local."""
     note_engine(engine)
-    seeding.begin_rank_streams()
+    seeding.begin_rank_streams_of_engine()
     if engine.process_group.size() > 1:
         parameter_changes.install()  # Before strays: what it finds looks like one.
         strays.install()
