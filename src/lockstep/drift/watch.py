@@ -24,6 +24,11 @@ lives] in `record.py`): with a warning if they step an engine's parameters, too.
 Where nothing is known to split data, there is a watch while an engine over all ranks lives; and what an optimizer of
 other tensors does when the engine trains no more (each rank trying something by itself) is nobody's business.
 
+[Note: engines that average nothing] A script may step an engine's parameters past it: by `torch.autograd.grad` and no
+optimizer, or towards a copy that an inner loop has trained. No hook tells of it. So when the world is left, ranks
+compare the parameters of engines over all of them that are there, have made a training pass or were stepped, and have
+averaged nothing. Steps by what `no_sync` has left are local SGD.
+
 [Note: parts of ranks] A head of which each rank has some classes, or experts, are other parameters on each rank, and
 look like a criterion that was left out. A script says so by an attribute, `parameter.allreduce = False`: the name that
 Megatron-LM and DeepSpeed have for it.
@@ -43,7 +48,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -58,10 +63,10 @@ from lockstep import batch
 from lockstep.comm import clock
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
-from lockstep.drift.comparison import compare, digest
+from lockstep.drift.comparison import Suspect, compare, digest
 from lockstep.drift.engines import engines, engines_of, parameters_of
 from lockstep.drift.gradients import LoneGradients
-from lockstep.drift.record import ENGINE, LOADER, SAMPLER, OptimizerRecord, Splitter
+from lockstep.drift.record import ENGINE, LOADER, SAMPLER, IdleEngine, OptimizerRecord, Splitter
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import open_groups, sequence_number_of
@@ -76,6 +81,7 @@ _MARKS_OF_PARTS = {"allreduce": False, "skip_allreduce": True, "tensor_model_par
 _MAX_SUSPECTS = 4  # their parameters are kept alive
 _records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
 _suspects: deque[OptimizerRecord] = deque(maxlen=_MAX_SUSPECTS)
+_stepped: WeakSet[Any] = WeakSet()  # engines of which an optimizer has stepped parameters
 _num_engine_steps = 0  # of optimizers whose parameters an engine averages
 _is_installed = False
 _watched: weakref.ref[dist.ProcessGroup] | None = None  # the default group over which data is split
@@ -197,7 +203,9 @@ def _count_step(record: OptimizerRecord) -> None:
 def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> OptimizerRecord:
     if not _records and engines():
         gc.collect()  # see [Note: engines that are gone] in `engines.py`
-    record = _records[optimizer] = OptimizerRecord(_splitter, _num_engine_steps, has_engine=bool(engines_of(optimizer)))
+    own = engines_of(optimizer)
+    _stepped.update(own)
+    record = _records[optimizer] = OptimizerRecord(_splitter, _num_engine_steps, has_engine=bool(own))
     if not record.has_engine and not _is_sharded(first):
         record.lone = LoneGradients(first, _communication)
     return record
@@ -313,10 +321,27 @@ def _communication() -> tuple[object, ...]:
 
 
 def _compare_at_shutdown(world: World) -> None:
-    suspects = list(_suspects)
+    suspects: list[Suspect] = [*_suspects, *_idle_engines(world)]
     _forget()
     if suspects:
         compare(world, suspects)
+
+
+def _idle_engines(world: World) -> list[IdleEngine]:
+    """See [Note: engines that average nothing]."""
+    if not _find_idle(world):
+        return []
+    gc.collect()  # see [Note: engines that are gone] in `engines.py`
+    return [IdleEngine(engine.module, parameters) for engine, parameters in _find_idle(world)]
+
+
+def _find_idle(world: World) -> list[tuple[Any, list[torch.Tensor]]]:
+    if world.world_size == 1:
+        return []
+    own = [each for each in engines() if each.process_group is world.process_group]
+    used = [each for each in own if each.has_trained or each in _stepped]
+    found = [(each, [one for one in each.unaveraged if not _is_sharded(one)]) for each in used]
+    return [(engine, parameters) for engine, parameters in found if parameters]
 
 
 def _forget() -> None:
@@ -325,4 +350,5 @@ def _forget() -> None:
     for record in _records.values():
         record.stop()
     _suspects.clear()
+    _stepped.clear()
     _records.clear()

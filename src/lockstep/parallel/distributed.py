@@ -497,6 +497,17 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         return self._backward.has_signs
 
     @property
+    def unaveraged(self) -> list[torch.Tensor]:
+        """The parameters that it trains, if it has averaged nothing so far, and was not told to (`no_sync`)."""
+        is_idle = self._is_ready and self._reducer.averages_nothing
+        return list(self._parameters_to_reduce) if is_idle else []
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether there was a forward pass in training mode, with gradients."""
+        return self._early_passes is None or self._early_passes.have_begun
+
+    @property
     def awaits_gradients(self) -> bool:
         """Whether a backward pass has left gradients to another one, and none have been averaged."""
         return bool(self._backward.awaited)

@@ -37,6 +37,11 @@ class EarlyPasses:
     def __init__(self) -> None:
         self._num_seen = 0
 
+    @property
+    def have_begun(self) -> bool:
+        """Whether there was one."""
+        return self._num_seen > 0
+
     def check(self, engine: Any) -> bool:
         """Look at one forward pass. Local.
 
