@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from torch.utils.data import TensorDataset, random_split
 
 import lockstep
 from ddp_checks import error_of
-from lockstep import DistributedDataParallel
-from lockstep.errors import CollectiveMismatch
+from lockstep import DistributedDataParallel, batch
+from lockstep.errors import CollectiveMismatch, InputTypeError
 from lockstep.parallel.claims import check_fingerprints, fingerprint_of
 from lockstep.parallel.rows import sizes_of
 from lockstep.testing import run_ranks
@@ -194,6 +195,25 @@ def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
 def test_the_first_argument_tells_a_size() -> None:
     """Also where another one, which is the same on each rank, has more dimensions."""
     assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})).telling == {3, 5}
+
+
+@pytest.mark.parametrize("count", [3, np.int64(3), np.array(3), torch.tensor(3)])
+def test_integers_that_count_samples(count: Any) -> None:
+    with lockstep.init(device="cpu"):
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        with model.samples(count):
+            share = batch.held()
+            assert share is not None
+            assert type(share.local_samples) is int
+            assert share.local_samples == 3
+
+
+@pytest.mark.parametrize("count", [True, 3.0, np.bool_(True), np.float32(3), torch.tensor(True), torch.tensor(3.0), "3"])
+def test_what_counts_no_samples(count: Any) -> None:
+    with lockstep.init(device="cpu"):
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        with pytest.raises(InputTypeError, match="give the number of samples on this rank"), model.samples(count):
+            pass
 
 
 def test_a_list_of_two_batches_is_none_of_samples() -> None:

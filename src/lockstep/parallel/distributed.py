@@ -352,14 +352,14 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         ranks together hold the sum of their counts, and each weighs as much as it has of it.
 
         Args:
-            count: of samples of this rank; 0 for a filler (`lockstep.is_filler`).
+            count: of samples of this rank, any integer; 0 for a filler (`lockstep.is_filler`).
 
         Raises:
             InputError: negative, or 0 on all ranks.
             InputTypeError: no integer.
         """
         total = count_samples(count, self.process_group, collective_device(self.process_group, self.device))
-        with batch.hold(BatchShare(count, total, self._world_size)):
+        with batch.hold(BatchShare(int(count), total, self._world_size)):
             yield
 
     def _prepare(self) -> bool:
