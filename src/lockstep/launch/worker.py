@@ -178,7 +178,13 @@ def _call_hook(error: BaseException, trace: TracebackType | None, *, is_plain: b
     except Exception:
         is_plain = True
     if is_plain and not is_quiet:
-        traceback.print_exception(type(error), error, trace)
+        _say("".join(traceback.format_exception(type(error), error, trace)))
+
+
+def _say(text: str) -> None:
+    """Write to stderr, not by `print`: scripts put another in its place, which is silent on all ranks but the first."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
 
 
 def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn:
@@ -197,7 +203,7 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
             capture(error, trace, rank).write(Path(folder))
         except OSError as problem:
             is_quiet = False
-            print(f"lockstep: rank {rank} cannot write its error report: {problem}", file=sys.stderr)
+            _say(f"lockstep: rank {rank} cannot write its error report: {problem}\n")
         announce_failure(Path(folder), rank)
     error = error.with_traceback(trace)
     _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
