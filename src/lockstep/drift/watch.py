@@ -4,12 +4,12 @@ Without `DistributedDataParallel` around the model, ranks that train on differen
 models after the first step, and no collective fails. Here is who notices it.
 
 [Note: quiet steps] A loader that splits batches over the ranks switches the watch on; or torch's DistributedSampler,
-which is looked for when an optimizer first steps beside a default group of ours; or an engine. From then on each optimizer's steps
-are looked at, locally. Between two steps of data-parallel training there is at least one collective, whoever averages:
-this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. Two steps with none in between are
-quiet. An optimizer whose parameters belong to no engine is *suspected* after its first quiet step, and rank 0 warns;
-and after a few steps with no collective between a gradient and the step that uses it ([Note: gradients of one rank] in
-`gradients.py`).
+which is looked for when an optimizer first steps beside a default group of ours; or an engine. From then on each
+optimizer's steps are looked at, locally. Between two steps of data-parallel training there is at least one collective,
+whoever averages: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. Two steps with none
+in between are quiet. An optimizer whose parameters belong to no engine is *suspected* after its first quiet step, and
+rank 0 warns; and after a few steps with no collective between a gradient and the step that uses it ([Note: gradients of
+one rank] in `gradients.py`).
 
 [Note: local SGD] Ranks may average parameters only now and then, and may end in between. So a suspected optimizer's
 parameters are also hashed before each step that had a collective since the last. If all ranks had the same
