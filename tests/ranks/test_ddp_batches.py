@@ -248,9 +248,7 @@ def test_integers_that_count_samples(count: Any) -> None:
             assert share.local_samples == 3
 
 
-@pytest.mark.parametrize(
-    "count", [True, 3.0, np.bool_(True), np.float32(3), torch.tensor(True), torch.ones(()), "3"]
-)
+@pytest.mark.parametrize("count", [True, 3.0, np.bool_(True), np.float32(3), torch.tensor(True), torch.ones(()), "3"])
 def test_what_counts_no_samples(count: Any) -> None:
     with lockstep.init(device="cpu"):
         model = DistributedDataParallel(nn.Linear(1, 1))
