@@ -190,13 +190,6 @@ class _StatusFile:
         self._num_sections = 0
         self._free: list[int] = []
 
-    def note_joined(self) -> None:
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.pwrite(fd, _JOINED.pack(1), _JOINED_OFFSET)
-        finally:
-            os.close(fd)
-
     def open(self, name: str) -> Section:
         index = self._free.pop(0) if self._free else self._num_sections
         start = HEADER_BYTES + index * SECTION_BYTES
@@ -271,11 +264,18 @@ def note_torch() -> None:
 
 
 def note_joined() -> None:
-    """Let the launcher know that this rank has joined a process group. Local."""
+    """Let the launcher know that this rank has joined a process group, or a child that it has started. Local."""
     with _lock, contextlib.suppress(OSError):
-        status_file = _file_of_process()
-        if status_file is not None:
-            status_file.note_joined()
+        owner = _owner()
+        if owner is None:
+            return
+        _file_of_process()
+        fd = os.open(_path(Path(owner[0]), owner[1]), os.O_RDWR | os.O_CLOEXEC)  # of another process, maybe
+        try:
+            if os.pread(fd, _JOINED.size, 0) == _JOINED.pack(_MAGIC):
+                os.pwrite(fd, _JOINED.pack(1), _JOINED_OFFSET)
+        finally:
+            os.close(fd)
 
 
 def _file_of_process() -> _StatusFile | None:

@@ -4,9 +4,13 @@ A seed is a BLAKE2b hash of what it stands for: neighbouring numbers give unrela
 in every process, Python version and run (Python's own `hash` is none of that).
 
 [Note: streams of ranks] All ranks must draw the same weights and different dropout masks: with the same masks the N
-parts of a batch see the same noise N times. So `init(seed=…)` seeds the process-wide generators alike, and the first
-engine, made when the weights have been drawn, moves every rank but the first to a stream of its own. The first goes on
-undisturbed, as one process does.
+parts of a batch see the same noise N times. So `init(seed=…)` seeds the process-wide generators alike, and an engine
+moves every rank but the first to streams of its own; the first goes on undisturbed, as one process does. The first
+engine that is made moves those of numpy and `random`. Torch's, which draw weights, move when an engine's first forward
+pass begins: other models may be made behind the first engine, and some are never trained (the target of random network
+distillation), so that no engine makes them alike. Who has seeded torch in between, or restored its state, keeps that.
+A pass without gradients may be a look at the model whose draws are undone behind it; so the first with gradients looks
+again.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from lockstep.errors import InputError, InputTypeError
 __all__ = [
     "begin_common_stream",
     "begin_rank_streams",
+    "begin_rank_streams_of_engine",
+    "begin_torch_stream",
     "check_seed",
     "derive_seed",
     "derive_seeds",
@@ -35,6 +41,8 @@ _MASK_64 = (1 << 64) - 1
 _pack = struct.Struct("<QQQ").pack
 _pack_common, _pack_one = struct.Struct("<QQ").pack, struct.Struct("<Q").pack
 _pending: tuple[int, int] | None = None  # seed and rank, until the first engine is made
+# That of the rank, and what torch was seeded by when the first engine was made, until its first forward pass.
+_pending_of_torch: tuple[int, int] | None = None
 
 
 def derive_seed(purpose: bytes, seed: int, epoch: int, index: int = 0) -> int:
@@ -89,29 +97,49 @@ def check_seed(seed: object) -> int:
 def begin_common_stream(seed: int, rank: int) -> None:
     """Seed torch (CPU and accelerators), numpy and `random`, alike on all ranks. Local."""
     global _pending
-    _seed_everything(seed, seed)
+    forget_rank_streams()
+    torch.manual_seed(seed)
+    _seed_others(seed, seed)
     _pending = (seed, rank)
 
 
 def begin_rank_streams() -> None:
-    """Move this rank to a stream of its own, if `begin_common_stream` was called since the last time. Local.
+    """Move this rank to streams of its own, if `begin_common_stream` was called since the last time. Local.
 
     Rank 0 stays where it is. See [Note: streams of ranks].
     """
-    global _pending
+    begin_rank_streams_of_engine()
+    begin_torch_stream(trains=True)
+
+
+def begin_rank_streams_of_engine() -> None:
+    """An engine is made: the same for numpy and `random`; `begin_torch_stream` does so for torch later. Local."""
+    global _pending, _pending_of_torch
     pending, _pending = _pending, None
     if pending is not None and pending[1] > 0:
         value = derive_seed(b"rank", pending[0], 0, pending[1])
-        _seed_everything(value, value >> 32)  # torch's generator on the CPU keeps the other half
+        _seed_others(value, value >> 32)  # torch's generator on the CPU keeps the other half
+        _pending_of_torch = (value, torch.initial_seed())
+
+
+def begin_torch_stream(trains: bool) -> None:
+    """A forward pass of an engine begins, with gradients if it `trains`. Local."""
+    global _pending_of_torch
+    pending = _pending_of_torch
+    if pending is None:
+        return
+    if trains:
+        _pending_of_torch = None
+    if torch.initial_seed() == pending[1]:
+        torch.manual_seed(pending[0])
 
 
 def forget_rank_streams() -> None:
     """The world is left: engines of other worlds move nothing. Local."""
-    global _pending
-    _pending = None
+    global _pending, _pending_of_torch
+    _pending = _pending_of_torch = None
 
 
-def _seed_everything(for_torch: int, for_numpy: int) -> None:
-    torch.manual_seed(for_torch)
-    random.seed(for_torch)
+def _seed_others(for_random: int, for_numpy: int) -> None:
+    random.seed(for_random)
     np.random.seed(for_numpy & 0xFFFFFFFF)

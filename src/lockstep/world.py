@@ -213,9 +213,11 @@ def init(
         wire: what sums of floats travel as between hosts in lockstep groups: "fp32" (exact), "bf16", "fp16" or "int8",
             see `lockstep.comm.wire`; the same on all ranks. Default what LOCKSTEP_WIRE says, else "fp32".
         seed: seeds the process-wide generators of torch (CPU and CUDA), numpy and `random`, alike on all ranks, so that
-            they draw the same initial weights. The first `lockstep.DistributedDataParallel` that is made then moves
-            every rank but the first to streams of its own, derived from seed and rank: dropout masks differ between
-            ranks, and those of rank 0 are what one process draws. None seeds nothing, now or then.
+            they draw the same initial weights. `lockstep.DistributedDataParallel` then moves every rank but the first
+            to streams of its own, derived from seed and rank: dropout masks differ between ranks, and those of rank 0
+            are what one process draws. The first engine that is made moves numpy's and `random`'s; torch's move when
+            the first forward pass of an engine begins, so that models made behind the first engine are alike, too,
+            and stay where the script has seeded torch in between. None seeds nothing, now or then.
 
     Returns:
         The world; a context manager.

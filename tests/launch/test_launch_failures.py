@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 import time
 
 import pytest
@@ -145,6 +146,30 @@ def test_ranks_print_their_own_errors_where_nobody_else_does(launches: Launches)
         assert (launches.folder / f"logs/rank{rank}.log").read_text().splitlines()[-1] == f"ValueError: rate {rank}"
     done = launches.run("--nproc", "1", script, env=launches.environment(LOCKSTEP_DEBUG="1"))
     assert "[0] ValueError: rate 0\n" in done.stderr
+
+
+OTHER_PRINTS = {
+    "silent on others": """
+        plain = builtins.print
+        def print(*values, force=False, **options):
+            if RANK == 0 or force:
+                plain(*values, **options)
+        """,
+    "takes no options": """
+        def print(*values):
+            pass
+        """,
+}
+
+
+@pytest.mark.parametrize("other", OTHER_PRINTS.values(), ids=OTHER_PRINTS)
+def test_tracebacks_are_printed_past_a_print_of_the_scripts_own(launches: Launches, other: str) -> None:
+    """As `setup_for_distributed` of many repositories puts one in place of Python's."""
+    start, end = "import builtins\n", "builtins.print = print\nif RANK == 1: raise ValueError('here')\ntime.sleep(60)\n"
+    launches.run("--nproc", "2", "--log-dir", "logs", launches.script(start + textwrap.dedent(other) + end))
+    lines = (launches.folder / "logs/rank1.log").read_text().splitlines()
+    assert lines[-1] == "ValueError: here"
+    assert lines.count("Traceback (most recent call last):") == 1
 
 
 def test_hooks_of_torch_and_ours_print_nothing_twice_and_run(launches: Launches) -> None:

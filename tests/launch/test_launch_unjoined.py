@@ -31,6 +31,26 @@ JOINED = {
         dist.destroy_process_group()
         """,
     "no torch": "print(RANK)",
+    "rpc alone": """
+        import torch.distributed.rpc as rpc
+        rpc.init_rpc(f"w{RANK}", rank=RANK, world_size=2)
+        rpc.shutdown()
+        """,
+    "a child of each": """
+        import multiprocessing
+        import torch
+        import torch.distributed as dist
+
+        def learn():
+            dist.init_process_group("gloo")
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=learn)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+        """,
 }
 
 

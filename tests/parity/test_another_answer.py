@@ -360,6 +360,36 @@ def test_buffers_that_a_batch_changes() -> None:
     assert_same_only_if_heeded(centered)
 
 
+class Noisy(Net):
+    """Takes noise off its inputs that the script draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise: Tensor
+        self.register_buffer("noise", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.noise)
+
+
+def noisy(site: Site) -> None:
+    inner = Noisy()
+    model = site.wrap(inner)
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(0 if site.alone else dist.get_rank())
+    for x, y in site.loader(pairs(23), 6):
+        inner.noise.copy_(torch.randn(3, dtype=torch.float64, generator=generator))
+        if site.changes:
+            dist.broadcast(inner.noise, 0)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+def test_buffers_that_the_script_writes() -> None:
+    assert_same_only_if_heeded(noisy)
+
+
 def renormalised(site: Site) -> None:
     torch.manual_seed(2)
     is_plain = site.alone or site.heeds

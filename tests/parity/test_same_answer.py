@@ -542,13 +542,13 @@ def test_optimizers_that_look_at_the_loss() -> None:
 # ---- layers and arithmetic ---------------------------------------------------------------------------
 
 
-def draw_masks(seed: int | None) -> tuple[list[float], list[list[float]]]:
+def draw_masks(seed: int | None) -> tuple[list[float], list[list[bool]]]:
     """Initial weights, and the masks of two steps."""
     with lockstep.init(seed=seed):
         net = nn.Linear(3, 2)
         weights = net.weight.flatten().tolist()
-        lockstep.DistributedDataParallel(net)
-        return weights, [nn.functional.dropout(torch.ones(64)).tolist() for _ in range(2)]
+        model = lockstep.DistributedDataParallel(nn.Sequential(net, nn.Dropout()))
+        return weights, [(model(torch.ones(32, 3)) == 0).flatten().tolist() for _ in range(2)]
 
 
 def test_dropout() -> None:

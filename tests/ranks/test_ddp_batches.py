@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +17,10 @@ from torch.utils.data import TensorDataset, random_split
 
 import lockstep
 from ddp_checks import error_of
-from lockstep import DistributedDataParallel
-from lockstep.errors import CollectiveMismatch
+from lockstep import DistributedDataParallel, batch
+from lockstep.errors import CollectiveMismatch, InputTypeError
 from lockstep.parallel.claims import check_fingerprints, fingerprint_of
-from lockstep.parallel.rows import sizes_of
+from lockstep.parallel.rows import show_inputs, sizes_of
 from lockstep.testing import run_ranks
 
 
@@ -194,6 +196,64 @@ def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
 def test_the_first_argument_tells_a_size() -> None:
     """Also where another one, which is the same on each rank, has more dimensions."""
     assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})).telling == {3, 5}
+
+
+def test_arrays_of_numpy_tell_a_size() -> None:
+    rows, masks = np.zeros((3, 4), np.float32), np.zeros((5, 4, 4), bool)
+    assert sizes_of(((rows,), {})).telling == {3}
+    assert sizes_of((({"observations": {"depth": rows}},), {})).telling == {3}
+    assert sizes_of((({"observations": rows, "masks": masks},), {})).telling == {5}
+    assert sizes_of(((torch.rand(2, 4), rows), {})).telling == {2, 3}
+    assert sizes_of(((torch.rand(2, 4), np.zeros(7)), {})).telling == {2}
+    assert sizes_of(((np.array(3.0), np.array(["a", "b"])), {})).all == set()
+    assert sizes_of((([np.zeros((480, 640, 3)), np.zeros((333, 500, 3))],), {})).all == {2}, "images"
+    assert show_inputs((({"array": rows},), {"x": torch.rand(2)})) == "float32[2], numpy float32[3, 4]"
+
+
+class Converting(nn.Linear):
+    """Takes arrays, as the models of some libraries for reinforcement learning do."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        return super().forward(torch.as_tensor(inputs))
+
+
+def train_on_arrays(num_rows: int, says: bool) -> str:
+    model = DistributedDataParallel(Converting(4, 1))
+    inputs = np.ones((num_rows * (1 + dist.get_rank()) if num_rows > 3 else 3, 4), np.float32)
+    with model.samples(np.int64(len(inputs))) if says else nullcontext():
+        loss = model(inputs).mean()
+    try:
+        loss.backward()
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_arrays_of_other_sizes_are_an_error() -> None:
+    for message in run_ranks(train_on_arrays, 2, 4, False):
+        assert "4 rows" in message
+        assert "8 rows" in message
+    assert run_ranks(train_on_arrays, 2, 3, False) == ["", ""]
+    assert run_ranks(train_on_arrays, 2, 4, True) == ["", ""]
+
+
+@pytest.mark.parametrize("count", [3, np.int64(3), np.array(3), torch.tensor(3)])
+def test_integers_that_count_samples(count: Any) -> None:
+    with lockstep.init(device="cpu"):
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        with model.samples(count):
+            share = batch.held()
+            assert share is not None
+            assert type(share.local_samples) is int
+            assert share.local_samples == 3
+
+
+@pytest.mark.parametrize("count", [True, 3.0, np.bool_(True), np.float32(3), torch.tensor(True), torch.ones(()), "3"])
+def test_what_counts_no_samples(count: Any) -> None:
+    with lockstep.init(device="cpu"):
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        with pytest.raises(InputTypeError, match="give the number of samples on this rank"), model.samples(count):
+            pass
 
 
 def test_a_list_of_two_batches_is_none_of_samples() -> None:

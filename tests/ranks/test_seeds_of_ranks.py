@@ -27,12 +27,12 @@ def draw() -> Draws:
 
 
 def train_a_little(seed: int | None, wraps: bool = True) -> tuple[list[float], Draws]:
-    """Initial weights, and what is drawn after the model was wrapped."""
+    """Initial weights, and what is drawn after the wrapped model's first forward pass."""
     with lockstep.init(seed=seed):
         net = nn.Linear(3, 2)
         weights = [value for parameter in net.parameters() for value in parameter.flatten().tolist()]
         if wraps:
-            lockstep.DistributedDataParallel(net)
+            lockstep.DistributedDataParallel(net)(torch.ones(1, 3))
         return weights, draw()
 
 
@@ -84,6 +84,63 @@ def wrap_twice() -> bool:
         torch.manual_seed(5)
         nn.Linear(1, 1)
         return after == torch.rand(1).item()
+
+
+def make_models_late(looks: bool) -> tuple[list[float], list[float], list[float]]:
+    """A model that nobody wraps, made behind the first engine; and the masks of the first two training passes.
+
+    Args:
+        looks: a pass without gradients comes first, and what it draws is undone.
+    """
+    with lockstep.init(seed=7):
+        engine = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.Dropout()))
+        target = nn.Linear(3, 2)
+        if looks:
+            with torch.no_grad(), torch.random.fork_rng():
+                engine(torch.ones(20, 3))
+        masks = [(engine(torch.ones(20, 3)) == 0).float().flatten().tolist() for _ in range(2)]
+        return target.weight.flatten().tolist(), masks[0], masks[1]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_models_made_behind_the_first_engine_are_alike(looks: bool) -> None:
+    ((target, *masks),) = run_ranks(make_models_late, 1, looks, init=False)
+    found = run_ranks(make_models_late, 3, looks, init=False)
+    assert [each for each, *_ in found] == [target] * 3
+    assert found[0] == (target, *masks), "rank 0 draws what one process does"
+    for rank, (_, *own) in enumerate(found):
+        for _, *other in found[:rank]:
+            assert all(here != there for here, there in zip(own, other, strict=True)), "from the first pass on"
+
+
+def act_at_first() -> float:
+    with lockstep.init(seed=7):
+        actor = lockstep.DistributedDataParallel(nn.Linear(3, 2))
+        with torch.no_grad():
+            actor(torch.ones(1, 3))
+        return torch.rand(1).item()
+
+
+def test_actors_draw_their_own_actions() -> None:
+    first, second = run_ranks(act_at_first, 2, init=False)
+    assert first != second
+
+
+def restore(kind: str) -> bool:
+    """A script that resumes has made its engine when it takes back the state of its generators."""
+    with lockstep.init(seed=7):
+        engine = lockstep.DistributedDataParallel(nn.Linear(3, 2))
+        if kind == "seed":
+            torch.manual_seed(5)
+        else:
+            torch.set_rng_state(torch.Generator().manual_seed(5).get_state())
+        engine(torch.ones(1, 3))
+        return torch.rand(1).item() == torch.rand(1, generator=torch.Generator().manual_seed(5)).item()
+
+
+@pytest.mark.parametrize("kind", ["seed", "state"])
+def test_what_the_script_has_seeded_or_restored_stays(kind: str) -> None:
+    assert run_ranks(restore, 2, kind, init=False) == [True, True]
 
 
 def test_only_the_first_model_moves_the_streams() -> None:

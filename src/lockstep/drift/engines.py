@@ -34,11 +34,21 @@ class AveragingModule(Protocol):
 
     Attributes:
         last_used: the number of its last use (`note_use`); of two engines the one used later has the greater.
+        unaveraged: the parameters that it trains, if it has averaged nothing so far, and was not told to; else none.
+        has_trained: there was a forward pass in training mode, with gradients.
     """
 
     module: torch.nn.Module
     process_group: dist.ProcessGroup
     last_used: int
+
+    @property
+    def unaveraged(self) -> list[torch.Tensor]:
+        """See the class."""
+
+    @property
+    def has_trained(self) -> bool:
+        """See the class."""
 
 
 # A new list with each engine, in which the dead ones stay until the next: every step reads it, sooner than a WeakSet.

@@ -15,7 +15,7 @@ import torch
 from lockstep.drift.engines import engines
 from lockstep.drift.gradients import LoneGradients
 
-__all__ = ["LOADER", "SAMPLER", "OptimizerRecord", "Splitter", "splitter_named"]
+__all__ = ["ENGINE", "LOADER", "SAMPLER", "IdleEngine", "OptimizerRecord", "Splitter", "splitter_named"]
 
 _MAX_SYNCED = 16
 _ADVICE = "Before the loop write model = lockstep.DistributedDataParallel(model), and call that in the loop"
@@ -47,6 +47,12 @@ LOADER = Splitter(
 )
 SAMPLER = Splitter(
     "torch's DistributedSampler gives each rank its own part of the data", "give each sampler num_replicas=1 and rank=0"
+)
+
+# No proof as the other two are: see [Note: engines alone] in `watch.py`.
+ENGINE = Splitter(
+    "lockstep.DistributedDataParallel trains beside it, by gradients of each rank's own data",
+    "write parameter.allreduce = False for each of its parameters",
 )
 
 
@@ -101,7 +107,9 @@ class OptimizerRecord:
         """
         if self.has_engine or (engine_steps == 0 and not engines()):
             return True
-        return engine_steps - self._engine_steps >= _ENGINE_STEPS_OUTLIVED or self.num_steps >= _VERY_MANY_STEPS
+        if engine_steps - self._engine_steps >= _ENGINE_STEPS_OUTLIVED:
+            return True
+        return self.splitter is not ENGINE and self.num_steps >= _VERY_MANY_STEPS
 
     @property
     def advice(self) -> str:
@@ -117,3 +125,29 @@ class OptimizerRecord:
         """Watch no more of it than is needed at the end."""
         if self.lone is not None:
             self.lone.stop()
+
+
+class IdleEngine:
+    """An engine that has averaged nothing, while something may have stepped its parameters. A suspect.
+
+    Args:
+        module: that it wraps.
+        parameters: that it would average.
+
+    Attributes:
+        label: what has stepped them.
+        synced: empty.
+        advice: what to write instead.
+        undo: what to write where each rank is to train a model of its own.
+    """
+
+    advice = (
+        "Have backward() compute what is stepped, of what model(x) returns; or average by dist.all_reduce what is not "
+        "its work (gradients of torch.autograd.grad, or of another copy of the model), before it changes parameters"
+    )
+    undo = "do not wrap it in lockstep.DistributedDataParallel"
+
+    def __init__(self, module: torch.nn.Module, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.label = f"what came past DistributedDataParallel({type(module).__name__})"
+        self.synced: deque[str] = deque()

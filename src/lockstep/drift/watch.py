@@ -5,11 +5,11 @@ models after the first step, and no collective fails. Here is who notices it.
 
 [Note: quiet steps] A loader that splits batches over the ranks switches the watch on; or a sampler that does, such as
 torch's DistributedSampler (`samplers.py`), which is looked for when an optimizer first steps beside a default group of
-ours. From then on each optimizer's steps are looked at, locally. Between two steps of data-parallel training there is
-at least one collective, whoever averages: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a
-loop. Two steps with none in between are quiet. An optimizer whose parameters belong to no engine is *suspected* after
-its first quiet step, and rank 0 warns; and after a few steps with no collective between a gradient and the step that
-uses it ([Note: gradients of one rank] in `gradients.py`).
+ours; or an engine. From then on each optimizer's steps are looked at, locally. Between two steps of data-parallel
+training there is at least one collective, whoever averages: this engine, torch's, FSDP, Horovod's optimizer, or
+`dist.all_reduce` in a loop. Two steps with none in between are quiet. An optimizer whose parameters belong to no engine
+is *suspected* after its first quiet step, and rank 0 warns; and after a few steps with no collective between a gradient
+and the step that uses it ([Note: gradients of one rank] in `gradients.py`).
 
 [Note: local SGD] Ranks may average parameters only now and then, and may end in between. So a suspected optimizer's
 parameters are also hashed before each step that had a collective since the last. If all ranks had the same
@@ -19,6 +19,15 @@ parameters at one of those points, somebody does average them, and the differenc
 temperature) is easily left out of the model, and its optimizer steps are not quiet, because the model's engine
 communicates. So optimizers in programs with engines are suspected of what they step that no engine has ([Note: short
 lives] in `record.py`): with a warning if they step an engine's parameters, too. Sharded parameters are those of others.
+
+[Note: engines alone] Reinforcement learning has no loader, and a temperature or a critic beside an engine all the same.
+Where nothing is known to split data, there is a watch while an engine over all ranks lives; and what an optimizer of
+other tensors does when the engine trains no more (each rank trying something by itself) is nobody's business.
+
+[Note: engines that average nothing] A script may step an engine's parameters past it: by `torch.autograd.grad` and no
+optimizer, or towards a copy that an inner loop has trained. No hook tells of it. So when the world is left, ranks
+compare the parameters of engines over all of them that are there, have made a training pass or were stepped, and have
+averaged nothing. Steps by what `no_sync` has left are local SGD.
 
 [Note: parts of ranks] A head of which each rank has some classes, or experts, are other parameters on each rank, and
 look like a criterion that was left out. A script says so by an attribute, `parameter.allreduce = False`: the name that
@@ -39,7 +48,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -54,17 +63,17 @@ from lockstep import batch
 from lockstep.comm import clock
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
-from lockstep.drift.comparison import compare, digest
+from lockstep.drift.comparison import Suspect, compare, digest
 from lockstep.drift.engines import engines, engines_of, parameters_of
 from lockstep.drift.gradients import LoneGradients
-from lockstep.drift.record import LOADER, SAMPLER, OptimizerRecord, Splitter, splitter_named
+from lockstep.drift.record import ENGINE, LOADER, SAMPLER, IdleEngine, OptimizerRecord, Splitter, splitter_named
 from lockstep.drift.samplers import num_ranks_of
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import open_groups, sequence_number_of
 from lockstep.world import World, check_at_shutdown
 
-__all__ = ["describe_step", "watch_optimizers", "watch_samplers"]
+__all__ = ["describe_step", "watch_beside_engine", "watch_optimizers", "watch_samplers"]
 
 _logger = get_logger(__name__)
 
@@ -73,6 +82,7 @@ _MARKS_OF_PARTS = {"allreduce": False, "skip_allreduce": True, "tensor_model_par
 _MAX_SUSPECTS = 4  # their parameters are kept alive
 _records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
 _suspects: deque[OptimizerRecord] = deque(maxlen=_MAX_SUSPECTS)
+_stepped: WeakSet[Any] = WeakSet()  # engines of which an optimizer has stepped parameters
 _num_engine_steps = 0  # of optimizers whose parameters an engine averages
 _is_installed = False
 _watched: weakref.ref[dist.ProcessGroup] | None = None  # the default group over which data is split
@@ -89,9 +99,16 @@ def describe_step(optimizer: Optimizer) -> str:
 def watch_optimizers(world_size: int) -> None:
     """A loader splits its batches over this many ranks: look at optimizers until the world is left. Local."""
     group = dist.group.WORLD
-    if world_size == 1 or group is None or group.size() != world_size or _is_watching():
+    if world_size == 1 or group is None or group.size() != world_size or _knows_what_splits():
         return
     _watch(group, LOADER)
+
+
+def watch_beside_engine(world_size: int) -> None:
+    """An engine averages over this many ranks: look at other optimizers while it lives. Local."""
+    group = dist.group.WORLD
+    if world_size > 1 and group is not None and group.size() == world_size and not _is_watching():
+        _watch(group, ENGINE)
 
 
 def watch_samplers() -> None:
@@ -106,14 +123,25 @@ def watch_samplers() -> None:
 
 def _watch(group: dist.ProcessGroup, splitter: Splitter) -> None:
     global _watched, _splitter
-    _forget()  # what belongs to a world that was left by an error
+    if not _is_of_world():
+        _forget()  # what belongs to a world that was left by an error
     _watched, _splitter = weakref.ref(group), splitter
     watch_samplers()
 
 
-def _is_watching() -> bool:
+def _is_of_world() -> bool:
+    """Whether what is known belongs to the default group that is there."""
     group = None if _watched is None else _watched()
     return group is not None and group is dist.group.WORLD
+
+
+def _knows_what_splits() -> bool:
+    return _splitter is not ENGINE and _is_of_world()
+
+
+def _is_watching() -> bool:
+    """See [Note: engines alone]."""
+    return _is_of_world() and (_splitter is not ENGINE or bool(engines()))
 
 
 def _begins_to_watch() -> bool:
@@ -148,7 +176,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _is_watching() and not _begins_to_watch():
+    if not (_knows_what_splits() or _begins_to_watch() or _is_watching()):
         return
     first = next(_parameters_with_gradient(optimizer), None)
     if first is None:
@@ -177,7 +205,9 @@ def _count_step(record: OptimizerRecord) -> None:
 def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> OptimizerRecord:
     if not _records and engines():
         gc.collect()  # see [Note: engines that are gone] in `engines.py`
-    record = _records[optimizer] = OptimizerRecord(_splitter, _num_engine_steps, has_engine=bool(engines_of(optimizer)))
+    own = engines_of(optimizer)
+    _stepped.update(own)
+    record = _records[optimizer] = OptimizerRecord(_splitter, _num_engine_steps, has_engine=bool(own))
     if not record.has_engine and not _is_sharded(first):
         record.lone = LoneGradients(first, _communication)
     return record
@@ -293,10 +323,27 @@ def _communication() -> tuple[object, ...]:
 
 
 def _compare_at_shutdown(world: World) -> None:
-    suspects = list(_suspects)
+    suspects: list[Suspect] = [*_suspects, *_idle_engines(world)]
     _forget()
     if suspects:
         compare(world, suspects)
+
+
+def _idle_engines(world: World) -> list[IdleEngine]:
+    """See [Note: engines that average nothing]."""
+    if not _find_idle(world):
+        return []
+    gc.collect()  # see [Note: engines that are gone] in `engines.py`
+    return [IdleEngine(engine.module, parameters) for engine, parameters in _find_idle(world)]
+
+
+def _find_idle(world: World) -> list[tuple[Any, list[torch.Tensor]]]:
+    if world.world_size == 1:
+        return []
+    own = [each for each in engines() if each.process_group is world.process_group]
+    used = [each for each in own if each.has_trained or each in _stepped]
+    found = [(each, [one for one in each.unaveraged if not _is_sharded(one)]) for each in used]
+    return [(engine, parameters) for engine, parameters in found if parameters]
 
 
 def _forget() -> None:
@@ -305,4 +352,5 @@ def _forget() -> None:
     for record in _records.values():
         record.stop()
     _suspects.clear()
+    _stepped.clear()
     _records.clear()

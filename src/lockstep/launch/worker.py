@@ -179,7 +179,13 @@ def _call_hook(error: BaseException, trace: TracebackType | None, *, is_plain: b
     except Exception:
         is_plain = True
     if is_plain and not is_quiet:
-        traceback.print_exception(type(error), error, trace)
+        _say("".join(traceback.format_exception(type(error), error, trace)))
+
+
+def _say(text: str) -> None:
+    """Write to stderr, not by `print`: scripts put another in its place, which is silent on all ranks but the first."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
 
 
 def _trace_to_show(error: BaseException) -> TracebackType | None:
@@ -197,7 +203,7 @@ def _report(error: BaseException, trace: TracebackType | None, rank: int, folder
         is_written = True
     except OSError as problem:
         is_written = False
-        print(f"lockstep: rank {rank} cannot write its error report: {problem}", file=sys.stderr)
+        _say(f"lockstep: rank {rank} cannot write its error report: {problem}\n")
     announce_failure(folder, rank)
     return is_written
 

@@ -14,6 +14,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `missing_gradients`: parameters that a backward pass brought no gradient for.
 * `feeding`, `rows`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
 * `claims`, `divergence`: whether all ranks understood a step alike, and hold the same parameters.
+* `shared_buffers`: the buffers that all ranks get from the first.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.
 * `copying`: copies of an engine.

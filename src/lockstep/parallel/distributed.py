@@ -39,8 +39,6 @@ from lockstep.parallel.checks import (
     check_group,
     check_parameters,
     check_renormalised,
-    current_buffers,
-    find_buffers,
     find_sparse,
     has_sync_batchnorm,
     named_tensors,
@@ -57,9 +55,11 @@ from lockstep.parallel.nesting import NotInsideTorch, check_module
 from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.reducer import CommHook, Reducer
+from lockstep.parallel.shared_buffers import SharedBuffers
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.rank_zero import collective_device
+from lockstep.seeding import begin_torch_stream
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
@@ -91,7 +91,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         output_device: must agree with `device_ids`; there for torch's signature.
         dim: must be 0; there for torch's signature.
         broadcast_buffers: with the gradients of each training step, give all ranks the buffers of the first; None
-            means True. The step ends with them equal; torch gives them out before the next forward pass.
+            means True. The step ends with them equal; torch gives them out before the next forward pass. Of those that
+            the script writes see `shared_buffers.py`.
         init_sync: check that the models agree, and give all ranks the parameters of the first.
         process_group: who trains together; default the default group.
         bucket_cap_mb: MiB of gradients that go out together; default 25. 0 makes a bucket for each.
@@ -196,7 +197,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored, is_shared=self._world_size > 1)
-        self._buffer_entries = find_buffers(module, ignored)
+        self._shared = SharedBuffers(module, ignored, is_told=self._world_size > 1 and group.rank() == 1)
         self._feeding = Feeding(group, collective_device(group, self.device))
         # One process divides by what it likes.
         self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
@@ -304,6 +305,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         if self._early_passes is not None and not self._early_passes.check(self):
             self._early_passes = None
         with_gradients = torch.is_grad_enabled()
+        begin_torch_stream(with_gradients)
+        self._shared.enter_pass()
         syncing = with_gradients and self._prepare()
         feed = self._feed((inputs, kwargs), with_gradients, syncing)
         if self.device_ids is not None:
@@ -318,6 +321,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     def _leave(self, forward: ForwardPass, output: Any) -> Any:
         """What the module has returned, watched. Local."""
         feed = forward.feed
+        self._shared.leave_pass()
         if not forward.syncing and forward.is_plain and not feed.claim:
             return output
         output, roots = forward.leave(output)
@@ -350,14 +354,14 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         ranks together hold the sum of their counts, and each weighs as much as it has of it.
 
         Args:
-            count: of samples of this rank; 0 for a filler (`lockstep.is_filler`).
+            count: of samples of this rank, any integer; 0 for a filler (`lockstep.is_filler`).
 
         Raises:
             InputError: negative, or 0 on all ranks.
             InputTypeError: no integer.
         """
         total = count_samples(count, self.process_group, collective_device(self.process_group, self.device))
-        with batch.hold(BatchShare(count, total, self._world_size)):
+        with batch.hold(BatchShare(int(count), total, self._world_size)):
             yield
 
     def _prepare(self) -> bool:
@@ -455,12 +459,13 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
                 self._reducer.finish(unused, some_have_joined=True)
                 self._rescale_after_join()
             else:
-                self._reducer.finish(unused, self._buffers_to_sync(), self._backward.take_claims())
+                with self._shared.averaging(buffers := self._buffers_to_sync()):
+                    self._reducer.finish(unused, buffers, self._backward.take_claims())
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over."""
         is_due = self.broadcast_buffers and self.training and self._world_size > 1
-        return current_buffers(self._buffer_entries) if is_due else []
+        return self._shared.current() if is_due else []
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -493,6 +498,17 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     def has_signs(self) -> bool:
         """Whether to look at `stray_signs` and `awaits_gradients` at all."""
         return self._backward.has_signs
+
+    @property
+    def unaveraged(self) -> list[torch.Tensor]:
+        """The parameters that it trains, if it has averaged nothing so far, and was not told to (`no_sync`)."""
+        is_idle = self._is_ready and self._reducer.averages_nothing
+        return list(self._parameters_to_reduce) if is_idle else []
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether there was a forward pass in training mode, with gradients."""
+        return self._early_passes is None or self._early_passes.have_begun
 
     @property
     def awaits_gradients(self) -> bool:

@@ -81,6 +81,11 @@ class DivergenceCheck:
         self._version_accumulated: int | None = None  # of all parameters, when a pass began that is not averaged
         self._is_known = True  # see [Note: different on purpose]
 
+    @property
+    def averages_nothing(self) -> bool:
+        """Whether nothing was averaged, and nothing came that was not to be averaged."""
+        return self._num_averagings == 0 and self._version_accumulated is None
+
     def note(self) -> None:
         """A backward pass begins. Local."""
         if self._num_averagings == 0 and self._first is None:

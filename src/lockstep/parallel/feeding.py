@@ -24,6 +24,7 @@ rank only (saliency maps, attacks). What does not fit together then is an error 
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -107,12 +108,23 @@ class Deferred:
 def count_samples(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
     """The sum over ranks of what each says that it holds. Collective.
 
+    Args:
+        count: Python's, NumPy's, or a tensor of one integer.
+        group: the ranks.
+        device: where it takes small tensors from.
+
     Raises:
         InputError: negative, or 0 on all ranks.
         InputTypeError: no integer.
     """
-    if isinstance(count, bool) or not isinstance(count, int):
+    try:
+        is_truth = isinstance(count, bool) or getattr(count, "dtype", None) is torch.bool
+        number = None if is_truth else operator.index(count)
+    except TypeError:
+        number = None
+    if number is None:
         raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
+    count = number
     total = int(add_up(count, group, device).item())
     if count < 0 or total <= 0:
         raise InputError(f"samples({count}): give a number of at least 0, and more than 0 on some rank")

@@ -2,7 +2,7 @@
 
 The parts: nesting.py (wrapped twice), undivided.py (data that nobody splits), strays.py (gradients that came past the
 engine), parameter_changes.py (parameters that the engine does not know), closures.py (losses by which an optimizer
-decides), and `drift` below this package (no engine at all).
+decides), and `drift` below this package (no engine at all, or parameters beside one).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from lockstep import seeding
 from lockstep.drift.engines import note_engine
+from lockstep.drift.watch import watch_beside_engine
 from lockstep.parallel import closures, parameter_changes, strays
 from lockstep.parallel.undivided import warn_of_undivided_data
 
@@ -22,11 +23,12 @@ __all__ = ["EarlyPasses", "watch_engine"]
 def watch_engine(engine: Any) -> None:
     """An engine was made; the last line of its constructor. Local."""
     note_engine(engine)
-    seeding.begin_rank_streams()
+    seeding.begin_rank_streams_of_engine()
     if engine.process_group.size() > 1:
         parameter_changes.install()  # Before strays: what it finds looks like one.
         strays.install()
         closures.install()
+        watch_beside_engine(engine.process_group.size())
 
 
 class EarlyPasses:
@@ -34,6 +36,11 @@ class EarlyPasses:
 
     def __init__(self) -> None:
         self._num_seen = 0
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether there was one."""
+        return self._num_seen > 0
 
     def check(self, engine: Any) -> bool:
         """Look at one forward pass. Local.

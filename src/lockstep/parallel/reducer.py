@@ -287,6 +287,11 @@ class Reducer:
         self._backward.has_accumulated = True
         self._divergence.note_accumulated()
 
+    @property
+    def averages_nothing(self) -> bool:
+        """Whether nothing was averaged, and nothing came that was not to be averaged."""
+        return self._divergence.averages_nothing
+
     def begin(self, task: int) -> None:
         """A backward pass begins that will reduce: this task of autograd's. Local."""
         self._divergence.note()

@@ -7,12 +7,17 @@ that samples come in as a rule: of the first tensor among the arguments, of the 
 lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word.
 *Rejected:* one size that all ranks share: a tensor that is the same on every rank, such as a list of classes, would
 hide that the batches differ.
+
+[Note: arrays] Arrays of numbers of NumPy tell as tensors do where they are arguments, or values of dictionaries: some
+programs hand observations over so, and the model converts them. In lists they are often images, whose first size is
+their height.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -20,6 +25,9 @@ from lockstep.comm.wording import describe_tensor
 from lockstep.tree import tensors_in
 
 __all__ = ["Sizes", "show_inputs", "sizes_of"]
+
+_Array = np.ndarray[Any, Any]
+_Rows = torch.Tensor | _Array
 
 
 class Sizes(NamedTuple):
@@ -53,15 +61,15 @@ class _Found:
     def __init__(self) -> None:
         self._lengths: set[int] = set()  # of lists, and what objects say
         self._silent: set[int] = set()  # sizes that are not compared
-        self._tensors: list[torch.Tensor] = []
-        self._first: torch.Tensor | None = None  # among the arguments, not inside of a dictionary or an object
+        self._tensors: list[_Rows] = []
+        self._first: _Rows | None = None  # among the arguments, not inside of a dictionary or an object
 
     def look(self, value: Any) -> None:
         """An argument."""
         said = _said_by(value)
         if said is not None:
             self._lengths.add(said)
-            self._silent.update(map(_size, filter(torch.Tensor.dim, tensors_in(value))))
+            self._silent.update(_size(each) for each in tensors_in(value) if each.ndim > 0)
         elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
             if isinstance(value, list) or not isinstance(value[0], int | float | None):
                 self._lengths.add(len(value))  # else a shape, or numbers of heads; samples come in lists
@@ -71,14 +79,16 @@ class _Found:
     def _look_at_tensors(self, value: Any) -> None:
         if isinstance(value, list):  # of samples, such as the images of detection models; or of inputs
             (self._silent if _are_inputs(value) else self._lengths).add(len(value))
-        found = [each for each in tensors_in(value) if each.dim() > 0 and not isinstance(each, torch.nn.Parameter)]
-        if self._first is None and found and isinstance(value, (torch.Tensor, list, tuple)):
+        tensors = [each for each in tensors_in(value) if not isinstance(each, torch.nn.Parameter)]
+        rows: list[_Rows] = [*tensors, *_arrays_in(value)]
+        found = [each for each in rows if each.ndim > 0]
+        if self._first is None and found and isinstance(value, (torch.Tensor, np.ndarray, list, tuple)):
             self._first = found[0]
         self._tensors += found
 
     def sizes(self) -> Sizes:
-        most = max((each.dim() for each in self._tensors), default=0)
-        telling = [each for each in self._tensors if each is self._first or each.dim() == most]
+        most = max((each.ndim for each in self._tensors), default=0)
+        telling = [each for each in self._tensors if each is self._first or each.ndim == most]
         return Sizes(
             frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
             frozenset(self._lengths).union(map(_size, telling)),
@@ -91,8 +101,15 @@ def _are_inputs(tensors: list[Any]) -> bool:
     return len(tensors) <= 2 and len(shapes) == 1 and len(shapes.pop()) == 2
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return int(tensor.size(0))
+def _arrays_in(value: Any) -> list[_Array]:
+    """See [Note: arrays]."""
+    if isinstance(value, np.ndarray):
+        return [value] if value.dtype.kind in "biufc" else []
+    return [array for each in value.values() for array in _arrays_in(each)] if isinstance(value, dict) else []
+
+
+def _size(tensor: _Rows) -> int:
+    return int(tensor.shape[0])
 
 
 def _said_by(value: Any) -> int | None:
@@ -107,5 +124,9 @@ def _said_by(value: Any) -> int | None:
 
 
 def show_inputs(inputs: Any) -> str:
-    """The first tensors of the inputs in words, for an error."""
-    return ", ".join(describe_tensor(tensor) for tensor in tensors_in(inputs)[:4]) or "no tensor"
+    """The first tensors and arrays of the inputs in words, for an error."""
+    args, kwargs = inputs
+    arrays = [array for value in (*args, *kwargs.values()) for array in _arrays_in(value)]
+    shown = [describe_tensor(tensor) for tensor in tensors_in(inputs)]
+    shown += [f"numpy {array.dtype}{list(array.shape)}" for array in arrays]
+    return ", ".join(shown[:4]) or "no tensor"

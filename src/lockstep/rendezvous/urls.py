@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lockstep import env
+from lockstep import env, rank_status
 from lockstep.errors import RendezvousError
 from lockstep.topology.mpi import read_mpi
 
@@ -75,14 +75,15 @@ class _EnvHandler:
         is_said = bool(given) or env.RANK.get(variables) is not None or env.WORLD_SIZE.get(variables) is not None
         if topology is None or is_said:
             met = _listen_on_one_address(variables, given, timeout)
-            return iter([met]) if met is not None else self._torchs_own(url, timeout=timeout, **options)
+            return _noted(iter([met]) if met is not None else self._torchs_own(url, timeout=timeout, **options))
         rank, world_size = topology.rank, topology.world_size
         if env.MASTER_ADDR.get(variables) is not None and env.MASTER_PORT.get(variables) is not None:
             given = {"rank": str(rank), "world_size": str(world_size)}
             met = _listen_on_one_address(variables, given, timeout)
             if met is not None:
-                return iter([met])
-            return self._torchs_own(f"env://?rank={rank}&world_size={world_size}", timeout=timeout, **options)
+                return _noted(iter([met]))
+            own_url = f"env://?rank={rank}&world_size={world_size}"
+            return _noted(self._torchs_own(own_url, timeout=timeout, **options))
         from lockstep.rendezvous.mpi import meet_under_mpirun
 
         store = meet_under_mpirun(variables, topology, timeout)
@@ -91,7 +92,7 @@ class _EnvHandler:
                 f"rank {rank} of {world_size} does not know where to meet the others, which are on several hosts: "
                 "install mpi4py (`pip install torch-lockstep[mpi]`), or set MASTER_ADDR and MASTER_PORT"
             )
-        return iter([(store, rank, world_size)])
+        return _noted(iter([(store, rank, world_size)]))
 
 
 class _TcpHandler:
@@ -108,10 +109,17 @@ class _TcpHandler:
         numbers = _numbers(_query(url))
         place = _place(url)
         if numbers is None or place is None or _is_torchruns_store(env.snapshot()):
-            return self._torchs_own(url, timeout=timeout, **options)
+            return _noted(self._torchs_own(url, timeout=timeout, **options))
         from lockstep.rendezvous import tcp
 
-        return iter([(tcp.open_store(*place, *numbers, timeout), *numbers)])
+        return _noted(iter([(tcp.open_store(*place, *numbers, timeout), *numbers)]))
+
+
+def _noted(met: _Met) -> _Met:
+    """Tells the launcher that this rank has met others: torch's RPC meets by these URLs, and makes no process group."""
+    for each in met:
+        rank_status.note_joined()
+        yield each
 
 
 def _listen_on_one_address(
