@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset, random_split
 
 import lockstep
-from ddp_checks import error_of
+from ddp_checks import backends, error_of
 from lockstep import DistributedDataParallel
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.claims import check_fingerprints, fingerprint_of
@@ -89,7 +90,7 @@ def test_stamps() -> None:
         check_fingerprints([fingerprint_of([first]), fingerprint_of([(first[0], 6)])])
 
 
-def split_by_itself(what: str) -> str:
+def split_by_itself(what: str, hook: Any = None) -> str:
     """A split, files, values or a seed that are another on each rank."""
     torch.manual_seed(dist.get_rank())
     dataset: Any = TensorDataset(torch.arange(32.0)[:, None].repeat(1, 3))
@@ -106,6 +107,8 @@ def split_by_itself(what: str) -> str:
         dataset = Files([f"/host{dist.get_rank()}/{name}.png" for name in range(24)])
         dataset.cache = [dist.get_rank()] * 24
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     try:
         for (inputs,) in lockstep.DataLoader(dataset, 8, shuffle=True, seed=seed):
             backward(model, inputs)
@@ -128,16 +131,41 @@ class Files:
         return (torch.full((3,), float(index)),)
 
 
+@backends
 @pytest.mark.parametrize("what", ["split", "files", "values", "seed"])
-def test_ranks_with_other_data_are_told(what: str) -> None:
+def test_ranks_with_other_data_are_told(what: str, backend: str) -> None:
     """Each trained on samples of another rank's validation set, or on some samples twice and never on others."""
-    for message in run_ranks(split_by_itself, 2, what):
+    for message in run_ranks(split_by_itself, 2, what, backend=backend):
         assert "samples 0 … of epoch 0, but of different data" in message
         assert "random_split a generator" in message
 
 
-def test_what_is_a_ranks_own_business_is_not_compared() -> None:
-    assert run_ranks(split_by_itself, 2, "nothing") == ["", ""]
+@backends
+def test_what_is_a_ranks_own_business_is_not_compared(backend: str) -> None:
+    assert run_ranks(split_by_itself, 2, "nothing", backend=backend) == ["", ""]
+
+
+def test_ranks_with_other_data_are_told_with_a_communication_hook() -> None:
+    for message in run_ranks(split_by_itself, 2, "split", allreduce_hook):
+        assert "of different data" in message
+
+
+def leave_out_by_gloo() -> str:
+    """Rank 1 leaves out the backward pass of the second batch, and the ranks compare in the fourth averaging."""
+    model, loader = make(32)
+    for number, (inputs,) in enumerate(loader):
+        model.zero_grad()
+        if number != 1 or dist.get_rank() == 0:
+            try:
+                backward(model, inputs)
+            except CollectiveMismatch as error:
+                return f"{number}: {error}"
+    return ""
+
+
+def test_a_skipped_backward_pass_is_found_by_gloo_too() -> None:
+    for rank, message in enumerate(run_ranks(leave_out_by_gloo, 2, backend="gloo")):
+        assert message.startswith(f"{3 + rank}: the ranks averaged gradients of different batches")
 
 
 class Detector(nn.Module):

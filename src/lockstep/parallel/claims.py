@@ -5,9 +5,11 @@ the claims are part of the description that the averaging compares anyhow. On ot
 so only claims that go by a size are compared there. The check does not wait for a GPU: it reads the comparison of a
 step at the end of a later step, when it has arrived.
 
-In shared memory the ranks also compare which batches of a loader their gradients come from (`fingerprint_of`). So they
-find a rank that left out a backward pass: without the comparison its gradients would be averaged with those of another
-batch from then on. A rank whose batches have lost their tags takes no part in this comparison.
+The ranks also compare which batches of a loader their gradients come from (`fingerprint_of`): in shared memory with each
+averaging, on other groups with the parameters, in the first averaging, the fourth, the sixteenth and so on
+(`divergence.py`). So they find data that are not the same on all ranks, and a rank that left out a backward pass: without
+the comparison its gradients would be averaged with those of another batch from then on. A rank whose batches have lost
+their tags takes no part in this comparison.
 
 [Note: open forward passes] Batches of other loaders, such as torch's, have no tag. There it tells that a rank which
 skips a backward pass has made a forward pass that no gradient came to. Such a pass is open, until a gradient comes. The
