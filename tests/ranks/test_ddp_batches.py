@@ -99,6 +99,10 @@ def split_by_itself(what: str, hook: Any = None) -> str:
         dataset, _ = random_split(dataset, [24, 8])
     elif what == "files":
         dataset = Files([f"/data/{name}.png" for name in torch.randperm(24).tolist()])
+    elif what == "records":
+        dataset = Records([{"image": f"/data/{name}.png", "label": name % 3} for name in torch.randperm(24).tolist()])
+    elif what == "shards":  # as partition_dataset and split_dataset_by_node make them
+        dataset = Records([{"ids": [name, 7]} for name in range(dist.get_rank(), 48, 2)])
     elif what == "values":
         dataset = TensorDataset(torch.randn(24, 3))
     elif what == "seed":
@@ -131,8 +135,18 @@ class Files:
         return (torch.full((3,), float(index)),)
 
 
+class Records(Files):
+    """A dataset of records."""
+
+    def __init__(self, data: list[dict[str, Any]]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
 @backends
-@pytest.mark.parametrize("what", ["split", "files", "values", "seed"])
+@pytest.mark.parametrize("what", ["split", "files", "records", "shards", "values", "seed"])
 def test_ranks_with_other_data_are_told(what: str, backend: str) -> None:
     """Each trained on samples of another rank's validation set, or on some samples twice and never on others."""
     for message in run_ranks(split_by_itself, 2, what, backend=backend):
