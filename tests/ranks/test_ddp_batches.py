@@ -228,6 +228,65 @@ def test_what_says_how_many_samples_it_holds_is_believed(number: str) -> None:
     assert sizes_of(((SimpleNamespace(**{number: 4}),), {})).all == set()  # a script's options
 
 
+def test_a_dictionary_is_believed_where_something_in_it_has_that_size() -> None:
+    """OpenPCDet's `batch_dict`; a `batch_size` out of a script's options need not be that of this batch."""
+    batch = {"voxels": torch.rand(7, 3, 4), "gt_boxes": torch.rand(2, 5, 8), "batch_size": 2}
+    assert sizes_of(((batch,), {})).telling == {2}
+    assert sizes_of(((batch | {"batch_size": 4},), {})).telling == {2, 7}
+    for batch_size in (4, [3], torch.tensor(3)):
+        assert sizes_of((({"images": torch.rand(3, 4, 4), "batch_size": batch_size},), {})).telling == {3}
+
+
+def test_voxels_are_no_samples_where_a_list_of_samples_is_beside_them() -> None:
+    """As the models of mmdet3d are called."""
+    inputs: dict[str, Any] = {"points": [torch.rand(9, 4), torch.rand(5, 4)], "voxels": {"voxels": torch.rand(7, 3, 4)}}
+    samples = [SimpleNamespace(), SimpleNamespace()]
+    assert sizes_of(((), {"inputs": inputs, "data_samples": samples})).telling == {2}
+    assert sizes_of(((), {"data_samples": samples, "inputs": inputs})).telling == {2}
+    for others in ([SimpleNamespace()], ["one class", "another"], [[1], [2]]):  # are not known to be the samples
+        assert 7 in sizes_of(((inputs,), {"others": others})).telling
+    assert 7 in sizes_of(((torch.rand(7, 3, 4),), {"data_samples": samples})).telling
+    assert 7 in sizes_of((({"images": torch.rand(7, 3, 4)},), {"prompts": samples})).telling
+
+
+class Pillars(nn.Module):
+    """Takes voxels and a list of samples, or a dictionary that says how many samples it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1).double()
+
+    def forward(self, inputs: dict[str, Any], data_samples: Any = None) -> Tensor:
+        voxels = inputs["voxels"]
+        return self.net(voxels if isinstance(voxels, Tensor) else voxels["voxels"]).mean()
+
+
+def train_on_clouds(how: str, num_samples: int) -> str | bool:
+    """Whether the gradients are the mean over both ranks, where rank 1 has two voxels more."""
+    model = DistributedDataParallel(Pillars())
+    voxels = torch.rand(7 + 2 * dist.get_rank(), 3, 4).double()
+    count = num_samples if dist.get_rank() else 2
+    try:
+        if how == "list":
+            points = [torch.rand(9, 4).double() for _ in range(count)]
+            inputs = {"points": points, "voxels": {"voxels": voxels}}
+            model(inputs=inputs, data_samples=[SimpleNamespace() for _ in range(count)]).backward()
+        else:
+            model({"voxels": voxels, "gt_boxes": torch.rand(count, 5, 8), "batch_size": count}).backward()
+    except CollectiveMismatch as error:
+        return str(error)
+    weight = model.module.net.weight.grad.clone()
+    dist.all_reduce(weight)
+    return torch.equal(weight / 2, model.module.net.weight.grad)
+
+
+@pytest.mark.parametrize("how", ["list", "dictionary"])
+def test_point_clouds_have_any_number_of_voxels(how: str) -> None:
+    assert run_ranks(train_on_clouds, 2, how, 2) == [True, True]
+    for message in run_ranks(train_on_clouds, 2, how, 3):
+        assert "with model.samples(n)" in str(message)
+
+
 def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
     packed = pack_sequence([torch.rand(length, 3) for length in (5, 3, 2)])
     assert sizes_of(((packed,), {})).telling == {3}
