@@ -133,6 +133,27 @@ def test_gradients_of_an_evaluation() -> None:
     assert_same(attributed)
 
 
+def divided_behind(site: Site) -> None:
+    """As fairseq does: gradients of a sum, divided by what all ranks have counted."""
+    torch.manual_seed(2)
+    model = site.wrap(nn.Linear(3, 4).double())
+    optimizer = sgd(model)
+    for x, labels in site.loader(loops.Rows(23, lambda x, y, index: (x, index % 4)), 6):
+        optimizer.zero_grad()
+        loss, count = cross_entropy(model(x), labels, reduction="sum"), torch.tensor(len(labels)).double()
+        (lockstep.global_loss(loss) if site.changes else loss).backward()
+        if not site.alone:
+            dist.all_reduce(count)
+            count /= dist.get_world_size()
+        for parameter in model.parameters():
+            parameter.grad /= count
+        optimizer.step()
+
+
+def test_gradients_divided_by_hand() -> None:
+    assert_same_only_if_heeded(divided_behind)
+
+
 # ---- data ---------------------------------------------------------------------------------------------
 
 
@@ -167,7 +188,8 @@ def split(site: Site) -> None:
 
 
 def test_random_splits_and_lists_of_files() -> None:
-    assert_refused(functools.partial(unheeded, split), "but of different data")
+    for backend in ("lockstep", "gloo"):
+        assert_refused(functools.partial(unheeded, split), "but of different data", backend=backend)
     assert_same(split)
 
 

@@ -78,9 +78,9 @@ def unheeded(program: Program, site: Site) -> None:
     program(site)
 
 
-def assert_refused(program: Program, words: str, world_size: int = 3) -> None:
+def assert_refused(program: Program, words: str, world_size: int = 3, backend: str = "lockstep") -> None:
     """Whoever sees it raises; ranks that see nothing wait for those, and hear of it."""
-    outcomes = run_ranks(distance, world_size, program, expect_errors=True)
+    outcomes = run_ranks(distance, world_size, program, expect_errors=True, backend=backend)
     assert [text for text in map(str, outcomes) if words in text], outcomes
 
 

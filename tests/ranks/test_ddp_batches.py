@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset, random_split
 
 import lockstep
-from ddp_checks import error_of
+from ddp_checks import backends, error_of
 from lockstep import DistributedDataParallel, batch
 from lockstep.errors import CollectiveMismatch, InputTypeError
 from lockstep.parallel.claims import check_fingerprints, fingerprint_of
@@ -91,7 +92,7 @@ def test_stamps() -> None:
         check_fingerprints([fingerprint_of([first]), fingerprint_of([(first[0], 6)])])
 
 
-def split_by_itself(what: str) -> str:
+def split_by_itself(what: str, hook: Any = None) -> str:
     """A split, files, values or a seed that are another on each rank."""
     torch.manual_seed(dist.get_rank())
     dataset: Any = TensorDataset(torch.arange(32.0)[:, None].repeat(1, 3))
@@ -100,6 +101,10 @@ def split_by_itself(what: str) -> str:
         dataset, _ = random_split(dataset, [24, 8])
     elif what == "files":
         dataset = Files([f"/data/{name}.png" for name in torch.randperm(24).tolist()])
+    elif what == "records":
+        dataset = Records([{"image": f"/data/{name}.png", "label": name % 3} for name in torch.randperm(24).tolist()])
+    elif what == "shards":  # as partition_dataset and split_dataset_by_node make them
+        dataset = Records([{"ids": [name, 7]} for name in range(dist.get_rank(), 48, 2)])
     elif what == "values":
         dataset = TensorDataset(torch.randn(24, 3))
     elif what == "seed":
@@ -108,6 +113,8 @@ def split_by_itself(what: str) -> str:
         dataset = Files([f"/host{dist.get_rank()}/{name}.png" for name in range(24)])
         dataset.cache = [dist.get_rank()] * 24
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     try:
         for (inputs,) in lockstep.DataLoader(dataset, 8, shuffle=True, seed=seed):
             backward(model, inputs)
@@ -130,16 +137,51 @@ class Files:
         return (torch.full((3,), float(index)),)
 
 
-@pytest.mark.parametrize("what", ["split", "files", "values", "seed"])
-def test_ranks_with_other_data_are_told(what: str) -> None:
+class Records(Files):
+    """A dataset of records."""
+
+    def __init__(self, data: list[dict[str, Any]]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+@backends
+@pytest.mark.parametrize("what", ["split", "files", "records", "shards", "values", "seed"])
+def test_ranks_with_other_data_are_told(what: str, backend: str) -> None:
     """Each trained on samples of another rank's validation set, or on some samples twice and never on others."""
-    for message in run_ranks(split_by_itself, 2, what):
+    for message in run_ranks(split_by_itself, 2, what, backend=backend):
         assert "samples 0 … of epoch 0, but of different data" in message
         assert "random_split a generator" in message
 
 
-def test_what_is_a_ranks_own_business_is_not_compared() -> None:
-    assert run_ranks(split_by_itself, 2, "nothing") == ["", ""]
+@backends
+def test_what_is_a_ranks_own_business_is_not_compared(backend: str) -> None:
+    assert run_ranks(split_by_itself, 2, "nothing", backend=backend) == ["", ""]
+
+
+def test_ranks_with_other_data_are_told_with_a_communication_hook() -> None:
+    for message in run_ranks(split_by_itself, 2, "split", allreduce_hook):
+        assert "of different data" in message
+
+
+def leave_out_by_gloo() -> str:
+    """Rank 1 leaves out the backward pass of the second batch, and the ranks compare in the fourth averaging."""
+    model, loader = make(32)
+    for number, (inputs,) in enumerate(loader):
+        model.zero_grad()
+        if number != 1 or dist.get_rank() == 0:
+            try:
+                backward(model, inputs)
+            except CollectiveMismatch as error:
+                return f"{number}: {error}"
+    return ""
+
+
+def test_a_skipped_backward_pass_is_found_by_gloo_too() -> None:
+    for rank, message in enumerate(run_ranks(leave_out_by_gloo, 2, backend="gloo")):
+        assert message.startswith(f"{3 + rank}: the ranks averaged gradients of different batches")
 
 
 class Detector(nn.Module):
@@ -186,6 +228,65 @@ def test_what_says_how_many_samples_it_holds_is_believed(number: str) -> None:
     assert sizes.telling == {4}
     assert sizes.all == {2, 4, 7}
     assert sizes_of(((SimpleNamespace(**{number: 4}),), {})).all == set()  # a script's options
+
+
+def test_a_dictionary_is_believed_where_something_in_it_has_that_size() -> None:
+    """OpenPCDet's `batch_dict`; a `batch_size` out of a script's options need not be that of this batch."""
+    batch = {"voxels": torch.rand(7, 3, 4), "gt_boxes": torch.rand(2, 5, 8), "batch_size": 2}
+    assert sizes_of(((batch,), {})).telling == {2}
+    assert sizes_of(((batch | {"batch_size": 4},), {})).telling == {2, 7}
+    for batch_size in (4, [3], torch.tensor(3)):
+        assert sizes_of((({"images": torch.rand(3, 4, 4), "batch_size": batch_size},), {})).telling == {3}
+
+
+def test_voxels_are_no_samples_where_a_list_of_samples_is_beside_them() -> None:
+    """As the models of mmdet3d are called."""
+    inputs: dict[str, Any] = {"points": [torch.rand(9, 4), torch.rand(5, 4)], "voxels": {"voxels": torch.rand(7, 3, 4)}}
+    samples = [SimpleNamespace(), SimpleNamespace()]
+    assert sizes_of(((), {"inputs": inputs, "data_samples": samples})).telling == {2}
+    assert sizes_of(((), {"data_samples": samples, "inputs": inputs})).telling == {2}
+    for others in ([SimpleNamespace()], ["one class", "another"], [[1], [2]]):  # are not known to be the samples
+        assert 7 in sizes_of(((inputs,), {"others": others})).telling
+    assert 7 in sizes_of(((torch.rand(7, 3, 4),), {"data_samples": samples})).telling
+    assert 7 in sizes_of((({"images": torch.rand(7, 3, 4)},), {"prompts": samples})).telling
+
+
+class Pillars(nn.Module):
+    """Takes voxels and a list of samples, or a dictionary that says how many samples it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1).double()
+
+    def forward(self, inputs: dict[str, Any], data_samples: Any = None) -> Tensor:
+        voxels = inputs["voxels"]
+        return self.net(voxels if isinstance(voxels, Tensor) else voxels["voxels"]).mean()
+
+
+def train_on_clouds(how: str, num_samples: int) -> str | bool:
+    """Whether the gradients are the mean over both ranks, where rank 1 has two voxels more."""
+    model = DistributedDataParallel(Pillars())
+    voxels = torch.rand(7 + 2 * dist.get_rank(), 3, 4).double()
+    count = num_samples if dist.get_rank() else 2
+    try:
+        if how == "list":
+            points = [torch.rand(9, 4).double() for _ in range(count)]
+            inputs = {"points": points, "voxels": {"voxels": voxels}}
+            model(inputs=inputs, data_samples=[SimpleNamespace() for _ in range(count)]).backward()
+        else:
+            model({"voxels": voxels, "gt_boxes": torch.rand(count, 5, 8), "batch_size": count}).backward()
+    except CollectiveMismatch as error:
+        return str(error)
+    weight = model.module.net.weight.grad.clone()
+    dist.all_reduce(weight)
+    return torch.equal(weight / 2, model.module.net.weight.grad)
+
+
+@pytest.mark.parametrize("how", ["list", "dictionary"])
+def test_point_clouds_have_any_number_of_voxels(how: str) -> None:
+    assert run_ranks(train_on_clouds, 2, how, 2) == [True, True]
+    for message in run_ranks(train_on_clouds, 2, how, 3):
+        assert "with model.samples(n)" in str(message)
 
 
 def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from ddp_checks import (
@@ -27,8 +28,9 @@ from ddp_checks import (
     twins,
     warnings_of_lockstep,
 )
-from lockstep import DataLoader, DistributedDataParallel, batch
+from lockstep import DataLoader, DistributedDataParallel, batch, global_loss
 from lockstep.errors import InputError, ModelError
+from lockstep.parallel import loss_kinds
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.testing import run_ranks
 
@@ -655,3 +657,24 @@ def test_other_errors_are_left_alone() -> None:
     assert isinstance(explain_forward_error(caught.value, 2, None), InputError)
     assert explain_forward_error(ValueError("something else"), 2, None) is None
     assert explain_forward_error(RuntimeError(str(caught.value)), 2, None) is None
+
+
+def what_is_said_of_a_sum(is_said: bool) -> list[str]:
+    loss_kinds._found.clear()
+    model = DistributedDataParallel(mlp())
+    with warnings_of_lockstep() as told:
+        for (x,) in DataLoader(TensorDataset(torch.ones(12, 4)), 6):
+            loss = cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long), reduction="sum")
+            (global_loss(loss) if is_said else loss).backward()
+    return told
+
+
+def test_a_sum_that_the_script_divides_behind_backward_is_told_what_to_write() -> None:
+    """Gradients that a script multiplies by `world_size / count`, as fairseq does, are right already."""
+    (text,), others = run_ranks(what_is_said_of_a_sum, 2, False)
+    assert (
+        "lockstep.global_loss(loss) for what every rank has computed over the data of all, and where the script" in text
+    )
+    assert "divides gradients behind backward() by a count of all ranks" in text
+    assert others == []
+    assert run_ranks(what_is_said_of_a_sum, 2, True) == [[], []]

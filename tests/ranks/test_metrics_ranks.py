@@ -184,3 +184,60 @@ def test_the_open_world_is_followed(num_workers):
     first, second = run_ranks(read_through_a_world, 2, num_workers, init=False)
     assert first == ([[0, 1], [4, 5], [8]], 45.0)
     assert second == ([[2, 3], [6, 7], [9]], 45.0)
+
+
+def evaluate_apart(how):
+    """The error of an evaluation, of data that are others on each rank or of a part of it that a rank sees alone."""
+    rank, world_size, data = dist.get_rank(), dist.get_world_size(), classification_data()
+    generator = torch.Generator().manual_seed(rank if how == "apart" else 0)
+    mean, accuracy = Mean(), Accuracy()
+    parts = [torch.utils.data.Subset(data, torch.randperm(NUM_SAMPLES, generator=generator)[:10])]
+    options = {"evaluation": how != "training"}
+    if how == "two, of which one is small":
+        parts = [torch.utils.data.Subset(data, [3]), *parts]
+    if how == "own":
+        parts = [torch.utils.data.Subset(data, range(rank, NUM_SAMPLES, world_size))]
+        options = {"evaluation": True, "rank": 0, "world_size": 1}
+    for part in parts:
+        for scores, targets in DataLoader(part, 4, **options):
+            mean.update(torch.nn.functional.cross_entropy(scores, targets))
+            accuracy.update(scores, targets)
+    try:
+        synchronize({"loss": mean})
+        synchronize(mean, accuracy)
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+@backends
+def test_values_of_other_data_are_not_added_up(backend):
+    for message in run_ranks(evaluate_apart, 3, "apart", backend=backend):
+        assert message.startswith("synchronize: the values of metric loss are of different data on each rank")
+
+
+@pytest.mark.parametrize("how", ["alike", "two, of which one is small", "own", "training"])
+def test_values_of_data_that_are_alike_or_a_ranks_own_are(how):
+    assert run_ranks(evaluate_apart, 3, how) == [""] * 3
+
+
+def merge_and_load():
+    """Whose metrics have other sums than those that they have seen themselves."""
+    data = torch.utils.data.TensorDataset(torch.arange(8.0), torch.arange(8) + dist.get_rank())
+    seen, loaded, merged = Mean(), Mean(), Mean()
+    for values, _ in DataLoader(data, 4, evaluation=True):
+        seen.update(values.mean())
+    loaded.load_state(seen.state())
+    synchronize(loaded)
+    merged.merge(seen)
+    for metric in (seen, merged):
+        with pytest.raises(CollectiveMismatch, match="of different data"):
+            synchronize(metric)
+    merged.update(1.0)
+    synchronize(merged)
+    seen.reset()
+    synchronize(seen)
+
+
+def test_what_a_metric_has_not_seen_itself_is_not_compared():
+    run_ranks(merge_and_load, 2)

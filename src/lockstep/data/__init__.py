@@ -20,7 +20,7 @@ General layout, from the bottom up:
 * `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `sampler_epochs`: who tells a sampler its epoch.
-* `fingerprints`: numbers by which ranks notice that they hold different data.
+* `columns`: what a dataset keeps for each sample; `fingerprints`: numbers by which ranks see that they hold other data.
 * `worker_warnings`: says in the training process what workers warn of.
 * `own_generators`: warns of what draws from generators of its own.
 * `source`: fetches a sample with its own seed.

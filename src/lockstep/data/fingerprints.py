@@ -5,17 +5,16 @@ Each rank takes its part of every batch, so all need the same samples in the sam
 and so does a folder that two hosts list in different orders. The number travels with the gradients
 (`parallel/claims.py`).
 
-What is looked at is a sample of indices, of tensors, and of texts: enough to tell two orders apart, little enough for
-datasets of any size. Other attributes of a dataset are its own business: a cache, say, which a rank fills for itself.
-So are lists in which not every sample has a text yet. Of floating-point numbers the sign and the magnitude count: what
-each rank has computed for itself, such as features of a frozen model, may differ in the last bits.
+What is looked at is a sample of indices, of tensors, and of what a dataset keeps for each sample
+([Note: columns that tell] in `columns.py`): enough to tell two orders apart, little enough for datasets of any size.
+Other attributes of a dataset are its own business: a cache, say, which a rank fills for itself. So are lists in which
+not every sample has a text yet. Of floating-point numbers the sign and the magnitude count: what each rank has computed
+for itself, such as features of a frozen model, may differ in the last bits.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,17 +22,17 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
+from lockstep.data.columns import TellingColumn, is_table, roughly, telling_column
 from lockstep.data.order import Order
 
 __all__ = ["fingerprint_of_data", "fingerprint_of_order"]
 
 _SAMPLES = 64
 _BITS = 48
-_OFF_ROUND_NUMBERS = 1.37
 
 
 def fingerprint_of_data(dataset: Any) -> int:
-    """A number below 2**48 for the data; of a class of the user's, the lists of texts that are as long as it is."""
+    """A number below 2**48 for the data; of a class of the user's, texts or integers that it has for each sample."""
     return _hash(_described(dataset))
 
 
@@ -65,7 +64,7 @@ def _described(dataset: Any) -> Iterator[str]:
     elif isinstance(dataset, torch.Tensor | np.ndarray):
         yield from _numbers(dataset)
     else:
-        yield from _texts_of(dataset)
+        yield from _contents_of(dataset)
 
 
 def _positions(length: int) -> list[int]:
@@ -89,16 +88,8 @@ def _numbers(array: Any) -> Iterator[str]:
         flat = array.reshape(-1) if array.ndim > 1 and _is_dense(array) else array
         if flat.ndim == 1:
             yield from (
-                _roughly(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
+                roughly(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
             )
-
-
-def _roughly(number: object) -> str:
-    if not isinstance(number, float):
-        return str(number)
-    # Steps of a factor of two, with no round number at an edge.
-    mantissa, exponent = math.frexp(number * _OFF_ROUND_NUMBERS)
-    return f"{math.copysign(1, mantissa)} {exponent}" if mantissa else "0"
 
 
 def _is_dense(array: Any) -> bool:
@@ -106,20 +97,24 @@ def _is_dense(array: Any) -> bool:
     return bool(array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous)
 
 
-def _texts_of(dataset: Any) -> Iterator[str]:
-    """Of its lists that have a text for each sample, some: base names of paths, since hosts mount data anywhere."""
-    attributes = {"": dataset} if isinstance(dataset, list | tuple) else getattr(dataset, "__dict__", {})
+def _contents_of(dataset: Any) -> Iterator[str]:
+    """Of what it keeps for each of its samples, all texts; without texts, the first integers."""
+    attributes = {"": dataset} if is_table(dataset) else getattr(dataset, "__dict__", {})
     try:
         length = len(dataset)
     except Exception:  # code of the user's
         return
-    for name, values in attributes.items():
-        if type(values) in (list, tuple) and len(values) == length:
-            texts = {position: _text_of(values[position]) for position in _positions(length)}
-            if None not in texts.values():
-                yield from (f"{name} {position} {text}" for position, text in texts.items())
+    found = {name: _column_of(values, length) for name, values in attributes.items()}
+    columns = {name: column for name, column in found.items() if column is not None}
+    texts = {name: column for name, column in columns.items() if column.is_text}
+    for name, column in (texts or dict(list(columns.items())[:1])).items():
+        yield from (
+            f"{name} {position} {part}" for position, part in zip(_positions(length), column.parts, strict=True)
+        )
 
 
-def _text_of(value: Any) -> str | None:
-    text = value[0] if type(value) is tuple and value else value  # as in torchvision's `samples`
-    return os.path.basename(text) if type(text) is str else None
+def _column_of(values: Any, length: int) -> TellingColumn | None:
+    try:
+        return telling_column(values, length, _positions(length))
+    except Exception:  # code of the user's, or of another library
+        return None

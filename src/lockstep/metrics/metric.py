@@ -1,4 +1,10 @@
-"""What all metrics share: float64 sums that add up."""
+"""What all metrics share: float64 sums that add up.
+
+[Note: data of an evaluation] Ranks whose loaders hold other data would add up parts of different evaluations. So a
+metric notes which data its values are of, and `synchronize` compares them, where that is certain: where all are of
+one iteration of a loader with `evaluation=True`, which splits over the ranks that synchronize. Batches for training
+are compared with the gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +25,9 @@ from lockstep.tree import tensors_in
 __all__ = ["Metric"]
 
 
+_OTHER = (0, 0)  # of data that nobody compares
+
+
 class Metric(ABC):
     """Sums that add up over batches and ranks, and the value they stand for.
 
@@ -35,6 +44,7 @@ class Metric(ABC):
     def __init__(self) -> None:
         self._sums: Tensor | None = None  # float64 [num_sums]; made on the device of the first update
         self._asked = _Asked()
+        self._data: set[tuple[int, int]] = set()  # fingerprints and world sizes; see [Note: data of an evaluation]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -61,6 +71,7 @@ class Metric(ABC):
         self._check_contributions(contributions)
         if self._is_filler():
             return
+        self._data |= self._data_in_hand()
         device = next((one.device for one in contributions if isinstance(one, Tensor)), torch.device("cpu"))
         if self._sums is None:
             # Apple's GPUs have no float64: their sums are kept on the host.
@@ -118,6 +129,23 @@ class Metric(ABC):
             "lockstep.is_filler(batch)"
         )
 
+    def _data_in_hand(self) -> set[tuple[int, int]]:
+        if len(self._data) > 1:
+            return set()  # not certain any more
+        found = {
+            (each.fingerprint, each.world_size) if each.evaluation else _OTHER for each in self._asked.candidates()
+        }
+        return found or {_OTHER}
+
+    def data_seen(self, world_size: int) -> int:
+        """A number below 2**48 for the data that all values are of; 0 where it is not certain, or there is none. Local.
+
+        Args:
+            world_size: of the group that compares; data that others share are not certain.
+        """
+        fingerprint, ranks = next(iter(self._data)) if len(self._data) == 1 else _OTHER
+        return fingerprint if ranks == world_size else 0
+
     def compute(self) -> float:
         """The value over what this rank has seen. Local; waits for the device.
 
@@ -128,6 +156,7 @@ class Metric(ABC):
     def reset(self) -> None:
         """Forget everything seen. Local."""
         self._sums = None
+        self._data = set()
 
     def merge(self, *others: Metric) -> None:
         """Add what other metrics of the same kind have seen, as if this one had. Local.
@@ -138,7 +167,9 @@ class Metric(ABC):
         for other in others:
             if self.label() != other.label():
                 raise InputTypeError(f"cannot merge {other.label()} into {self.label()}: their sums mean other things")
+            data = self._data | other._data
             self.load_state(self.state() + other.state().to(self.state().device))
+            self._data = data
 
     def state(self) -> Tensor:
         """The sums. States of several metrics of one kind may be added.
@@ -165,6 +196,7 @@ class Metric(ABC):
             )
         with torch.inference_mode(False):  # as in `accumulate`
             self._sums = state.detach().clone()
+        self._data = {_OTHER}
 
     def label(self) -> str:
         """Kind and settings; metrics with equal labels may be added."""

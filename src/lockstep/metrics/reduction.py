@@ -16,6 +16,8 @@ from lockstep.world import current_world
 
 __all__ = ["synchronize"]
 
+_DATA_MASK = (1 << 16) - 1  # so that sums of squares are exact
+
 
 @overload
 def synchronize(
@@ -41,7 +43,7 @@ def synchronize(
         updated are nan (`Sum`: 0.0).
 
     Raises:
-        CollectiveMismatch: ranks passed different metrics.
+        CollectiveMismatch: ranks passed different metrics, or have evaluated different data.
         CollectiveError: a rank was lost, or did not call it.
 
         >>> from lockstep.metrics import Mean
@@ -73,6 +75,9 @@ def _synchronize(metrics: list[Metric], names: list[str], process_group: dist.Pr
     device = collective_device(group)
     parts = [torch.tensor([fingerprint, fingerprint**2], dtype=torch.float64, device=device)]
     parts += [metric.state().to(device) for metric in metrics]
+    data = [metric.data_seen(world_size) & _DATA_MASK for metric in metrics]
+    seen = [[float(each > 0), float(each), float(each) ** 2] for each in data]
+    parts.append(torch.tensor(seen, dtype=torch.float64).flatten().to(device))
     reduced = torch.cat(parts)
     dist.all_reduce(reduced, group=group)
     fingerprint_sum, square_sum, *sums = reduced.tolist()
@@ -86,7 +91,26 @@ def _synchronize(metrics: list[Metric], names: list[str], process_group: dist.Pr
     for metric in metrics:
         values.append(metric.from_sums(sums[: metric.num_sums]))
         del sums[: metric.num_sums]
+    _check_data(names, sums)
     return values
+
+
+def _check_data(names: list[str], sums: list[float]) -> None:
+    """Compare what the metrics' values are of; see [Note: data of an evaluation] in `metric.py`. Local.
+
+    Args:
+        names: of the metrics.
+        sums: of each metric, over the ranks: how many know it, the sum of their numbers, and that of the squares.
+    """
+    for name, known, total, square_sum in zip(names, sums[::3], sums[1::3], sums[2::3], strict=True):
+        if total**2 != known * square_sum:
+            raise CollectiveMismatch(
+                f"synchronize: the values of metric {name} are of different data on each rank: their loaders with "
+                "evaluation=True hold other samples, or the same in another order. After lockstep.init each rank draws "
+                "random numbers of its own: give random_split and torch.randperm a "
+                "generator=torch.Generator().manual_seed(0), and sort what os.listdir or glob has found. Data that is "
+                "a rank's own goes into a loader with rank=0 and world_size=1"
+            )
 
 
 def _open_group() -> dist.ProcessGroup | None:

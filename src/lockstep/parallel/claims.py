@@ -5,9 +5,11 @@ the claims are part of the description that the averaging compares anyhow. On ot
 so only claims that go by a size are compared there. The check does not wait for a GPU: it reads the comparison of a
 step at the end of a later step, when it has arrived.
 
-In shared memory the ranks also compare which batches of a loader their gradients come from (`fingerprint_of`). So they
-find a rank that left out a backward pass: without the comparison its gradients would be averaged with those of another
-batch from then on. A rank whose batches have lost their tags takes no part in this comparison.
+The ranks also compare which batches of a loader their gradients come from (`fingerprint_of`): in shared memory with
+each averaging, on other groups with the parameters, in the first averaging, the fourth, the sixteenth and so on
+(`divergence.py`). So they find data that are not the same on all ranks, and a rank that left out a backward pass:
+without the comparison its gradients would be averaged with those of another batch from then on. A rank whose batches
+have lost their tags takes no part in this comparison.
 
 [Note: open forward passes] Batches of other loaders, such as torch's, have no tag. There it tells that a rank which
 skips a backward pass has made a forward pass that no gradient came to. Such a pass is open, until a gradient comes. The
@@ -119,7 +121,8 @@ def check_fingerprints(fingerprints: Sequence[int]) -> None:
             f"the ranks averaged gradients of {known.popitem()[1]}, but of different data: their loaders hold other "
             "samples, or the same in another order. After lockstep.init each rank draws random numbers of its own: "
             "give random_split a generator=torch.Generator().manual_seed(0), shuffle with random.Random(0), sort what "
-            "os.listdir or glob has found, and give each loader the same seed, and no sampler that splits by rank. "
+            "os.listdir or glob has found, and give each loader the same seed. A lockstep.DataLoader splits its "
+            "data over the ranks: give it all of it, not what a script has split by rank, and no sampler that splits. "
             "Data that is a rank's own goes into a loader with rank=0 and world_size=1"
         )
     lines = [f"  rank {rank}: {text}" for rank, text in known.items()]

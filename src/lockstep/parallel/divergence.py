@@ -7,7 +7,9 @@ checkpoint.
 [Note: comparisons] In the first averaging the ranks compare some values of each parameter, as they were in the first
 backward pass: a script may have changed them since it wrapped the model. From then on one value, of another
 parameter each time, travels with every averaging in shared memory; if the values of two ranks differ, the ranks compare
-parameters again. Other groups would need a collective for it: those compare in averaging 4, 16, 64 and so on.
+parameters again. Other groups would need a collective for it: those compare in averaging 4, 16, 64 and so on. With the
+parameters they compare which batches the gradients come from (`claims.fingerprint_of`), which in shared memory travels
+with every averaging, too.
 
 [Note: rounding] On processors of different kinds, or with other numbers of threads, ranks may step the same gradients
 to values that differ in the last bits. So a difference behind the first averaging is an error only if it is far
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import ModelMismatch
+from lockstep.parallel.claims import check_fingerprints
 from lockstep.torch_private.autograd import version_of
 
 __all__ = ["DivergenceCheck"]
@@ -114,14 +117,16 @@ class DivergenceCheck:
         bits: int = _INTEGER.unpack(_FLOAT.pack(value.real))[0]
         return bits or _ZERO
 
-    def compare(self, samples: Sequence[int] | None, is_first_only: bool = False) -> None:
+    def compare(self, samples: Sequence[int] | None, batches: int = 0, is_first_only: bool = False) -> None:
         """Compare parameters, if it is time, or samples differ. Collective; call it in each averaging.
 
         Args:
             samples: of all ranks; None if they are not known.
+            batches: which ones this rank's gradients come from, see `claims.fingerprint_of`; 0 if not known.
             is_first_only: the ranks may hold different parameters from the first averaging on.
 
         Raises:
+            CollectiveMismatch: on every rank; the gradients come from different batches, or from different data.
             ModelMismatch: on every rank; names the first parameter that differs.
         """
         self._num_averagings += 1
@@ -132,7 +137,7 @@ class DivergenceCheck:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         self._next_look = self._num_averagings * (_COLLECTIVE_EVERY if samples is None else 2)
-        differing = self._differing(is_first)
+        differing = self._differing(is_first, batches)
         if not differing:
             return
         if is_first:
@@ -156,12 +161,18 @@ class DivergenceCheck:
     def _version(self) -> int:
         return sum(map(version_of, self._parameters))
 
-    def _differing(self, is_first: bool) -> dict[int, int]:
-        """Parameters that differ: index -> a rank of the group that has another than the first. Collective."""
+    def _differing(self, is_first: bool, batches: int) -> dict[int, int]:
+        """Parameters that differ: index -> a rank of the group that has another than the first. Collective.
+
+        Raises:
+            CollectiveMismatch: what averaged is of different batches, see `compare`.
+        """
         digests = self._first if is_first else None
         self._first = None
-        own = [int(self._is_known), *(digests or _digests(self._parameters))]
+        own = [batches, int(self._is_known), *(digests or _digests(self._parameters))]
         values = self._gather(torch.tensor(own, device="cpu"))
+        check_fingerprints(values[:, 0].tolist())
+        values = values[:, 1:]
         known = values[:, 0].nonzero().flatten()
         if len(known) < 2:
             return {}

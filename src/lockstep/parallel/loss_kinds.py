@@ -53,7 +53,8 @@ def warn_of_other_divisor(loss: Tensor, local_samples: int | None, line: str) ->
             f"{line}: this loss is {found.text}, not a mean over samples, by which ranks are weighted: the "
             "training is not that of one process. Write lockstep.mean(loss_sum, count) for a sum divided by a count "
             "of this rank's (valid tokens, weights of classes), lockstep.sum(loss) for a sum, "
-            "lockstep.global_loss(loss) for what every rank has computed over the data of all",
+            "lockstep.global_loss(loss) for what every rank has computed over the data of all, and where the script "
+            "itself divides gradients behind backward() by a count of all ranks, as fairseq does",
         )
 
 

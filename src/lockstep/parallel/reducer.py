@@ -384,7 +384,7 @@ class Reducer:
             some_have_joined: or may have (`Join`); their parameters stay what they were.
 
         Raises:
-            CollectiveMismatch: the ranks claim different things.
+            CollectiveMismatch: the ranks claim different things, or hold different data.
             ModelMismatch: the ranks' parameters differ.
         """
         samples = None
@@ -406,7 +406,8 @@ class Reducer:
             self._parameters[index].grad = without_way_back(self._views[index])
         self._with_graph.clear()
         self._backward.finish(self._parameters)
-        self._divergence.compare(samples, is_first_only=some_have_joined or self._hook is not None)
+        is_first_only = some_have_joined or self._hook is not None
+        self._divergence.compare(samples, claims.fingerprint, is_first_only)
 
     def _copy_back(self) -> None:
         """The means of gradients that have memory of their own."""

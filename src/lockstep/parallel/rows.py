@@ -5,6 +5,9 @@ ranks with different sizes do not go on. Not every size is one of samples: an im
 dictionary with the boxes of all images in one tensor, of which each rank has its own number. So only those are compared
 that samples come in as a rule: of the first tensor among the arguments, of the tensors with the most dimensions, and
 lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word.
+Of point clouds the tensors with the most dimensions are those of voxels, of which each rank has its own number, too. So
+the tensors in a dictionary do not tell where a `batch_size` in it does, or a list of records or objects beside it, and
+a second thing in the dictionary has that size: boxes of each sample, or a list of clouds.
 *Rejected:* one size that all ranks share: a tensor that is the same on every rank, such as a list of classes, would
 hide that the batches differ.
 
@@ -63,6 +66,8 @@ class _Found:
         self._silent: set[int] = set()  # sizes that are not compared
         self._tensors: list[_Rows] = []
         self._first: _Rows | None = None  # among the arguments, not inside of a dictionary or an object
+        self._records: set[int] = set()  # lengths of lists of dictionaries or objects
+        self._dicts: list[dict[Any, Any]] = []
 
     def look(self, value: Any) -> None:
         """An argument."""
@@ -73,22 +78,33 @@ class _Found:
         elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
             if isinstance(value, list) or not isinstance(value[0], int | float | None):
                 self._lengths.add(len(value))  # else a shape, or numbers of heads; samples come in lists
+            if isinstance(value, list) and not any(
+                isinstance(each, str | int | float | list | tuple) for each in value
+            ):
+                self._records.add(len(value))
         else:
             self._look_at_tensors(value)
 
     def _look_at_tensors(self, value: Any) -> None:
         if isinstance(value, list):  # of samples, such as the images of detection models; or of inputs
             (self._silent if _are_inputs(value) else self._lengths).add(len(value))
-        tensors = [each for each in tensors_in(value) if not isinstance(each, torch.nn.Parameter)]
-        rows: list[_Rows] = [*tensors, *_arrays_in(value)]
-        found = [each for each in rows if each.ndim > 0]
+        if isinstance(value, dict):
+            self._dicts.append(value)
+        found = _rows_in(value)
         if self._first is None and found and isinstance(value, (torch.Tensor, np.ndarray, list, tuple)):
             self._first = found[0]
         self._tensors += found
 
     def sizes(self) -> Sizes:
-        most = max((each.ndim for each in self._tensors), default=0)
-        telling = [each for each in self._tensors if each is self._first or each.ndim == most]
+        silent = {
+            id(each)
+            for inputs in self._dicts
+            if self._records.intersection(_sizes_in(inputs))
+            for each in _rows_in(inputs)
+        }
+        may_tell = [each for each in self._tensors if id(each) not in silent]
+        most = max((each.ndim for each in may_tell), default=0)
+        telling = [each for each in may_tell if each is self._first or each.ndim == most]
         return Sizes(
             frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
             frozenset(self._lengths).union(map(_size, telling)),
@@ -101,6 +117,13 @@ def _are_inputs(tensors: list[Any]) -> bool:
     return len(tensors) <= 2 and len(shapes) == 1 and len(shapes.pop()) == 2
 
 
+def _rows_in(value: Any) -> list[_Rows]:
+    """Tensors and arrays with rows."""
+    tensors = [each for each in tensors_in(value) if not isinstance(each, torch.nn.Parameter)]
+    rows: list[_Rows] = [*tensors, *_arrays_in(value)]
+    return [each for each in rows if each.ndim > 0]
+
+
 def _arrays_in(value: Any) -> list[_Array]:
     """See [Note: arrays]."""
     if isinstance(value, np.ndarray):
@@ -108,17 +131,31 @@ def _arrays_in(value: Any) -> list[_Array]:
     return [array for each in value.values() for array in _arrays_in(each)] if isinstance(value, dict) else []
 
 
+def _sizes_in(inputs: dict[Any, Any]) -> set[int]:
+    """First sizes of the tensors in a dictionary, and lengths of its lists of tensors."""
+    lists = (each for each in inputs.values() if isinstance(each, list) and each and isinstance(each[0], torch.Tensor))
+    return set(map(_size, _rows_in(inputs))).union(map(len, lists))
+
+
 def _size(tensor: _Rows) -> int:
     return int(tensor.shape[0])
 
 
 def _said_by(value: Any) -> int | None:
-    """How many samples an object holds, if it says so: graphs of PyTorch Geometric and DGL, packed sequences."""
+    """How many samples an object holds, if it says so: graphs of PyTorch Geometric and DGL, packed sequences.
+
+    A dictionary, such as OpenPCDet's, must hold something of that size, too: it may have come with a script's options.
+    """
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
-    if isinstance(value, (torch.Tensor, torch.nn.Module, list, tuple, dict)):
+    if isinstance(value, (torch.Tensor, torch.nn.Module, list, tuple)):
         return None
-    counts = [getattr(value, name, None) for name in ("num_graphs", "batch_size")]
+    names = ("num_graphs", "batch_size")
+    if isinstance(value, dict):
+        sizes = _sizes_in(value)
+        counts: list[Any] = [count for count in map(value.get, names) if type(count) is int and count in sizes]
+    else:
+        counts = [getattr(value, name, None) for name in names]
     said = next((count for count in counts if type(count) is int), None)
     return said if said is not None and tensors_in(value) else None  # options of a script say such things, too
 
