@@ -32,7 +32,7 @@ from lockstep.drift.engines import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel import closures, joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
-from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, StraySigns
+from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, Phase, StraySigns
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
@@ -432,10 +432,15 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         """Whether the backward pass under way came by this engine, which averages the parameter. Local."""
         return self._backward.came_by(current_graph_task_id()) and id(parameter) in self._own
 
+    def may_average(self, parameters: frozenset[int]) -> bool:
+        """Whether a backward pass of this engine has begun or may begin, in which it averages any of them. Local."""
+        return self._backward.phase is not Phase.IDLE and not self._own.isdisjoint(parameters)
+
     def _backward_begins(self) -> None:
         task = current_graph_task_id()
         if task != self._backward.begun_task:
-            self._reducer.begin(task)
+            is_shared = any(each is not self and each.may_average(self._own) for each in engines())
+            self._reducer.begin(task, is_alone=not is_shared)
             queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:

@@ -16,6 +16,11 @@ belongs to this pass. Otherwise (gradients accumulated under `no_sync`, or not
 set to None) everything goes out at the end. `begin` looks, once per backward pass. A sentinel that
 fires before `begin` was called makes up for it: the gradient came by another way than the outputs.
 
+[Note: shared parameters] Engines with parameters in common may average in one backward pass. What one has sent early
+is then a view of its bucket, into which its peers write the mean as soon as they are through; the other engine would
+send that, or keep it as the gradient of this rank. So neither sends anything before the pass is over. One engine
+is then through before the other sends, which averages what is equal on all ranks.
+
 [Note: watched parameters] A backward pass may go by the outputs and by all sentinels: through the graph of a
 gradient, or from a tensor that the model keeps as an attribute. So all parameters have hooks in the first passes,
 and keep them where such a pass is seen, or one that may lead to it.
@@ -287,12 +292,17 @@ class Reducer:
         self._backward.has_accumulated = True
         self._divergence.note_accumulated()
 
-    def begin(self, task: int) -> None:
-        """A backward pass begins that will reduce: this task of autograd's. Local."""
+    def begin(self, task: int, is_alone: bool = True) -> None:
+        """A backward pass begins that will reduce: this task of autograd's. Local. See [Note: shared parameters].
+
+        Args:
+            task: its number.
+            is_alone: no other engine averages these parameters in this pass.
+        """
         self._divergence.note()
         if self._backward.is_under_way:
             self._restart()
-        early = self.may_go_early and self._hook is None and not self._out
+        early = self.may_go_early and is_alone and self._hook is None and not self._out
         # With create_graph, a second gradient would not be written into the bucket but replace it.
         are_none = all(parameter.grad is None for parameter in self._parameters)
         self._keeps_graph = torch.is_grad_enabled()
