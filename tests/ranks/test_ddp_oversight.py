@@ -124,26 +124,74 @@ def test_one_rank_may_look_at_the_model_before_the_step() -> None:
     assert others == [one] * 2
 
 
-def attribute(kind: str) -> str:
+def attribute(kind: str, create_graph: bool, num_samples: int = 27, batch_size: int = 8) -> str:
     """One rank wants gradients of inputs from a model in evaluation mode, now and then, of what it likes."""
-    model = DistributedDataParallel(nn.Linear(4, 1).double())
+    torch.manual_seed(0)
+    model = DistributedDataParallel(mlp().double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for inputs in DataLoader(TensorDataset(torch.ones(27, 4, dtype=torch.float64)), 8):
+    for inputs in DataLoader(TensorDataset(torch.ones(num_samples, 4, dtype=torch.float64)), batch_size):
         if dist.get_rank() == 0:
             model.eval()
-            some = inputs[0][:3] if kind == "slice" else torch.ones(5, 4, dtype=torch.float64)
+            some = inputs[0].clone() if kind == "batch" else torch.ones(5, 4, dtype=torch.float64)
+            some = inputs[0][:3] if kind == "slice" else some[:2] if kind == "ambiguous" else some
             chosen = some.requires_grad_()
-            torch.autograd.grad(model(chosen).sum(), chosen)
+            (first,) = torch.autograd.grad(model(chosen).sum(), chosen, create_graph=create_graph)
+            if create_graph:
+                (second,) = torch.autograd.grad(first.square().sum(), chosen, create_graph=True)
+                assert second.abs().sum() > 0
+                second.sum().backward(inputs=[chosen])
             model.train()
         optimizer.zero_grad()
         model(inputs[0].detach()).mean().backward()
         optimizer.step()
+    assert_same_on_all_ranks(*model.parameters())
     return ""
 
 
-@pytest.mark.parametrize("kind", ["slice", "other"])
-def test_gradients_of_inputs_in_evaluation_mode_are_a_ranks_own_business(kind: str) -> None:
-    assert run_ranks(attribute, 2, kind) == [""] * 2
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kind", ["slice", "batch", "other"])
+def test_gradients_of_inputs_in_evaluation_mode_are_a_ranks_own_business(kind: str, create_graph: bool) -> None:
+    assert run_ranks(attribute, 2, kind, create_graph) == [""] * 2
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_they_are_where_one_size_stands_for_two_batches(create_graph: bool) -> None:
+    """Rank 0 has two samples of batches of 6 and of 5, so the ranks must ask each other: in training alone."""
+    assert run_ranks(attribute, 4, "ambiguous", create_graph, 23, 6) == [""] * 4
+
+
+def penalise_in_evaluation_mode(num_samples: int, kind: str) -> str:
+    """A gradient penalty of a model that trains in evaluation mode, as with frozen normalization."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(mlp().double()).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (inputs,) in DataLoader(TensorDataset(torch.arange(num_samples * 4.0).double().view(-1, 4)), 4):
+        inputs.requires_grad_()
+        output = model(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        penalty = slope.square().mean() if kind != "third" else sum_of_squares_of_second(slope, inputs)
+        loss = penalty if kind == "alone" else output.mean() + penalty
+        if kind == "alone":
+            loss = loss + 0.0 * sum(parameter.sum() for parameter in model.parameters())
+        try:
+            loss.backward()
+        except ModelError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ""
+
+
+def sum_of_squares_of_second(slope: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    (second,) = torch.autograd.grad(slope.square().sum(), inputs, create_graph=True)
+    return second.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside", "third"])
+def test_a_gradient_penalty_in_evaluation_mode_is_refused_when_it_reaches_parameters(kind: str) -> None:
+    assert run_ranks(penalise_in_evaluation_mode, 2, 8, kind) == ["", ""]
+    for error in run_ranks(penalise_in_evaluation_mode, 2, 7, kind):
+        assert error.startswith("a gradient with a graph of its own (create_graph=True")
 
 
 def train_in_evaluation_mode(kind: str) -> str:

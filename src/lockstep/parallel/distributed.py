@@ -309,7 +309,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         if self.device_ids is not None:
             inputs, kwargs = move_tensors((inputs, kwargs), self.device_ids[0], non_blocking=True)
         is_functional = self.changes.are_transformed()
-        forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional)
+        forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional, self.training)
         if with_gradients:
             closures.note_forward(forward)
         return forward, *forward.enter((inputs, kwargs))
@@ -418,7 +418,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     def _look_out(self, forward: ForwardPass) -> None:
         """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
         if torch.is_grad_enabled():
-            forward.check_penalty()
+            if forward.trains:
+                forward.check_penalty()
             self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
         else:
             self.changes.suspect()  # they may be others by now
