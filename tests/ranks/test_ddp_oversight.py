@@ -208,8 +208,8 @@ def test_gradients_of_parameters_in_evaluation_mode_are_not(kind: str, words: st
     assert all(words in error for error in run_ranks(train_in_evaluation_mode, 2, kind))
 
 
-def step_behind_no_sync(averages: bool) -> list[str]:
-    """The last window of an epoch is cut short, and the script steps by what there is."""
+def step_behind_no_sync(averages: bool, between: Callable[[DistributedDataParallel], None] | None = None) -> list[str]:
+    """The last window of an epoch is cut short, and the script steps by what there is, or by what it makes of it."""
     model = DistributedDataParallel(mlp().double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings_of_lockstep() as told:
@@ -218,9 +218,42 @@ def step_behind_no_sync(averages: bool) -> list[str]:
                 model(data(2, 4)).mean().backward()
             if averages:
                 model(data(2, 4)).mean().backward()
+            if between is not None:
+                between(model)
             optimizer.step()
             optimizer.zero_grad()
+    if between in (average_each, average_flat):
+        assert_same_on_all_ranks(*model.parameters())
     return told
+
+
+def average_each(model: DistributedDataParallel) -> None:
+    """As GSAM does."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+
+
+def average_flat(model: DistributedDataParallel) -> None:
+    """In other tensors, and clipped behind it."""
+    parameters = list(model.parameters())
+    flat = nn.utils.parameters_to_vector(parameter.grad for parameter in parameters)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+    nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+def show_and_clip(model: DistributedDataParallel) -> None:
+    """Neither averages gradients."""
+    dist.all_reduce(torch.ones(()))
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def add_noise(model: DistributedDataParallel) -> None:
+    for parameter in model.parameters():
+        parameter.grad += torch.rand_like(parameter)
 
 
 def test_steps_by_what_no_sync_has_accumulated_are_warned_of() -> None:
@@ -231,6 +264,13 @@ def test_steps_by_what_no_sync_has_accumulated_are_warned_of() -> None:
     assert one == []
     assert run_ranks(step_behind_no_sync, 2, True) == [[], []]
     assert run_ranks(step_behind_no_sync, 1, False) == [[]]
+
+
+@backends
+@pytest.mark.parametrize("between", [average_each, average_flat, show_and_clip, add_noise])
+def test_those_that_the_script_averages_itself_are_not(between: Callable[..., None], backend: str) -> None:
+    told = run_ranks(step_behind_no_sync, 2, False, between, backend=backend)
+    assert [len(each) for each in told] == [between in (show_and_clip, add_noise), 0]
 
 
 def penalise(num_samples: int) -> str:

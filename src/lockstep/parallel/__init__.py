@@ -15,7 +15,8 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `feeding`, `rows`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
 * `claims`, `divergence`: whether all ranks understood a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
-* `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.
+* `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets; `by_hand`: what looks
+  like one.
 * `copying`: copies of an engine.
 * `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.

@@ -500,6 +500,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         """Whether to look at `stray_signs` and `awaits_gradients` at all."""
         return self._backward.has_signs
 
+    def has_averaged_by_hand(self) -> bool:
+        """Whether gradients that have accumulated since the last averaging were averaged by other means. Local."""
+        return self._is_ready and self._reducer.accumulated.were_averaged()
+
     @property
     def awaits_gradients(self) -> bool:
         """Whether a backward pass has left gradients to another one, and none have been averaged."""

@@ -42,6 +42,7 @@ from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
+from lockstep.parallel.by_hand import AccumulatedGradients
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.divergence import DivergenceCheck
@@ -73,6 +74,9 @@ class Reducer:
         always_views: gradients are views of buckets, even where other references to them exist.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
             `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
+
+    Attributes:
+        accumulated: gradients that were not to be averaged.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Reducer:
         device = collective_device(group, plans[0].device if plans else self._parameters[0].device)
         self._claim_check = ClaimCheck(group, device)  # with a communication hook
         self._divergence = DivergenceCheck(names, parameters, group, device)
+        self.accumulated = AccumulatedGradients(self._parameters)
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         # The sentinels', by bucket; behind them each parameter without a bucket is its own.
         self._handles: list[_HookBehindAll | None] = [None] * (len(plans) + len(self._sparse))
@@ -290,6 +295,7 @@ class Reducer:
     def note_accumulated(self) -> None:
         """A gradient has come that is not to be averaged. Local."""
         self._backward.has_accumulated = True
+        self.accumulated.note()
         self._divergence.note_accumulated()
 
     def begin(self, task: int, is_alone: bool = True) -> None:

@@ -9,7 +9,8 @@ Gradients that `torch.autograd.grad` returned and the script wrote to `.grad` ar
 the last forward pass had no backward pass.
 
 A strayed gradient that a later pass of the engine averages with its own is no stray any more. Gradients of passes under
-`no_sync()` are never strays; a rank that steps by them alone gets a warning, since local SGD does so on purpose.
+`no_sync()` are never strays; a rank that steps by them alone gets a warning, since local SGD does so on purpose. It
+gets none where the script averages them itself (`by_hand.py`).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _is_suspicious(optimizer: Optimizer) -> bool:
 
 
 def _warn_of_accumulated(engine: Any, optimizer: Optimizer) -> None:
-    if engine in _warned or not _has_gradients(engine, optimizer):
+    if engine in _warned or not _has_gradients(engine, optimizer) or engine.has_averaged_by_hand():
         return
     _warned.add(engine)
     if dist.get_world_size(engine.process_group) == 1 or dist.get_rank(engine.process_group) != 0:
