@@ -4,13 +4,15 @@
 ranks with different sizes do not go on. Not every size is one of samples: an image model of ultralytics takes a
 dictionary with the boxes of all images in one tensor, of which each rank has its own number. So only those are compared
 that samples come in as a rule: of the first tensor among the arguments, of the tensors with the most dimensions, and
-lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word.
+lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word, and a
+tensor beside one, with as many rows as something in it has, is of its nodes or edges, not of samples.
 *Rejected:* one size that all ranks share: a tensor that is the same on every rank, such as a list of classes, would
 hide that the batches differ.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +55,7 @@ class _Found:
     def __init__(self) -> None:
         self._lengths: set[int] = set()  # of lists, and what objects say
         self._silent: set[int] = set()  # sizes that are not compared
+        self._inside: set[int] = set()  # of objects that say how many samples they hold: numbers of nodes, say
         self._tensors: list[torch.Tensor] = []
         self._first: torch.Tensor | None = None  # among the arguments, not inside of a dictionary or an object
 
@@ -61,7 +64,9 @@ class _Found:
         said = _said_by(value)
         if said is not None:
             self._lengths.add(said)
-            self._silent.update(map(_size, filter(torch.Tensor.dim, tensors_in(value))))
+            inside = set(map(_size, filter(torch.Tensor.dim, tensors_in(value))))
+            self._silent |= inside
+            self._inside |= inside | _num_parts_of(value)
         elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
             if isinstance(value, list) or not isinstance(value[0], int | float | None):
                 self._lengths.add(len(value))  # else a shape, or numbers of heads; samples come in lists
@@ -81,7 +86,7 @@ class _Found:
         telling = [each for each in self._tensors if each is self._first or each.dim() == most]
         return Sizes(
             frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
-            frozenset(self._lengths).union(map(_size, telling)),
+            frozenset(self._lengths).union(set(map(_size, telling)) - self._inside),
         )
 
 
@@ -104,6 +109,16 @@ def _said_by(value: Any) -> int | None:
     counts = [getattr(value, name, None) for name in ("num_graphs", "batch_size")]
     said = next((count for count in counts if type(count) is int), None)
     return said if said is not None and tensors_in(value) else None  # options of a script say such things, too
+
+
+def _num_parts_of(graph: Any) -> set[int]:
+    """Nodes and edges, which DGL does not keep where `tensors_in` looks; its methods are properties elsewhere."""
+    found = set()
+    for name in ("num_nodes", "num_edges"):
+        number = getattr(graph, name, None)
+        with contextlib.suppress(TypeError):  # it wants an argument
+            found.add(number() if callable(number) else number)
+    return {each for each in found if type(each) is int}
 
 
 def show_inputs(inputs: Any) -> str:
