@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
 
+import lockstep
 from ddp_checks import (
     TOLERANCE,
     Heads,
@@ -291,6 +293,46 @@ def test_a_gradient_penalty_on_a_batch_that_the_ranks_do_not_divide_is_an_error(
     for error in run_ranks(penalise, 2, 7):
         assert error.startswith("a gradient with a graph of its own (create_graph=True")
         assert "drop_last=True" in error
+
+
+class AllGatherGrad(torch.autograd.Function):
+    """As nnU-Net and others have it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank()]
+
+
+def gather_by(how: str, num_samples: int) -> list[str]:
+    model = DistributedDataParallel(mlp().double())
+    with warnings_of_lockstep() as told:
+        for (inputs,) in DataLoader(TensorDataset(torch.arange(num_samples * 4.0).double().view(-1, 4)), 4):
+            output = model(inputs)
+            if how == "lockstep":
+                total = lockstep.all_gather(output).sum(0)
+            elif how == "AllGatherGrad":
+                total = AllGatherGrad.apply(output.sum(0)).sum(0)
+            else:
+                total = all_reduce(output.sum(0))
+            total.square().mean().backward()
+    return [text for text in told if "collective of torch's" in text]
+
+
+@pytest.mark.parametrize("how", ["AllGatherGrad", "all_reduce", "lockstep"])
+def test_a_loss_over_torchs_collectives_is_warned_of_on_a_batch_that_the_ranks_do_not_divide(how: str) -> None:
+    zero, one = run_ranks(gather_by, 2, how, 7)
+    assert len(zero) == (how != "lockstep")
+    assert all("Gather with lockstep.all_gather" in text for text in zero)
+    assert one == []
+    assert run_ranks(gather_by, 2, how, 8) == [[], []]
 
 
 def accumulate(model: DistributedDataParallel) -> None:
