@@ -30,6 +30,7 @@ from lockstep.drift.engines import engines, engines_of
 from lockstep.drift.watch import describe_step
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
+from lockstep.parallel.closures import explain_lone_steps
 from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import current_graph_task_id
 
@@ -68,7 +69,9 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for engine in sorted(_to_compare(own), key=lambda each: str(each.process_group.group_name)):
         engine.forget_strayed()
         _comparisons[engine] = _comparisons.get(engine, 0) + 1
-        if not _are_equal(engine):
+        with explain_lone_steps(optimizer):
+            are_equal = _are_equal(engine)
+        if not are_equal:
             raise ModelError(
                 f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} differ between ranks, "
                 "because they came past DistributedDataParallel, which averages those of its own forward passes. Call "
