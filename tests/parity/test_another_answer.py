@@ -10,14 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import random_split
 
 import lockstep
 import loops
 from lockstep.testing import run_ranks
 from loops import Net, loss_of, pairs, sgd
-from test_same_answer import Site, assert_refused, assert_same, assert_same_only_if_heeded, distance, steps, unheeded
+from test_same_answer import (
+    CLASSES,
+    Site,
+    assert_refused,
+    assert_same,
+    assert_same_only_if_heeded,
+    distance,
+    steps,
+    unheeded,
+)
 
 
 def by_selection(site: Site) -> None:
@@ -72,6 +81,41 @@ def ready_made(site: Site) -> None:
 def test_batches_of_several_sizes() -> None:
     for world_size in (2, 3):
         assert_same_only_if_heeded(ready_made, world_size)
+
+
+class AllGatherGrad(torch.autograd.Function):
+    """As nnU-Net has it for a Dice loss over the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank()]
+
+
+def by_torchs_collectives(count: int, batch_size: int, site: Site) -> None:
+    def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        outputs, masks = model(x).sigmoid(), one_hot(labels, CLASSES).double()
+        if site.changes:
+            outputs, masks = lockstep.all_gather(outputs), lockstep.all_gather(masks)
+        hits, sizes = (outputs * masks).sum(0), (outputs + masks).sum(0)
+        if not site.alone and not site.heeds:
+            hits, sizes = AllGatherGrad.apply(hits).sum(0), AllGatherGrad.apply(sizes).sum(0)
+        return (1 - (2 * hits + 1) / (sizes + 1)).mean()
+
+    steps(site, loss, count, batch_size)
+
+
+def test_losses_over_collectives_of_torch() -> None:
+    uneven, even = (functools.partial(by_torchs_collectives, *each) for each in ((23, 6), (24, 6)))
+    assert_same_only_if_heeded(uneven)
+    assert max(run_ranks(distance, 3, even, False)) <= 1e-12
 
 
 def with_means_in_a_loss(site: Site) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from ddp_checks import assert_same_on_all_ranks, num_collectives
 from lockstep import DistributedDataParallel, batch
-from lockstep.errors import InputError
+from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.parallel.closures import averaged_closure
 from lockstep.testing import run_ranks
 
@@ -194,6 +194,48 @@ def test_means_do_not_depend_on_other_optimizers(
     run_ranks(fail, 2, expect_errors=True)  # the next are new processes, which have made no optimizer
     found = run_ranks(minimise_by_subclass, 2, kind, ranks_with_lbfgs)
     assert found == [(loss, num_passes + num_means)] * 2
+
+
+def step_on_one_rank(evaluates: bool, follows: bool) -> None:
+    """MACE: rank 0 steps and tells the others when to call the closure, whose collectives are the same for all."""
+    net, inputs, targets = problem()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    rank, signal = dist.get_rank(), torch.zeros(1)
+    steps_here = rank == 0 or follows
+
+    def closure() -> Tensor:
+        if not follows:
+            if rank == 0:
+                dist.broadcast(signal.fill_(1), 0)
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), 0)
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs[rank::2][:6]), targets[rank::2][:6])
+        loss.backward()
+        if not follows:
+            dist.all_reduce(loss.detach())
+        return loss
+
+    for _ in range(2):
+        if evaluates:
+            model(inputs[:2])
+        if steps_here:
+            optimizer.step(closure)
+            continue
+        while dist.broadcast(signal, 0) is None and signal:
+            closure()
+    assert_same_on_all_ranks(*model.parameters())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_steps_of_one_rank_are_an_error_that_says_what_to_write(evaluates: bool) -> None:
+    stepped, other = run_ranks(step_on_one_rank, 2, evaluates, False, expect_errors=True)
+    assert isinstance(stepped, CollectiveMismatch)
+    assert isinstance(other, CollectiveMismatch)
+    assert "optimizer.step (in its all_" in str(stepped)
+    assert "call optimizer.step(closure) on every rank, not on one while the others call the closure" in str(stepped)
+    run_ranks(step_on_one_rank, 2, evaluates, True)
 
 
 def losses_of_closures() -> list[Any]:

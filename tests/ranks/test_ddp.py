@@ -653,6 +653,49 @@ def test_engines_may_share_parameters(backend: str) -> None:
     run_ranks(share_parameters_and_look_at_gradients, 2, backend=backend)
 
 
+def share_a_trunk(is_a_first: bool, backward_order: str) -> list[int]:
+    """Two engines with one trunk in other buckets; in a third step one of them trains alone.
+
+    Returns:
+        How many buckets of the engine that trains alone had gone out when its last gradient came, in each step.
+    """
+    torch.manual_seed(0)
+    trunk = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    heads = [nn.Linear(256, 2), nn.Linear(256, 512)]
+    plain = copy.deepcopy(nn.ModuleList([trunk, *heads]))
+    engines = [DistributedDataParallel(nn.Sequential(trunk, head)) for head in heads]
+    out: list[int] = []
+    trunk[0].weight.register_hook(lambda _: out.append(len(engines[0]._reducer._out)))
+    order = [0, 1] if is_a_first else [1, 0]
+    for step in range(3):
+        inputs = data(4, 256, seed=step).float()
+        used = order if step < 2 else [0]
+        losses = {index: engines[index](inputs).square().mean() for index in used}
+        twins_losses = [plain[1 + index](plain[0](inputs)).square().mean() for index in used]
+        if backward_order == "one":
+            sum(losses.values()).backward()
+        else:
+            for index in sorted(used):
+                losses[index].backward()
+        sum(twins_losses).backward()
+        ours = nn.ModuleList([trunk, *(heads[index] for index in sorted(used))])
+        theirs = nn.ModuleList([plain[0], *(plain[1 + index] for index in sorted(used))])
+        for (name, parameter), twin in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            mean = mean_over_ranks(twin.grad)
+            assert torch.allclose(parameter.grad, mean, rtol=1e-5, atol=1e-6 * mean.abs().max().item()), (step, name)
+            assert_same_on_all_ranks(parameter.grad)
+        clear(plain, *engines)
+    return out
+
+
+@backends
+@pytest.mark.parametrize("is_a_first", [True, False])
+@pytest.mark.parametrize("backward_order", ["one", "two"])
+def test_engines_may_share_parameters_in_other_buckets(backend: str, is_a_first: bool, backward_order: str) -> None:
+    for out in run_ranks(share_a_trunk, 2, is_a_first, backward_order, backend=backend):
+        assert out[-1] > 0, "an engine that trains alone sends early"
+
+
 class Reordered(nn.Module):
     """Layers used in the order that is given."""
 

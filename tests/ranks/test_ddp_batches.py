@@ -289,6 +289,52 @@ def test_point_clouds_have_any_number_of_voxels(how: str) -> None:
         assert "with model.samples(n)" in str(message)
 
 
+class Graphs(SimpleNamespace):
+    """As DGL has them: node features are popped, and the model takes them beside the graphs."""
+
+    def num_nodes(self) -> int:
+        return self.nodes
+
+    def num_edges(self, kind: str) -> int:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("number", ["num_graphs", "batch_size"])
+def test_nodes_beside_graphs_are_no_samples(number: str) -> None:
+    nodes = torch.rand(7, 3)
+    for graphs in (
+        SimpleNamespace(x=nodes, **{number: 4}),
+        SimpleNamespace(edges=torch.zeros(9), num_nodes=7, **{number: 4}),
+        Graphs(edges=torch.zeros(9), nodes=7, **{number: 4}),
+    ):
+        for inputs in (graphs, nodes), (nodes, graphs):
+            assert sizes_of((inputs, {})).telling == {4}
+        assert sizes_of(((graphs, nodes), {"labels": torch.rand(4, 2)})).telling == {4}
+        assert sizes_of(((graphs, torch.rand(5, 3)), {})).telling == {4, 5}, "of no graph"
+
+
+def train_on_graphs() -> list[float]:
+    """As DGL's tutorial of several GPUs: the same number of graphs on each rank, with other numbers of nodes."""
+    model = DistributedDataParallel(Graphwise())
+    sizes = torch.tensor([3, 2 + 4 * dist.get_rank()])
+    nodes = int(sizes.sum())
+    model(Graphs(batch_size=2, sizes=sizes, nodes=nodes), torch.ones(nodes, 1)).mean().backward()
+    return model.module.layer.weight.grad.flatten().tolist()
+
+
+class Graphwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, graphs: Graphs, features: Tensor) -> Tensor:
+        return torch.stack([self.layer(part).sum() for part in features.split(graphs.sizes.tolist())])
+
+
+def test_training_on_graphs_with_other_numbers_of_nodes() -> None:
+    assert run_ranks(train_on_graphs, 2) == [[(5 + 9) / 2 / 2]] * 2
+
+
 def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
     packed = pack_sequence([torch.rand(length, 3) for length in (5, 3, 2)])
     assert sizes_of(((packed,), {})).telling == {3}

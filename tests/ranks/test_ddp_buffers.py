@@ -181,6 +181,53 @@ def test_buffers_of_different_sizes_are_named() -> None:
         assert "broadcast_buffers=False" in error
 
 
+class Observed(nn.Module):
+    """A scale that becomes one for each channel in the second forward pass, in place, as in torch.ao.quantization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.steps:
+            self.scale.resize_(8)
+            self.scale.copy_(torch.arange(8.0) + 10 * dist.get_rank())
+        self.steps += 1
+        return self.linear(inputs) * self.scale
+
+
+def resize_a_buffer() -> int:
+    model = DistributedDataParallel(Observed())
+    scale = model.module.scale
+    for step in range(4):
+        before = num_collectives()
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.module.scale is scale
+        assert scale.tolist() == ([1.0] if step == 0 else list(range(8)))
+        assert_same_on_all_ranks(scale)
+    return num_collectives() - before - 1
+
+
+def test_buffers_may_be_resized_in_place() -> None:
+    assert run_ranks(resize_a_buffer, 2) == [1, 1], "with the memory made anew once"
+
+
+def resize_on_one_rank() -> str:
+    """Not to be filled up from the first rank's one number, as a copy would do."""
+    model = DistributedDataParallel(Observed())
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        model.module.steps.zero_()
+    return str(error_of(model(torch.ones(2, 4)).sum().backward))
+
+
+def test_buffers_that_one_rank_resizes_are_named() -> None:
+    for error in run_ranks(resize_on_one_rank, 2):
+        assert "DistributedDataParallel's buffers, whose sizes have changed" in error
+
+
 def train_what_torchscript_has_recorded() -> None:
     """Its buffers are in a mapping of TorchScript's own."""
     model, _ = twins(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
 
+import lockstep
 from ddp_checks import (
     TOLERANCE,
     Heads,
@@ -126,26 +128,74 @@ def test_one_rank_may_look_at_the_model_before_the_step() -> None:
     assert others == [one] * 2
 
 
-def attribute(kind: str) -> str:
+def attribute(kind: str, create_graph: bool, num_samples: int = 27, batch_size: int = 8) -> str:
     """One rank wants gradients of inputs from a model in evaluation mode, now and then, of what it likes."""
-    model = DistributedDataParallel(nn.Linear(4, 1).double())
+    torch.manual_seed(0)
+    model = DistributedDataParallel(mlp().double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for inputs in DataLoader(TensorDataset(torch.ones(27, 4, dtype=torch.float64)), 8):
+    for inputs in DataLoader(TensorDataset(torch.ones(num_samples, 4, dtype=torch.float64)), batch_size):
         if dist.get_rank() == 0:
             model.eval()
-            some = inputs[0][:3] if kind == "slice" else torch.ones(5, 4, dtype=torch.float64)
+            some = inputs[0].clone() if kind == "batch" else torch.ones(5, 4, dtype=torch.float64)
+            some = inputs[0][:3] if kind == "slice" else some[:2] if kind == "ambiguous" else some
             chosen = some.requires_grad_()
-            torch.autograd.grad(model(chosen).sum(), chosen)
+            (first,) = torch.autograd.grad(model(chosen).sum(), chosen, create_graph=create_graph)
+            if create_graph:
+                (second,) = torch.autograd.grad(first.square().sum(), chosen, create_graph=True)
+                assert second.abs().sum() > 0
+                second.sum().backward(inputs=[chosen])
             model.train()
         optimizer.zero_grad()
         model(inputs[0].detach()).mean().backward()
         optimizer.step()
+    assert_same_on_all_ranks(*model.parameters())
     return ""
 
 
-@pytest.mark.parametrize("kind", ["slice", "other"])
-def test_gradients_of_inputs_in_evaluation_mode_are_a_ranks_own_business(kind: str) -> None:
-    assert run_ranks(attribute, 2, kind) == [""] * 2
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kind", ["slice", "batch", "other"])
+def test_gradients_of_inputs_in_evaluation_mode_are_a_ranks_own_business(kind: str, create_graph: bool) -> None:
+    assert run_ranks(attribute, 2, kind, create_graph) == [""] * 2
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_they_are_where_one_size_stands_for_two_batches(create_graph: bool) -> None:
+    """Rank 0 has two samples of batches of 6 and of 5, so the ranks must ask each other: in training alone."""
+    assert run_ranks(attribute, 4, "ambiguous", create_graph, 23, 6) == [""] * 4
+
+
+def penalise_in_evaluation_mode(num_samples: int, kind: str) -> str:
+    """A gradient penalty of a model that trains in evaluation mode, as with frozen normalization."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(mlp().double()).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (inputs,) in DataLoader(TensorDataset(torch.arange(num_samples * 4.0).double().view(-1, 4)), 4):
+        inputs.requires_grad_()
+        output = model(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        penalty = slope.square().mean() if kind != "third" else sum_of_squares_of_second(slope, inputs)
+        loss = penalty if kind == "alone" else output.mean() + penalty
+        if kind == "alone":
+            loss = loss + 0.0 * sum(parameter.sum() for parameter in model.parameters())
+        try:
+            loss.backward()
+        except ModelError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ""
+
+
+def sum_of_squares_of_second(slope: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    (second,) = torch.autograd.grad(slope.square().sum(), inputs, create_graph=True)
+    return second.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside", "third"])
+def test_a_gradient_penalty_in_evaluation_mode_is_refused_when_it_reaches_parameters(kind: str) -> None:
+    assert run_ranks(penalise_in_evaluation_mode, 2, 8, kind) == ["", ""]
+    for error in run_ranks(penalise_in_evaluation_mode, 2, 7, kind):
+        assert error.startswith("a gradient with a graph of its own (create_graph=True")
 
 
 def train_in_evaluation_mode(kind: str) -> str:
@@ -162,8 +212,8 @@ def test_gradients_of_parameters_in_evaluation_mode_are_not(kind: str, words: st
     assert all(words in error for error in run_ranks(train_in_evaluation_mode, 2, kind))
 
 
-def step_behind_no_sync(averages: bool) -> list[str]:
-    """The last window of an epoch is cut short, and the script steps by what there is."""
+def step_behind_no_sync(averages: bool, between: Callable[[DistributedDataParallel], None] | None = None) -> list[str]:
+    """The last window of an epoch is cut short, and the script steps by what there is, or by what it makes of it."""
     model = DistributedDataParallel(mlp().double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings_of_lockstep() as told:
@@ -172,9 +222,42 @@ def step_behind_no_sync(averages: bool) -> list[str]:
                 model(data(2, 4)).mean().backward()
             if averages:
                 model(data(2, 4)).mean().backward()
+            if between is not None:
+                between(model)
             optimizer.step()
             optimizer.zero_grad()
+    if between in (average_each, average_flat):
+        assert_same_on_all_ranks(*model.parameters())
     return told
+
+
+def average_each(model: DistributedDataParallel) -> None:
+    """As GSAM does."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+
+
+def average_flat(model: DistributedDataParallel) -> None:
+    """In other tensors, and clipped behind it."""
+    parameters = list(model.parameters())
+    flat = nn.utils.parameters_to_vector(parameter.grad for parameter in parameters)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+    nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+def show_and_clip(model: DistributedDataParallel) -> None:
+    """Neither averages gradients."""
+    dist.all_reduce(torch.ones(()))
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def add_noise(model: DistributedDataParallel) -> None:
+    for parameter in model.parameters():
+        parameter.grad += torch.rand_like(parameter)
 
 
 def test_steps_by_what_no_sync_has_accumulated_are_warned_of() -> None:
@@ -185,6 +268,13 @@ def test_steps_by_what_no_sync_has_accumulated_are_warned_of() -> None:
     assert one == []
     assert run_ranks(step_behind_no_sync, 2, True) == [[], []]
     assert run_ranks(step_behind_no_sync, 1, False) == [[]]
+
+
+@backends
+@pytest.mark.parametrize("between", [average_each, average_flat, show_and_clip, add_noise])
+def test_those_that_the_script_averages_itself_are_not(between: Callable[..., None], backend: str) -> None:
+    told = run_ranks(step_behind_no_sync, 2, False, between, backend=backend)
+    assert [len(each) for each in told] == [between in (show_and_clip, add_noise), 0]
 
 
 def penalise(num_samples: int) -> str:
@@ -205,6 +295,46 @@ def test_a_gradient_penalty_on_a_batch_that_the_ranks_do_not_divide_is_an_error(
     for error in run_ranks(penalise, 2, 7):
         assert error.startswith("a gradient with a graph of its own (create_graph=True")
         assert "drop_last=True" in error
+
+
+class AllGatherGrad(torch.autograd.Function):
+    """As nnU-Net and others have it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank()]
+
+
+def gather_by(how: str, num_samples: int) -> list[str]:
+    model = DistributedDataParallel(mlp().double())
+    with warnings_of_lockstep() as told:
+        for (inputs,) in DataLoader(TensorDataset(torch.arange(num_samples * 4.0).double().view(-1, 4)), 4):
+            output = model(inputs)
+            if how == "lockstep":
+                total = lockstep.all_gather(output).sum(0)
+            elif how == "AllGatherGrad":
+                total = AllGatherGrad.apply(output.sum(0)).sum(0)
+            else:
+                total = all_reduce(output.sum(0))
+            total.square().mean().backward()
+    return [text for text in told if "collective of torch's" in text]
+
+
+@pytest.mark.parametrize("how", ["AllGatherGrad", "all_reduce", "lockstep"])
+def test_a_loss_over_torchs_collectives_is_warned_of_on_a_batch_that_the_ranks_do_not_divide(how: str) -> None:
+    zero, one = run_ranks(gather_by, 2, how, 7)
+    assert len(zero) == (how != "lockstep")
+    assert all("Gather with lockstep.all_gather" in text for text in zero)
+    assert one == []
+    assert run_ranks(gather_by, 2, how, 8) == [[], []]
 
 
 def accumulate(model: DistributedDataParallel) -> None:

@@ -594,6 +594,49 @@ def test_a_dataset_that_draws_from_a_generator_of_its_own_is_warned_of(
     assert [text in record.getMessage() for record in caplog.records] == [True] * (draw is not nothing_drawn)
 
 
+class SharesGenerator:
+    generator = np.random.RandomState(0)
+
+
+class HoldsSamples(Held):
+    """Samples before the transform that draws, as MONAI's datasets have them."""
+
+    def __init__(self, samples: list[Any], transform: Any) -> None:
+        super().__init__()
+        del self.transform  # which stood before the samples otherwise
+        self.samples = samples
+        self.transform = Compose([Compose([]), Compose([]), transform])
+
+    def __getitem__(self, index):
+        return self.images[index] + float(self.transform.transforms[2].generator.rand())
+
+
+class Compose:
+    def __init__(self, transforms: list[Any]) -> None:
+        self.transforms = transforms
+
+
+@pytest.mark.parametrize("make", [lambda: Holder(np.random.RandomState(0)), SharesGenerator])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [{"image": index} for index in range(300)],
+        [(f"{index}.png", index) for index in range(300)],
+        [[(index, each) for each in range(20)] for index in range(300)],
+        [np.zeros(1) for _ in range(300)],
+    ],
+    ids=["dicts", "tuples", "lists", "arrays"],
+)
+def test_a_long_list_hides_no_generator_of_a_dataset(
+    make: Callable[[], Any], samples: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    log._warned.clear()
+    list(DataLoader(HoldsSamples(samples, make()), 2))
+    text = "draws from a generator of its own, transform.transforms[2].generator"
+    (record,) = caplog.records
+    assert text in record.getMessage()
+
+
 class Looks(Held):
     def __getitem__(self, index):
         return self.images[index]

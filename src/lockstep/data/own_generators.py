@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, TracebackType
@@ -26,8 +27,10 @@ __all__ = ["OwnGenerators"]
 
 _DEPTH = 4
 _MOST_OBJECTS = 200
+_MOST_ALIKE = 8  # of one type, in one list: those of samples are long
 
-_LEAVES = frozenset(map(id, (str, bytes, int, float, bool, type(Path()))))
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_LEAVES = frozenset(map(id, (str, bytes, int, float, bool, dict, type(Path()))))
 
 _logger = get_logger(__name__)
 
@@ -47,7 +50,8 @@ class OwnGenerators:
         self._found: dict[str, Any] = {}
         self._process_wide = _process_wide()
         self._seen: set[int] = set()
-        self._find(owner, "", _DEPTH)
+        self._classes: set[type] = set()
+        self._find(owner)
 
     def __enter__(self) -> OwnGenerators:
         self._before = {name: _state(one) for name, one in self._found.items()}
@@ -60,25 +64,49 @@ class OwnGenerators:
         if drawn and kind is None:
             warn(_logger, f"{self._called} draws from a generator of its own, {drawn[0]}: {self._advice}")
 
-    def _find(self, value: Any, name: str, depth: int) -> None:
-        # A module is nobody's own (`self.rng = random`), nor are the generators behind its functions.
-        if isinstance(value, random.SystemRandom | ModuleType) or any(value is one for one in self._process_wide):
-            return
-        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
-            self._found[name] = value
-            return
-        if not depth or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
+    def _find(self, owner: Any) -> None:
+        """Breadth first: what is near counts more than what a long list holds."""
+        waiting = deque([(owner, "", _DEPTH)])
+        while waiting:
+            waiting += self._look(*waiting.popleft())
+
+    def _look(self, value: Any, name: str, depth: int) -> Iterator[tuple[Any, str, int]]:
+        """Note a generator; of anything else, what is to be looked at next: value, name and depth."""
+        if self._note(value, name) or not depth or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return
         self._seen.add(id(value))
         if type(value) in (list, tuple):
+            counts = Counter[type]()
             for index, item in enumerate(value[:_MOST_OBJECTS]):
-                if id(type(item)) not in _LEAVES:  # of which lists are long
-                    self._find(item, f"{name}[{index}]", depth - 1)
+                counts[type(item)] += 1
+                if id(type(item)) not in _LEAVES and counts[type(item)] <= _MOST_ALIKE:
+                    yield item, f"{name}[{index}]", depth - 1
         elif isinstance(value, MethodType | BuiltinMethodType):
-            self._find(value.__self__, name, depth)
+            yield value.__self__, name, depth
         elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
-            for attribute, item in [*getattr(value, "__dict__", {}).items(), *_bound(value)]:
-                self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)
+            for attribute, item in [*self._of_classes(value), *getattr(value, "__dict__", {}).items(), *_bound(value)]:
+                yield item, f"{name}.{attribute}" if name else attribute, depth - 1
+
+    def _note(self, value: Any, name: str) -> bool:
+        """Whether there is nothing to look for inside: a generator, noted unless it is a process-wide one, or a module.
+
+        A module is nobody's own (`self.rng = random`), nor are the generators behind its functions.
+        """
+        if isinstance(value, random.SystemRandom | ModuleType) or any(value is one for one in self._process_wide):
+            return True
+        is_generator = isinstance(value, _GENERATORS)
+        if is_generator:
+            self._found[name] = value
+        return is_generator
+
+    def _of_classes(self, value: Any) -> list[tuple[str, Any]]:
+        """Generators that all objects of a class share, as MONAI's transforms do: by attribute."""
+        found = []
+        for kind in type(value).__mro__:
+            if kind not in self._classes:
+                self._classes.add(kind)
+                found += [(name, item) for name, item in vars(kind).items() if isinstance(item, _GENERATORS)]
+        return found
 
 
 def _bound(function: Any) -> Iterator[tuple[str, Any]]:

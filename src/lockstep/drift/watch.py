@@ -73,7 +73,7 @@ from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.groups import open_groups, sequence_number_of
 from lockstep.world import World, check_at_shutdown
 
-__all__ = ["describe_step", "watch_beside_engine", "watch_optimizers", "watch_samplers"]
+__all__ = ["communication", "describe_step", "watch_beside_engine", "watch_optimizers", "watch_samplers"]
 
 _logger = get_logger(__name__)
 
@@ -171,7 +171,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     # Parameters are kept from the moment of suspicion on. See [Note: local SGD].
     if record is None or record.is_beside:
         return
-    if record.parameters and record.marker != _communication():
+    if record.parameters and record.marker != communication():
         record.synced.append(digest(record.parameters))
 
 
@@ -186,7 +186,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     record.version = version_of(first)
     _count_step(record)
-    marker = _communication()
+    marker = communication()
     is_quiet, record.marker = marker == record.marker, marker
     record.was_quiet = record.was_quiet or is_quiet
     weighed, record.num_weighed = batch.num_weighed() != record.num_weighed, batch.num_weighed()
@@ -209,7 +209,7 @@ def _begin_record(optimizer: Optimizer, first: torch.Tensor) -> OptimizerRecord:
     _stepped.update(own)
     record = _records[optimizer] = OptimizerRecord(_splitter, _num_engine_steps, has_engine=bool(own))
     if not record.has_engine and not _is_sharded(first):
-        record.lone = LoneGradients(first, _communication)
+        record.lone = LoneGradients(first, communication)
     return record
 
 
@@ -307,8 +307,8 @@ def _describe_parameters(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -
     return f"{len(names)} parameter(s) that it steps ({listed})"
 
 
-def _communication() -> tuple[object, ...]:
-    """Changes with every collective of this process, and with every message of our groups."""
+def communication() -> tuple[object, ...]:
+    """Changes with every collective of this process, and with every message of our groups. Local."""
     counts: list[object] = [clock.total()]
     group: Any
     for group in open_groups():

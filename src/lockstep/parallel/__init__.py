@@ -16,7 +16,8 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `claims`, `divergence`: whether all ranks understood a step alike, and hold the same parameters.
 * `shared_buffers`: the buffers that all ranks get from the first.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
-* `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets.
+* `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets; `by_hand`: what looks
+  like one.
 * `copying`: copies of an engine.
 * `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.
@@ -25,7 +26,7 @@ Losses and layers over all ranks:
 
 * `losses`, `gathering`: losses that are no mean over samples.
 * `loss_watch`: hands the first losses to two checks; `loss_kinds`: whether a loss is a mean over samples; `bypasses`:
-  whether a part of it bypasses the model's outputs.
+  whether a part of it bypasses the model's outputs, or takes other ranks' weights.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

@@ -1,9 +1,12 @@
-"""Warns if part of a loss bypasses the model's outputs while the batch does not divide evenly among the ranks.
+"""Warns if part of a loss takes no weight, or that of other ranks, while the batch does not divide evenly among them.
 
 Weights of ranks enter at the outputs ([Note: exact weighting] in `forward_pass.py`). A loss that a layer keeps as an
 attribute, or what the script computes with the model's parameters (`model.module.head(hidden)`), bypasses the outputs,
 and counts once for each rank, not for each sample. Terms on parameters (regularisers) bypass them as well, and that is
 right: they do not depend on the batch.
+
+What torch's differentiable collectives gather takes another rank's weight: their backward passes add up what comes back
+on all ranks, and this rank's share weights the sum. A mean over ranks of equal weights is right.
 
 [Note: terms] The check follows the loss down to its summands. A summand that depends on outputs, and on parameters by
 another path, mixes both. A summand that depends on parameters alone is a regulariser, unless it shares nodes of the
@@ -19,9 +22,9 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.log import get_logger, warn_once
-from lockstep.parallel.losses import RESCALED
+from lockstep.parallel.losses import COLLECTIVES, RESCALED
 
-__all__ = ["find_bypass", "warn_of_bypass"]
+__all__ = ["find_bypass", "warn_of_bypass", "warn_of_collective"]
 
 _logger = get_logger(__name__)
 
@@ -63,6 +66,25 @@ def warn_of_bypass(loss: Tensor, roots: Collection[Node], own: frozenset[int], l
             f"{line}: the loss contains {found}, and the ranks do not divide this batch: that part counts once for "
             "each rank, not for each sample, so the training is not that of one process. Return what the loss needs "
             "from forward(), or give the loader drop_last=True and a batch size that the ranks divide",
+        )
+
+
+def warn_of_collective(loss: Tensor, line: str) -> None:
+    """Warn if the loss comes from outputs by a collective of torch's that gives gradients to all ranks. Local.
+
+    Args:
+        loss: 0-dim, of a batch that the ranks do not divide.
+        line: file and line of the user's call of `backward`.
+    """
+    nodes = _behind([] if loss.grad_fn is None else [loss.grad_fn], batch.is_marked)
+    names = {node.name() for node in nodes if not batch.is_marked(node)}
+    if any(word in name for name in names for word in COLLECTIVES):
+        warn_once(
+            _logger,
+            f"{line}: the loss is computed from what a collective of torch's has gathered with gradients, and the "
+            "ranks do not divide this batch: each rank weights by its own share what comes back from all of them, and "
+            "fillers count, so the training is not that of one process. Gather with lockstep.all_gather, or give the "
+            "loader drop_last=True and a batch size that the ranks divide",
         )
 
 

@@ -19,6 +19,11 @@ therefore run the hooks once or twice, depending on whether the process has crea
 creates one LBFGS in every process, and leaves a loss alone that is already a mean. It hooks both steps: a subclass may
 never call `LBFGS.step`, or may pass it another closure than it was given.
 
+[Note: lone steps] Scripts for torch's engine may step on one rank, while the others call the closure, whose collectives
+are the same for all. Here the mean of the losses would be a collective of that rank alone. *Rejected:* to leave a loss
+alone that a collective of the closure's own has written: it would take a record of what each collective writes, and
+what the other ranks do between closures is still not what one that steps does.
+
 Only engines that the closure has called count: others may wait for the garbage collector, which runs at another moment
 on each rank ([Note: engines that are gone] in `drift/engines.py`).
 """
@@ -37,13 +42,19 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep import batch
 from lockstep.drift.engines import AveragingModule, engines_of, engines_used, latest_use
-from lockstep.errors import InputError
+from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.losses import find_origin
 from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["averaged_closure", "install", "note_forward"]
+__all__ = ["averaged_closure", "explain_lone_steps", "install", "note_forward"]
+
+_ADVICE = (
+    "LBFGS gets the mean of all ranks' losses here: call optimizer.step(closure) on every rank, not on one while the "
+    "others call the closure. The closure returns this rank's loss, without an all_reduce or a broadcast of its own; "
+    "the gradients, and so the parameters, are the same on all ranks as it is"
+)
 
 
 class _Latest(threading.local):
@@ -129,11 +140,23 @@ def averaged_closure(closure: Callable[[], Any], optimizer: Optimizer) -> Callab
         engine = min(engines, key=lambda each: (-each.process_group.size(), str(each.process_group.group_name)))
         if _is_mean(loss, engine.process_group):
             return loss
-        mean = _mean_over_ranks(loss, engine, _weight_of(loss, engine, forwards))
+        with explain_lone_steps(optimizer):
+            mean = _mean_over_ranks(loss, engine, _weight_of(loss, engine, forwards))
         _latest.mean, _latest.version, _latest.group = mean, _version_of(mean), engine.process_group
         return mean
 
     return average
+
+
+@contextmanager
+def explain_lone_steps(optimizer: Optimizer) -> Iterator[None]:
+    """What steps of LBFGS ask all ranks inside of this is an error that says what to write. See [Note: lone steps]."""
+    try:
+        yield
+    except CollectiveMismatch as error:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            error.args = (f"{error.args[0]} {_ADVICE}", *error.args[1:])
+        raise
 
 
 def _is_mean(loss: Any, group: dist.ProcessGroup) -> bool:

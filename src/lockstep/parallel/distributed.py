@@ -32,7 +32,7 @@ from lockstep.drift.engines import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel import closures, joined
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
-from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, StraySigns
+from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, Phase, StraySigns
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
@@ -312,7 +312,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         if self.device_ids is not None:
             inputs, kwargs = move_tensors((inputs, kwargs), self.device_ids[0], non_blocking=True)
         is_functional = self.changes.are_transformed()
-        forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional)
+        forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional, self.training)
         if with_gradients:
             closures.note_forward(forward)
         return forward, *forward.enter((inputs, kwargs))
@@ -422,7 +422,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     def _look_out(self, forward: ForwardPass) -> None:
         """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
         if torch.is_grad_enabled():
-            forward.check_penalty()
+            if forward.trains:
+                forward.check_penalty()
             self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
         else:
             self.changes.suspect()  # they may be others by now
@@ -436,10 +437,15 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         """Whether the backward pass under way came by this engine, which averages the parameter. Local."""
         return self._backward.came_by(current_graph_task_id()) and id(parameter) in self._own
 
+    def may_average(self, parameters: frozenset[int]) -> bool:
+        """Whether a backward pass of this engine has begun or may begin, in which it averages any of them. Local."""
+        return self._backward.phase is not Phase.IDLE and not self._own.isdisjoint(parameters)
+
     def _backward_begins(self) -> None:
         task = current_graph_task_id()
         if task != self._backward.begun_task:
-            self._reducer.begin(task)
+            is_shared = any(each is not self and each.may_average(self._own) for each in engines())
+            self._reducer.begin(task, is_alone=not is_shared)
             queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
@@ -498,6 +504,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     def has_signs(self) -> bool:
         """Whether to look at `stray_signs` and `awaits_gradients` at all."""
         return self._backward.has_signs
+
+    def has_averaged_by_hand(self) -> bool:
+        """Whether gradients that have accumulated since the last averaging were averaged by other means. Local."""
+        return self._is_ready and self._reducer.accumulated.were_averaged()
 
     @property
     def unaveraged(self) -> list[torch.Tensor]:

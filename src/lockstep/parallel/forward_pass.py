@@ -17,7 +17,8 @@ They find the forward passes that a loss comes from by marks on the outputs' nod
 
 These hooks do not see a gradient that reaches the parameters by another way, such as from a tensor that the model keeps
 as an attribute. It gets no weight, as outside a loader. A gradient through the graph of a gradient
-(`create_graph=True`) would get none either; it raises ModelError where the ranks do not divide the batch.
+(`create_graph=True`) would get none either; it raises ModelError where the ranks do not divide the batch: when it is
+computed, in evaluation mode when a loss goes back through that graph to parameters.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ class ForwardPass:
             model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
         own: `id` of the parameters that the engine averages.
         is_functional: it runs inside of `torch.func.grad` or the like, with other parameters than the model's.
+        trains: the model is in training mode.
 
     Attributes:
         feed: what goes through; with a weight from `settle` on.
         is_open: counted as one that no gradient has come to; see [Note: open forward passes] in `claims.py`.
+        trains: the model is in training mode.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ForwardPass:
         reached: Callable[[], Reached | None],
         own: frozenset[int] = frozenset(),
         is_functional: bool = False,
+        trains: bool = True,
     ) -> None:
         self.feed = feed
         self.syncing = syncing
@@ -79,6 +83,7 @@ class ForwardPass:
         self.is_open = False
         self._own = own
         self._is_functional = is_functional
+        self.trains = trains
         self._reached = reached
         self._claimed_task = -1  # the last backward pass for which the feed's claim was noted
         self._weighted_task = -1  # the last backward pass in which the weight was put on
@@ -194,8 +199,27 @@ class ForwardPass:
                 "the DistributedDataParallel of this model was deleted between its forward and its backward pass: keep "
                 "it, the gradients are averaged by it"
             )
-        if not reached(number, self) or self.is_plain:
+        if not reached(number, self):
+            return self._with_way_back(number, gradient)
+        if self.is_plain:
             return None
         self._weighted_task = current_graph_task_id()
         # Not multiplied by zero: what a filler sample gives may be infinite.
         return torch.zeros_like(gradient) if self.is_filler else gradient * self.feed.weight
+
+    def _with_way_back(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """In evaluation mode, where a graph of gradients begins: notices whether a loss goes back by it to parameters.
+
+        See [Note: gradients of an evaluation] in `feeding.py`.
+        """
+        is_own_business = self.is_plain or self.trains or self._is_functional or not self.syncing
+        if is_own_business or not torch.is_grad_enabled():
+            return None
+        entered = gradient.clone() if gradient.requires_grad else gradient.detach().requires_grad_()
+        entered.register_hook(functools.partial(self._on_penalty, number))  # type: ignore[no-untyped-call]
+        return entered
+
+    def _on_penalty(self, number: int, _: torch.Tensor) -> None:
+        reached = self._reached()
+        if reached is not None and reached(number, self):
+            self.check_penalty()

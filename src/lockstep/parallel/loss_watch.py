@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lockstep.comm.callsite import is_users
-from lockstep.parallel.bypasses import warn_of_bypass
+from lockstep.parallel.bypasses import warn_of_bypass, warn_of_collective
 from lockstep.parallel.feeding import Feed
 from lockstep.parallel.loss_kinds import warn_of_other_divisor
 
@@ -60,6 +60,7 @@ class LossWatch:
         if self._uneven_looks_left and feed.is_uneven:
             self._uneven_looks_left -= 1
             checks.append(lambda loss, line: warn_of_bypass(loss, roots, self._own, line))
+            checks.append(warn_of_collective)
         if checks and sys.getprofile() is None:
             sys.setprofile(_BackwardHook(checks))
 

@@ -147,7 +147,7 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
             "global_loss: this loss was computed from what lockstep.all_gather has gathered, which gives the gradients "
             "of one process by itself: leave global_loss out"
         )
-    if any(word in name for name in behind for word in _COLLECTIVES):
+    if any(word in name for name in behind for word in COLLECTIVES):
         raise InputError(
             "global_loss: this loss was computed from what a collective of torch's has gathered with gradients, which "
             "other ranks weight by their share of the samples. Gather with lockstep.all_gather, and leave global_loss "
@@ -165,7 +165,7 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
 # `all_gather`, behind which it is over the rows of all ranks.
 RESCALED, GATHERED = "_RescaleBackward", "_GatherRowsBackward"
 # What names of graph nodes of torch's differentiable collectives contain.
-_COLLECTIVES = (
+COLLECTIVES = (
     *("AllGather", "AllReduce", "AlltoAll", "AllToAll", "ReduceScatter", "Reduce_Scatter", "_Broadcast"),
     *("_c10d_functional_all_", "_c10d_functional_reduce_"),
 )

@@ -16,6 +16,11 @@ belongs to this pass. Otherwise (gradients accumulated under `no_sync`, or not
 set to None) everything goes out at the end. `begin` looks, once per backward pass. A sentinel that
 fires before `begin` was called makes up for it: the gradient came by another way than the outputs.
 
+[Note: shared parameters] Engines with parameters in common may average in one backward pass. What one has sent early
+is then a view of its bucket, into which its peers write the mean as soon as they are through; the other engine would
+send that, or keep it as the gradient of this rank. So neither sends anything before the pass is over. One engine
+is then through before the other sends, which averages what is equal on all ranks.
+
 [Note: watched parameters] A backward pass may go by the outputs and by all sentinels: through the graph of a
 gradient, or from a tensor that the model keeps as an attribute. So all parameters have hooks in the first passes,
 and keep them where such a pass is seen, or one that may lead to it.
@@ -37,6 +42,7 @@ from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
+from lockstep.parallel.by_hand import AccumulatedGradients
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
 from lockstep.parallel.divergence import DivergenceCheck
@@ -68,6 +74,9 @@ class Reducer:
         always_views: gradients are views of buckets, even where other references to them exist.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
             `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
+
+    Attributes:
+        accumulated: gradients that were not to be averaged.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class Reducer:
         device = collective_device(group, plans[0].device if plans else self._parameters[0].device)
         self._claim_check = ClaimCheck(group, device)  # with a communication hook
         self._divergence = DivergenceCheck(names, parameters, group, device)
+        self.accumulated = AccumulatedGradients(self._parameters)
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         # The sentinels', by bucket; behind them each parameter without a bucket is its own.
         self._handles: list[_HookBehindAll | None] = [None] * (len(plans) + len(self._sparse))
@@ -285,6 +295,7 @@ class Reducer:
     def note_accumulated(self) -> None:
         """A gradient has come that is not to be averaged. Local."""
         self._backward.has_accumulated = True
+        self.accumulated.note()
         self._divergence.note_accumulated()
 
     @property
@@ -292,12 +303,17 @@ class Reducer:
         """Whether nothing was averaged, and nothing came that was not to be averaged."""
         return self._divergence.averages_nothing
 
-    def begin(self, task: int) -> None:
-        """A backward pass begins that will reduce: this task of autograd's. Local."""
+    def begin(self, task: int, is_alone: bool = True) -> None:
+        """A backward pass begins that will reduce: this task of autograd's. Local. See [Note: shared parameters].
+
+        Args:
+            task: its number.
+            is_alone: no other engine averages these parameters in this pass.
+        """
         self._divergence.note()
         if self._backward.is_under_way:
             self._restart()
-        early = self.may_go_early and self._hook is None and not self._out
+        early = self.may_go_early and is_alone and self._hook is None and not self._out
         # With create_graph, a second gradient would not be written into the bucket but replace it.
         are_none = all(parameter.grad is None for parameter in self._parameters)
         self._keeps_graph = torch.is_grad_enabled()

@@ -4,7 +4,8 @@
 ranks with different sizes do not go on. Not every size is one of samples: an image model of ultralytics takes a
 dictionary with the boxes of all images in one tensor, of which each rank has its own number. So only those are compared
 that samples come in as a rule: of the first tensor among the arguments, of the tensors with the most dimensions, and
-lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word.
+lengths of lists. Objects that say how many samples they hold (graphs, packed sequences) are taken at their word, and a
+tensor beside one, with as many rows as something in it has, is of its nodes or edges, not of samples.
 Of point clouds the tensors with the most dimensions are those of voxels, of which each rank has its own number, too. So
 the tensors in a dictionary do not tell where a `batch_size` in it does, or a list of records or objects beside it, and
 a second thing in the dictionary has that size: boxes of each sample, or a list of clouds.
@@ -18,6 +19,7 @@ their height.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +66,7 @@ class _Found:
     def __init__(self) -> None:
         self._lengths: set[int] = set()  # of lists, and what objects say
         self._silent: set[int] = set()  # sizes that are not compared
+        self._inside: set[int] = set()  # of objects that say how many samples they hold: numbers of nodes, say
         self._tensors: list[_Rows] = []
         self._first: _Rows | None = None  # among the arguments, not inside of a dictionary or an object
         self._records: set[int] = set()  # lengths of lists of dictionaries or objects
@@ -74,7 +77,9 @@ class _Found:
         said = _said_by(value)
         if said is not None:
             self._lengths.add(said)
-            self._silent.update(_size(each) for each in tensors_in(value) if each.ndim > 0)
+            inside = set(map(_size, filter(torch.Tensor.dim, tensors_in(value))))
+            self._silent |= inside
+            self._inside |= inside | _num_parts_of(value)
         elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
             if isinstance(value, list) or not isinstance(value[0], int | float | None):
                 self._lengths.add(len(value))  # else a shape, or numbers of heads; samples come in lists
@@ -107,7 +112,7 @@ class _Found:
         telling = [each for each in may_tell if each is self._first or each.ndim == most]
         return Sizes(
             frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
-            frozenset(self._lengths).union(map(_size, telling)),
+            frozenset(self._lengths).union(set(map(_size, telling)) - self._inside),
         )
 
 
@@ -158,6 +163,16 @@ def _said_by(value: Any) -> int | None:
         counts = [getattr(value, name, None) for name in names]
     said = next((count for count in counts if type(count) is int), None)
     return said if said is not None and tensors_in(value) else None  # options of a script say such things, too
+
+
+def _num_parts_of(graph: Any) -> set[int]:
+    """Nodes and edges, which DGL does not keep where `tensors_in` looks; its methods are properties elsewhere."""
+    found = set()
+    for name in ("num_nodes", "num_edges"):
+        number = getattr(graph, name, None)
+        with contextlib.suppress(TypeError):  # it wants an argument
+            found.add(number() if callable(number) else number)
+    return {each for each in found if type(each) is int}
 
 
 def show_inputs(inputs: Any) -> str:

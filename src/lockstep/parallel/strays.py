@@ -9,7 +9,8 @@ Gradients that `torch.autograd.grad` returned and the script wrote to `.grad` ar
 the last forward pass had no backward pass.
 
 A strayed gradient that a later pass of the engine averages with its own is no stray any more. Gradients of passes under
-`no_sync()` are never strays; a rank that steps by them alone gets a warning, since local SGD does so on purpose.
+`no_sync()` are never strays; a rank that steps by them alone gets a warning, since local SGD does so on purpose. It
+gets none where the script averages them itself (`by_hand.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lockstep.drift.engines import engines, engines_of
 from lockstep.drift.watch import describe_step
 from lockstep.errors import ModelError
 from lockstep.log import get_logger, warn_once
+from lockstep.parallel.closures import explain_lone_steps
 from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import current_graph_task_id
 
@@ -67,7 +69,9 @@ def _check_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for engine in sorted(_to_compare(own), key=lambda each: str(each.process_group.group_name)):
         engine.forget_strayed()
         _comparisons[engine] = _comparisons.get(engine, 0) + 1
-        if not _are_equal(engine):
+        with explain_lone_steps(optimizer):
+            are_equal = _are_equal(engine)
+        if not are_equal:
             raise ModelError(
                 f"{describe_step(optimizer)}: gradients of {type(engine.module).__name__} differ between ranks, "
                 "because they came past DistributedDataParallel, which averages those of its own forward passes. Call "
@@ -97,7 +101,7 @@ def _is_suspicious(optimizer: Optimizer) -> bool:
 
 
 def _warn_of_accumulated(engine: Any, optimizer: Optimizer) -> None:
-    if engine in _warned or not _has_gradients(engine, optimizer):
+    if engine in _warned or not _has_gradients(engine, optimizer) or engine.has_averaged_by_hand():
         return
     _warned.add(engine)
     if dist.get_world_size(engine.process_group) == 1 or dist.get_rank(engine.process_group) != 0:

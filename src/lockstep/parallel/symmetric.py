@@ -283,6 +283,8 @@ class _BufferMail:
     def __init__(self, engine: Engine, rank: int, buffers: Sequence[torch.Tensor]) -> None:
         self._is_source = rank == 0
         self._buffers = list(buffers)
+        self._shapes = [buffer.shape for buffer in buffers]
+        self._has_dtypes = True
         offsets, total = [], 0
         for buffer in buffers:
             offsets.append(total)
@@ -296,11 +298,13 @@ class _BufferMail:
 
     def fits(self, buffers: Sequence[torch.Tensor]) -> bool:
         """Whether these have the shapes and dtypes of those it was made for. Local."""
-        if len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers)):
-            return True
-        fits = [(b.shape, b.dtype) for b in buffers] == [(view.shape, view.dtype) for view in self._views]
-        self._buffers = list(buffers)
-        return fits
+        # Of the same tensors too: observers of quantization resize theirs in place.
+        if [buffer.shape for buffer in buffers] != self._shapes:
+            return False
+        if not all(map(operator.is_, buffers, self._buffers)):
+            self._buffers = list(buffers)
+            self._has_dtypes = [buffer.dtype for buffer in buffers] == [view.dtype for view in self._views]
+        return self._has_dtypes
 
     def write(self, buffers: Sequence[torch.Tensor]) -> None:
         """The first rank puts its buffers in. Local."""
