@@ -15,6 +15,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import lockstep
 import lockstep.compat.horovod.torch as hvd
+from apex_cases import clean_amp
+from lockstep.compat.apex import amp
+from lockstep.errors import InputError
 from lockstep.testing import run_ranks
 
 BATCH = 4
@@ -385,3 +388,62 @@ def changed_in_between() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_may_change_before_the_step(world_size: int) -> None:
     run_ranks(changed_in_between, world_size, init=False)
+
+
+# ---- with Apex's amp ------------------------------------------------------------------------------
+
+
+def amp_before_horovod() -> None:
+    """Steps would leave out what amp does behind them: masters are not published, overflows not skipped."""
+    hvd.init()
+    for level, options in (("O1", {}), ("O2", {}), ("O2", {"loss_scale": 1.0}), ("O0", {"loss_scale": 8.0})):
+        with clean_amp():
+            net = nn.Linear(4, 4)
+            model, optimizer = amp.initialize(net, sgd(net.parameters()), opt_level=level, verbosity=0, **options)
+            for op in (hvd.Average, hvd.Adasum):
+                with pytest.raises(InputError, match=r"call amp\.initialize\(model, optimizer\) with what comes back"):
+                    hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+    with clean_amp():  # Nothing is scaled, and nothing has a master: amp does nothing for a step.
+        model, optimizer = amp.initialize((net := nn.Linear(4, 4)), sgd(net.parameters()), opt_level="O0", verbosity=0)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        before = model.weight.detach().clone()
+        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_amp_before_horovod_is_refused(world_size: int) -> None:
+    run_ranks(amp_before_horovod, world_size, init=False)
+
+
+def amp_behind_horovod(level: str) -> list[list[float]]:
+    """Horovod's documented order. Infinite gradients of one rank skip the step on all."""
+    hvd.init()
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    weights = []
+    with clean_amp():
+        optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters())
+        model, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        for step, (inputs, labels) in enumerate(batches(3)):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(own(inputs)), own(labels))
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                (scaled_loss * (float("inf") if step == 1 and hvd.rank() == 0 else 1.0)).backward()
+                optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            weights.append(model.weight.detach().float().flatten().tolist())
+    hvd.shutdown()
+    return weights
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_amp_behind_horovod_trains(level: str, world_size: int) -> None:
+    first, *others = run_ranks(amp_behind_horovod, world_size, level, init=False)
+    assert first[0] == first[1] != first[2], "the second step is skipped"
+    assert all(other == first for other in others)

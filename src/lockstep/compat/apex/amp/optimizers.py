@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.compat.apex.amp._amp_state import AmpError, say
+from lockstep.compat.apex.amp._amp_state import AmpError, _amp_state, say
 from lockstep.compat.apex.amp.casts import casts_off
 from lockstep.compat.apex.amp.properties import HALF_DTYPES
 from lockstep.compat.apex.amp.scaler import LossScaler
@@ -61,6 +61,11 @@ class OptimizerState:
         self.loaded_state: dict[Any, Any] | None = None
         self._held: dict[Tensor, Tensor] = {}
         self._is_unreduced = False  # what the last backward pass brought is this rank's own, and unscaled
+
+    def changes_steps(self) -> bool:
+        """Whether the optimizer trains something else without it: it keeps masters, or losses are scaled. Local."""
+        scalers = _amp_state.loss_scalers
+        return self.has_masters or any(each.dynamic or each.loss_scale() != 1.0 for each in scalers)
 
     # ---- masters -------------------------------------------------------------------------------
 

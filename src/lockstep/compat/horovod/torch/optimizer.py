@@ -315,8 +315,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         `set_backward_passes_per_step`.
 
     Raises:
-        InputError: names that are missing or not unique, a predivide factor without Average, or groups that share a
-            parameter.
+        InputError: names that are missing or not unique, a predivide factor without Average, groups that share a
+            parameter, or an optimizer that has been through Apex's `amp.initialize`, which comes after this.
         UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two.
     """
     chosen = ReductionOp(op)
