@@ -65,6 +65,41 @@ def test_one_module_under_two_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert words.startswith("lockstep: oldpack is not installed here, so `import oldpack` finds doorway;")
 
 
+def test_an_object_of_a_submodules_name_stays(folder: Path) -> None:
+    """A package may put an object in the place of a submodule that it has imported, as Apex's amp and LARC."""
+    state = "from doorway.state.inner import inner\nfrom doorway.state.inner import value"
+    write(folder / "doorway", {"state/__init__": state, "state/inner": "inner = object()\nvalue = 5"})
+    kept = importlib.import_module("oldpack.state").inner
+    assert importlib.import_module("oldpack.state.inner").value == 5
+    exec("import oldpack.state.inner")
+    assert sys.modules["oldpack.state"].inner is kept
+    assert sys.modules["oldpack.state.inner"] is sys.modules["doorway.state.inner"]
+
+
+def test_importing_submodules_of_the_shims_changes_nothing() -> None:
+    """By the foreign name, after the package: each package has the same objects as before."""
+    program = """
+import importlib, pkgutil, sys, types
+import lockstep.compat.install
+for name in ("apex", "horovod"):
+    package = importlib.import_module(name)
+    below = [each.name for each in pkgutil.walk_packages(package.__path__, name + ".")]
+    assert len(below) > 10, below
+    for each in below:
+        parent, _, child = each.rpartition(".")
+        before = vars(importlib.import_module(parent)).get(child)
+        module = importlib.import_module(each)
+        own = sys.modules["lockstep.compat." + each]
+        assert module is own and vars(sys.modules[parent])[child] in (before, own), each
+        assert before is None or vars(sys.modules[parent])[child] is before, each
+import apex.amp._amp_state
+from apex.parallel.LARC import LARC
+assert apex.amp._amp_state.loss_scalers == [] and apex.parallel.LARC is LARC
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(60))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.usefixtures("folder")
 def test_what_the_shim_does_not_have_cannot_be_imported() -> None:
     for name in ("oldpack.contrib", "oldpack.amp.more", "oldpack.deep.inner.more"):
