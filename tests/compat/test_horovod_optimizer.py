@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -447,3 +448,58 @@ def test_amp_behind_horovod_trains(level: str, world_size: int) -> None:
     first, *others = run_ranks(amp_behind_horovod, world_size, level, init=False)
     assert first[0] == first[1] != first[2], "the second step is skipped"
     assert all(other == first for other in others)
+
+
+def accumulate_with_amp(level: str, reduces: str, late: bool) -> None:
+    """Two micro-batches for a step; `reduces` says where Horovod's optimizer does."""
+    hvd.init()
+    torch.manual_seed(0)
+    net, plain = make_model(), make_model()
+    plain.load_state_dict(net.state_dict())
+    with clean_amp():
+        wrapped = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters(), backward_passes_per_step=2)
+        model, optimizer = amp.initialize(net, wrapped, opt_level=level, loss_scale=256.0, verbosity=0)
+        for last, (inputs, labels) in enumerate(batches(2)):
+            cross_entropy(plain(inputs), labels).backward()
+            loss = cross_entropy(model(own(inputs)), own(labels))
+            with amp.scale_loss(loss, optimizer, delay_unscale=late and not last) as scaled_loss:
+                scaled_loss.backward()
+                if last and reduces == "inside":
+                    optimizer.synchronize()
+        with optimizer.skip_synchronize() if reduces == "inside" else contextlib.nullcontext():
+            optimizer.step()
+        reference = sgd(plain.parameters())
+        reference.step()
+        for mine, theirs in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+            tolerance = TOLERANCE if level == "O0" else 1e-2
+            assert torch.allclose(mine, theirs, atol=tolerance, rtol=tolerance), (mine - theirs).abs().max()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("level", "reduces", "late"),
+    [
+        ("O0", "inside", True),
+        ("O2", "inside", True),
+        ("O0", "at the step", False),  # nothing has been reduced before the sum is there
+    ],
+)
+def test_accumulation_with_amp(level: str, reduces: str, late: bool, world_size: int) -> None:
+    run_ranks(accumulate_with_amp, world_size, level, reduces, late, init=False)
+
+
+@pytest.mark.parametrize(
+    ("level", "reduces", "late", "advice"),
+    [
+        ("O0", "inside", False, "Pass delay_unscale=True"),
+        ("O2", "inside", False, "Pass delay_unscale=True"),
+        ("O2", "at the step", False, "Call optimizer.synchronize() inside"),
+        ("O2", "at the step", True, "Call optimizer.synchronize() inside"),
+    ],
+)
+def test_accumulation_with_amp_that_leaves_gradients_out(level: str, reduces: str, late: bool, advice: str) -> None:
+    run_ranks(accumulate_with_amp, 1, level, reduces, late, init=False)
+    for error in run_ranks(accumulate_with_amp, 2, level, reduces, late, init=False, expect_errors=True):
+        assert isinstance(error, RuntimeError)
+        assert advice in str(error)

@@ -228,6 +228,15 @@ class ReducingOptimizer(CountingOptimizer):
         self._finishers.clear()
         self._counts.reset(self.backward_passes_per_step)
 
+    @property
+    def num_unreduced(self) -> int:
+        """Gradients that were computed and not reduced yet; 0 where there is nobody to reduce with. Local."""
+        return self._counts.num_open
+
+    def synchronizes_at_step(self) -> bool:
+        """Whether `step()` would reduce gradients, here and now. Local."""
+        return self._should_synchronize
+
     # ---- the optimizer's own methods -----------------------------------------------------------------
 
     @contextmanager
