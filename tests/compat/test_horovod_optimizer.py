@@ -314,6 +314,19 @@ def state_of_root() -> None:
         assert torch.equal(states[0][number][key], states[1][number][key])
     with pytest.raises(ValueError, match="invalid params"):
         hvd.broadcast_parameters(3, root_rank=0)
+    for params in (
+        optimizer.state_dict(),
+        list(optimizer.state_dict().items()),
+        {"model": model.state_dict(), "epoch": 3},
+    ):
+        with pytest.raises(
+            InputError, match=r"no tensor among .*hvd\.broadcast_optimizer_state\(optimizer, root_rank\)"
+        ):
+            hvd.broadcast_parameters(params, root_rank=0)
+    weight = torch.full((2,), float(rank))
+    for allowed in ({"weight": weight, "_extra_state": {}}, {"inner._extra_state": {"a": 1}}, {}, iter(())):
+        hvd.broadcast_parameters(allowed, root_rank=1)
+    assert weight.tolist() == [1.0, 1.0]
     hvd.shutdown()
 
 
