@@ -234,7 +234,9 @@ def test_schedule_of_the_loss_scale() -> None:
     for expected in (2.0**15, 2.0**15):
         floor.unscale([torch.tensor([float("nan")])])
         assert floor.update_scale()
+        assert floor._has_overflow
         floor.clear_overflow_state()
+        assert not floor._has_overflow
         assert floor.loss_scale() == expected
     fixed = LossScaler(4.0)
     (same,) = fixed.unscale([torch.tensor([float("inf"), 8.0])])
@@ -256,6 +258,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(
     loss = functional.cross_entropy(model(first[0]), first[1])
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         (scaled_loss * float("inf")).backward()
+    assert state.loss_scalers[0]._has_overflow, "which scripts read"
     before = copy.deepcopy(model.state_dict())
     optimizer.step()
     with warnings.catch_warnings():
@@ -267,6 +270,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}}
     train_with_amp(model, optimizer, [second])
+    assert not state.loss_scalers[0]._has_overflow
     assert not same_parameters(model, net) or not torch.equal(before["head.weight"], model.state_dict()["head.weight"])
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
     with amp.scale_loss(functional.cross_entropy(model(first[0]), first[1]), optimizer) as scaled_loss:

@@ -33,6 +33,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   parallel.SyncBatchNorm                      supported  any device and any split of the batch
   parallel.convert_syncbn_model               different  refuses a layer whose own forward pass would be lost
   parallel.create_syncbn_process_group        supported
+  parallel.optimized_sync_batchnorm           supported
   parallel.LARC                               supported
   parallel.ReduceOp                           supported
   parallel.distributed.flat_dist_call         supported
