@@ -425,6 +425,22 @@ def test_lamb(decay: float) -> None:
     assert optimizer.step(lambda: torch.tensor(1.0)).item() == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lamb_of_16_bit_parameters_computes_in_float32(dtype: torch.dtype, decoupled: bool, decay: float) -> None:
+    """Squares of 1e-3 and the eps are 0 in float16."""
+    start = torch.linspace(1.0, 2.0, 8)
+    narrow, wide = nn.Parameter(start.to(dtype)), nn.Parameter(start.to(dtype).float())
+    options = {"lr": 1e-2, "weight_decay": decay, "adam_w_mode": decoupled, "max_grad_norm": 0.0}
+    for parameter in (narrow, wide):
+        parameter.grad = torch.linspace(1e-3, 2e-3, 8).to(dtype).to(parameter.dtype)
+        optimizer = optimizers.FusedLAMB([parameter], **options)
+        optimizer.step()
+    torch.testing.assert_close(narrow.detach(), wide.detach().to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    assert not torch.equal(narrow, start.to(dtype))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
