@@ -125,6 +125,71 @@ def test_looking_for_it_loads_no_shim(folder: Path, capsys: pytest.CaptureFixtur
     assert "oldpack" not in sys.modules
 
 
+# What a program does with the answer, and whether it is told yes.
+ASKING = {
+    "from importlib.util import find_spec\nfound = find_spec('oldpack')": False,
+    "import importlib.util\nfound = importlib.util.find_spec('oldpack')\nif found:\n    import oldpack": False,
+    "import pkgutil, importlib.util\nfound = importlib.util.find_spec('oldpack')\ntry:\n    import oldpack\n"
+    "except ImportError:\n    pass": False,
+    "from importlib.util import find_spec\ndef ask():\n    return find_spec('oldpack')\nfound = ask()\n"
+    "def late():\n    import oldpack": False,
+    "from importlib.util import find_spec\nfound = find_spec('oldpack')\nif found is None:\n    raise ImportError\n"
+    "from oldpack import amp": True,
+    "import sys, importlib.util\nfound = importlib.util.find_spec('oldpack')\nif found:\n    import oldpack.amp\n"
+    "else:\n    sys.exit('no oldpack')": True,
+    "from importlib.util import find_spec\ndef ask():\n    found = find_spec('oldpack')\n    if found is None:\n"
+    "        raise ImportError\n    from oldpack.amp import Scaler\n    return found\nfound = ask()": True,
+}
+
+
+@pytest.mark.parametrize(("text", "hears_yes"), ASKING.items())
+def test_who_only_asks_has_a_way_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, hears_yes: bool
+) -> None:
+    monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
+    write(folder, {"doorway_asks": text})
+    try:
+        assert (importlib.import_module("doorway_asks").found is not None) == hears_yes
+        sys.modules.pop("doorway_asks")
+        monkeypatch.setenv("LOCKSTEP_COMPAT", "1")
+        assert importlib.import_module("doorway_asks").found is not None
+    finally:
+        sys.modules.pop("doorway_asks", None)
+    assert importlib.import_module("oldpack.amp").value == 3
+    assert importlib.util.find_spec("oldpack") is not None, "it is there now"
+
+
+@pytest.mark.core
+def test_a_script_that_asks_for_apex(launches: Launches) -> None:
+    script = launches.script(
+        """
+        from importlib.util import find_spec
+        print(find_spec("apex") is None, find_spec("horovod") is None)
+        def train():
+            from apex import amp
+            return amp.__name__
+        print(train(), find_spec("apex").name)
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0] True False\n[0] lockstep.compat.apex.amp lockstep.compat.apex\n"
+    insists = launches.script(
+        """
+        from importlib.util import find_spec
+        has_apex = find_spec("apex") is not None
+        if not has_apex:
+            raise ImportError("Please install apex from https://www.github.com/nvidia/apex")
+        print("goes on")
+        """
+    )
+    refused = launches.run("--nproc", "1", insists)
+    assert refused.returncode == 1
+    assert "with `--compat` it finds lockstep.compat.apex" in refused.stderr
+    done = launches.run("--nproc", "1", "--compat", insists)
+    assert (done.returncode, done.stdout) == (0, "[0] goes on\n"), done.stderr
+
+
 def test_the_real_package_wins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(folder / "oldpack", {"__init__": "", "amp": "value = 'real'"})
     assert importlib.import_module("oldpack.amp").value == "real"

@@ -27,11 +27,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, MappingProxyType, ModuleType
 
+from lockstep.compat.asking import hears_no
 from lockstep.compat.notice import print_notice
 
-__all__ = ["SHIMS", "ShimFinder"]
+__all__ = ["CHOICES", "SHIMS", "ShimFinder"]
 
 SHIMS: Mapping[str, str] = MappingProxyType({"apex": "lockstep.compat.apex", "horovod": "lockstep.compat.horovod"})
+CHOICES = frozenset({"apex"})
+"""Those of them that programs have a way without; see [Note: who only asks] in `asking.py`."""
 
 
 class ShimFinder(MetaPathFinder):
@@ -53,6 +56,8 @@ class ShimFinder(MetaPathFinder):
             real = self._ask_others(fullname, path, target)
             if real is not None and not _is_stray(real, shim):
                 return real
+            if package in CHOICES and hears_no(package, depth=1):
+                return None
         elif sys.modules.get(package) is not sys.modules.get(shim, self):
             return None
         name = f"{shim}.{rest}" if rest else shim
