@@ -463,7 +463,9 @@ def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
     """Model, optimizer and Amp saved after two steps and loaded go on as if nothing had been."""
     options = {"lr": 0.01} | ({"momentum": 0.9} if make is torch.optim.SGD else {})
     data = batches(4)
-    model, optimizer = amp.initialize((net := make_net()), make(net.parameters(), **options), "O2", verbosity=0)
+    model, optimizer = amp.initialize(
+        (net := make_net()), make(net.parameters(), **options), opt_level="O2", verbosity=0
+    )
     model.norm.running_mean += 1
     train_with_amp(model, optimizer, data[:2])
     # 16-bit parameters round in a checkpoint taken from the model; so compare with a run that does as well.
@@ -475,7 +477,9 @@ def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
     expected = train_with_amp(model, optimizer, data[2:])
     saved.seek(0)
     loaded = torch.load(saved, weights_only=True)
-    other, resumed = amp.initialize((net := make_net(9)), make(net.parameters(), **options), "O2", verbosity=0)
+    other, resumed = amp.initialize(
+        (net := make_net(9)), make(net.parameters(), **options), opt_level="O2", verbosity=0
+    )
     other.load_state_dict(loaded["model"])
     resumed.load_state_dict(loaded["optimizer"])
     amp.load_state_dict(loaded["amp"])
@@ -486,11 +490,11 @@ def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
 
 def test_masters_made_by_hand_before_a_checkpoint_is_loaded(state: AmpState) -> None:
     """As NVIDIA's BERT does it: masters, then the optimizer's state, then the masters' own values."""
-    model, optimizer = amp.initialize((net := make_net()), make_sgd(net), "O2", verbosity=0)
+    model, optimizer = amp.initialize((net := make_net()), make_sgd(net), opt_level="O2", verbosity=0)
     train_with_amp(model, optimizer, batches(2))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), list(amp.master_params(optimizer))))
     expected = train_with_amp(model, optimizer, batches(2, seed=5))
-    other, resumed = amp.initialize((net := make_net(9)), make_sgd(net), "O2", verbosity=0)
+    other, resumed = amp.initialize((net := make_net(9)), make_sgd(net), opt_level="O2", verbosity=0)
     resumed._lazy_init_maybe_master_weights()
     resumed._amp_stash.lazy_init_called = True
     other.load_state_dict(saved[0])
@@ -553,7 +557,7 @@ def test_replicas_of_a_cast_model_run_themselves(state: AmpState, level: str) ->
     images, labels = batches(1)[0]
     gradients = []
     for wrap in (lambda model: model, lambda model: lockstep.DataParallel(model, ["cpu:0", "cpu:1"])):
-        model, optimizer = amp.initialize((net := make_net().eval()), make_sgd(net), level, verbosity=0)
+        model, optimizer = amp.initialize((net := make_net().eval()), make_sgd(net), opt_level=level, verbosity=0)
         with amp.scale_loss(functional.cross_entropy(wrap(model)(images), labels), optimizer) as scaled_loss:
             scaled_loss.backward()
         gradients.append([each.grad for each in amp.master_params(optimizer)])
