@@ -234,7 +234,9 @@ def test_schedule_of_the_loss_scale() -> None:
     for expected in (2.0**15, 2.0**15):
         floor.unscale([torch.tensor([float("nan")])])
         assert floor.update_scale()
+        assert floor._has_overflow
         floor.clear_overflow_state()
+        assert not floor._has_overflow
         assert floor.loss_scale() == expected
     fixed = LossScaler(4.0)
     (same,) = fixed.unscale([torch.tensor([float("inf"), 8.0])])
@@ -256,6 +258,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(
     loss = functional.cross_entropy(model(first[0]), first[1])
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         (scaled_loss * float("inf")).backward()
+    assert state.loss_scalers[0]._has_overflow, "which scripts read"
     before = copy.deepcopy(model.state_dict())
     optimizer.step()
     with warnings.catch_warnings():
@@ -267,6 +270,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}}
     train_with_amp(model, optimizer, [second])
+    assert not state.loss_scalers[0]._has_overflow
     assert not same_parameters(model, net) or not torch.equal(before["head.weight"], model.state_dict()["head.weight"])
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
     with amp.scale_loss(functional.cross_entropy(model(first[0]), first[1]), optimizer) as scaled_loss:
@@ -459,7 +463,9 @@ def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
     """Model, optimizer and Amp saved after two steps and loaded go on as if nothing had been."""
     options = {"lr": 0.01} | ({"momentum": 0.9} if make is torch.optim.SGD else {})
     data = batches(4)
-    model, optimizer = amp.initialize((net := make_net()), make(net.parameters(), **options), "O2", verbosity=0)
+    model, optimizer = amp.initialize(
+        (net := make_net()), make(net.parameters(), **options), opt_level="O2", verbosity=0
+    )
     model.norm.running_mean += 1
     train_with_amp(model, optimizer, data[:2])
     # 16-bit parameters round in a checkpoint taken from the model; so compare with a run that does as well.
@@ -471,7 +477,9 @@ def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
     expected = train_with_amp(model, optimizer, data[2:])
     saved.seek(0)
     loaded = torch.load(saved, weights_only=True)
-    other, resumed = amp.initialize((net := make_net(9)), make(net.parameters(), **options), "O2", verbosity=0)
+    other, resumed = amp.initialize(
+        (net := make_net(9)), make(net.parameters(), **options), opt_level="O2", verbosity=0
+    )
     other.load_state_dict(loaded["model"])
     resumed.load_state_dict(loaded["optimizer"])
     amp.load_state_dict(loaded["amp"])
@@ -482,11 +490,11 @@ def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
 
 def test_masters_made_by_hand_before_a_checkpoint_is_loaded(state: AmpState) -> None:
     """As NVIDIA's BERT does it: masters, then the optimizer's state, then the masters' own values."""
-    model, optimizer = amp.initialize((net := make_net()), make_sgd(net), "O2", verbosity=0)
+    model, optimizer = amp.initialize((net := make_net()), make_sgd(net), opt_level="O2", verbosity=0)
     train_with_amp(model, optimizer, batches(2))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), list(amp.master_params(optimizer))))
     expected = train_with_amp(model, optimizer, batches(2, seed=5))
-    other, resumed = amp.initialize((net := make_net(9)), make_sgd(net), "O2", verbosity=0)
+    other, resumed = amp.initialize((net := make_net(9)), make_sgd(net), opt_level="O2", verbosity=0)
     resumed._lazy_init_maybe_master_weights()
     resumed._amp_stash.lazy_init_called = True
     other.load_state_dict(saved[0])
@@ -549,7 +557,7 @@ def test_replicas_of_a_cast_model_run_themselves(state: AmpState, level: str) ->
     images, labels = batches(1)[0]
     gradients = []
     for wrap in (lambda model: model, lambda model: lockstep.DataParallel(model, ["cpu:0", "cpu:1"])):
-        model, optimizer = amp.initialize((net := make_net().eval()), make_sgd(net), level, verbosity=0)
+        model, optimizer = amp.initialize((net := make_net().eval()), make_sgd(net), opt_level=level, verbosity=0)
         with amp.scale_loss(functional.cross_entropy(wrap(model)(images), labels), optimizer) as scaled_loss:
             scaled_loss.backward()
         gradients.append([each.grad for each in amp.master_params(optimizer)])

@@ -425,6 +425,22 @@ def test_lamb(decay: float) -> None:
     assert optimizer.step(lambda: torch.tensor(1.0)).item() == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lamb_of_16_bit_parameters_computes_in_float32(dtype: torch.dtype, decoupled: bool, decay: float) -> None:
+    """Squares of 1e-3 and the eps are 0 in float16."""
+    start = torch.linspace(1.0, 2.0, 8)
+    narrow, wide = nn.Parameter(start.to(dtype)), nn.Parameter(start.to(dtype).float())
+    options = {"lr": 1e-2, "weight_decay": decay, "adam_w_mode": decoupled, "max_grad_norm": 0.0}
+    for parameter in (narrow, wide):
+        parameter.grad = torch.linspace(1e-3, 2e-3, 8).to(dtype).to(parameter.dtype)
+        optimizer = optimizers.FusedLAMB([parameter], **options)
+        optimizer.step()
+    torch.testing.assert_close(narrow.detach(), wide.detach().to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    assert not torch.equal(narrow, start.to(dtype))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -464,3 +480,64 @@ def test_normalization() -> None:
         assert kind(4)(inputs).dtype == torch.float32
     with pytest.raises(ValueError, match="memory_efficient"):
         normalization.FusedLayerNorm(4, memory_efficient=True)
+
+
+class T5Norm(nn.Module):
+    """Hugging Face's T5LayerNorm, in whose place its T5 takes FusedRMSNorm where Apex can be imported."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        variance = inputs.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        inputs = inputs * torch.rsqrt(variance + self.eps)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            inputs = inputs.to(self.weight.dtype)
+        return self.weight * inputs
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("of_inputs", DTYPES)
+@pytest.mark.parametrize("of_weights", DTYPES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_rms_norm_is_that_of_t5(of_inputs: torch.dtype, of_weights: torch.dtype, autocast: bool) -> None:
+    """Bit for bit. T5 keeps one layer in float32 in a 16-bit model, so dtypes mix.
+
+    Gradients to the inputs' precision: T5's own are the sum of two that have been rounded to it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 48, generator=generator)
+    weight = torch.randn(48, generator=generator)
+    seen = []
+    for norm in (T5Norm(48), normalization.FusedRMSNorm(48, eps=1e-6)):
+        norm.weight.data.copy_(weight)
+        norm.to(of_weights)
+        own = inputs.to(of_inputs).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = norm(own)
+        result.float().square().sum().backward()
+        seen.append((result, own.grad, norm.weight.grad))
+    (expected, *gradients), (result, *ours) = seen
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+    for mine, theirs in zip(ours, gradients, strict=True):
+        atol = 4 * max(torch.finfo(each).eps for each in (of_inputs, of_weights)) * float(theirs.abs().max())
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("of_inputs", DTYPES)
+@pytest.mark.parametrize("of_weights", DTYPES)
+@pytest.mark.parametrize("name", ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"])
+def test_normalization_has_the_dtype_of_the_weights(name: str, of_inputs: torch.dtype, of_weights: torch.dtype) -> None:
+    inputs = torch.randn(3, 8).to(of_inputs)
+    norm = getattr(normalization, name)(8).to(of_weights)
+    result = norm(inputs)
+    assert result.dtype == of_weights
+    plain = (nn.RMSNorm if "RMS" in name else nn.LayerNorm)(8, eps=1e-5)
+    torch.testing.assert_close(result.float(), plain(inputs.float()), rtol=2e-2, atol=2e-2)
+    bare = getattr(normalization, name)(8, elementwise_affine=False)(inputs)
+    assert bare.dtype == of_inputs

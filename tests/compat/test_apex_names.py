@@ -117,6 +117,7 @@ def test_modules_that_scripts_name() -> None:
     assert apex.normalization.FusedLayerNorm is FusedLayerNorm
     assert apex.parallel.DistributedDataParallel is DistributedDataParallel
     assert apex.parallel.LARC is LARC
+    assert apex.parallel.optimized_sync_batchnorm.SyncBatchNorm is apex.parallel.SyncBatchNorm
     assert half_function is apex.amp.half_function
     assert apex.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
     assert apex.contrib.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -266,6 +267,57 @@ def accumulate_wrongly(level: str) -> None:
             optimizer.step()
 
 
+def train_under_no_sync(model: nn.Module, net: nn.Module, optimizer: Any, late: bool) -> None:
+    """Two micro-batches, the first under `no_sync()`."""
+    optimizer.zero_grad()
+    for step, last in ((0, False), (1, True)):
+        with contextlib.nullcontext() if last else model.no_sync():  # type: ignore[operator]
+            images, labels = own_batch(step)
+            loss = functional.cross_entropy(model(images), labels)
+            with amp.scale_loss(loss, optimizer, delay_unscale=late and not last) as scaled_loss:
+                scaled_loss.backward()
+
+
+def accumulate_under_no_sync(kind: str, level: str) -> None:
+    """As with `disable_allreduce()`, whose engine it is."""
+    plain = make_net()
+    with clean_amp():
+        net, optimizer = amp.initialize(
+            (net := make_net()), make_sgd(net), opt_level=level, loss_scale=256.0, verbosity=0
+        )
+        makers = {"torch": nn.parallel.DistributedDataParallel, "ours": lockstep.DistributedDataParallel}
+        model = makers.get(kind, DistributedDataParallel)(net)
+        if dist.get_world_size() == 1:
+            train_under_no_sync(model, net, optimizer, late=False)
+        else:
+            with pytest.raises(RuntimeError, match=r"no_sync\(\).* Pass delay_unscale=True"):
+                train_under_no_sync(model, net, optimizer, late=False)
+        train_under_no_sync(model, net, optimizer, late=True)
+        backward(plain, 0)
+        backward(plain, 1)
+        for ours, theirs in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+            # Running means of the normalization have moved; gradients of a 16-bit model have 11 bits.
+            expected = summed(theirs.grad) / dist.get_world_size()
+            tolerance = 1e-6 if level == "O0" else 2e-2
+            torch.testing.assert_close(ours.grad, expected, rtol=tolerance, atol=tolerance)
+        # Every step with gradients of the rank's own, and gradients that are zero: nothing to complain of.
+        optimizer.step()
+        for late_zero in (False, True):
+            with model.no_sync():
+                images, labels = own_batch(2)
+                with amp.scale_loss(functional.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            if late_zero:
+                optimizer.zero_grad(set_to_none=False)
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+            with amp.scale_loss(functional.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def normalize() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = torch.randn(4 * world_size, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -296,6 +348,18 @@ def test_accumulation_under_an_engine(world_size: int) -> None:
     run_ranks(accumulate_with_amp, world_size)
     for level in ("O1", "O2"):
         run_ranks(accumulate_wrongly, world_size, level)
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours", "apex"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_accumulation_under_no_sync(kind: str, level: str) -> None:
+    run_ranks(accumulate_under_no_sync, 2, kind, level)
+    if level == "O0":
+        run_ranks(accumulate_under_no_sync, 1, kind, level)
+
+
+def test_accumulation_under_no_sync_over_gloo() -> None:
+    run_ranks(accumulate_under_no_sync, 2, "torch", "O0", backend="gloo")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -15,6 +16,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import lockstep
 import lockstep.compat.horovod.torch as hvd
+from apex_cases import clean_amp
+from lockstep.compat.apex import amp
+from lockstep.errors import InputError
 from lockstep.testing import run_ranks
 
 BATCH = 4
@@ -310,6 +314,19 @@ def state_of_root() -> None:
         assert torch.equal(states[0][number][key], states[1][number][key])
     with pytest.raises(ValueError, match="invalid params"):
         hvd.broadcast_parameters(3, root_rank=0)
+    for params in (
+        optimizer.state_dict(),
+        list(optimizer.state_dict().items()),
+        {"model": model.state_dict(), "epoch": 3},
+    ):
+        with pytest.raises(
+            InputError, match=r"no tensor among .*hvd\.broadcast_optimizer_state\(optimizer, root_rank\)"
+        ):
+            hvd.broadcast_parameters(params, root_rank=0)
+    weight = torch.full((2,), float(rank))
+    for allowed in ({"weight": weight, "_extra_state": {}}, {"inner._extra_state": {"a": 1}}, {}, iter(())):
+        hvd.broadcast_parameters(allowed, root_rank=1)
+    assert weight.tolist() == [1.0, 1.0]
     hvd.shutdown()
 
 
@@ -385,3 +402,117 @@ def changed_in_between() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_may_change_before_the_step(world_size: int) -> None:
     run_ranks(changed_in_between, world_size, init=False)
+
+
+# ---- with Apex's amp ------------------------------------------------------------------------------
+
+
+def amp_before_horovod() -> None:
+    """Steps would leave out what amp does behind them: masters are not published, overflows not skipped."""
+    hvd.init()
+    for level, options in (("O1", {}), ("O2", {}), ("O2", {"loss_scale": 1.0}), ("O0", {"loss_scale": 8.0})):
+        with clean_amp():
+            net = nn.Linear(4, 4)
+            model, optimizer = amp.initialize(net, sgd(net.parameters()), opt_level=level, verbosity=0, **options)
+            for op in (hvd.Average, hvd.Adasum):
+                with pytest.raises(InputError, match=r"call amp\.initialize\(model, optimizer\) with what comes back"):
+                    hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+    with clean_amp():  # Nothing is scaled, and nothing has a master: amp does nothing for a step.
+        model, optimizer = amp.initialize((net := nn.Linear(4, 4)), sgd(net.parameters()), opt_level="O0", verbosity=0)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        before = model.weight.detach().clone()
+        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_amp_before_horovod_is_refused(world_size: int) -> None:
+    run_ranks(amp_before_horovod, world_size, init=False)
+
+
+def amp_behind_horovod(level: str) -> list[list[float]]:
+    """Horovod's documented order. Infinite gradients of one rank skip the step on all."""
+    hvd.init()
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    weights = []
+    with clean_amp():
+        optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters())
+        model, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        for step, (inputs, labels) in enumerate(batches(3)):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(own(inputs)), own(labels))
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                (scaled_loss * (float("inf") if step == 1 and hvd.rank() == 0 else 1.0)).backward()
+                optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            weights.append(model.weight.detach().float().flatten().tolist())
+    hvd.shutdown()
+    return weights
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_amp_behind_horovod_trains(level: str, world_size: int) -> None:
+    first, *others = run_ranks(amp_behind_horovod, world_size, level, init=False)
+    assert first[0] == first[1] != first[2], "the second step is skipped"
+    assert all(other == first for other in others)
+
+
+def accumulate_with_amp(level: str, reduces: str, late: bool) -> None:
+    """Two micro-batches for a step; `reduces` says where Horovod's optimizer does."""
+    hvd.init()
+    torch.manual_seed(0)
+    net, plain = make_model(), make_model()
+    plain.load_state_dict(net.state_dict())
+    with clean_amp():
+        wrapped = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters(), backward_passes_per_step=2)
+        model, optimizer = amp.initialize(net, wrapped, opt_level=level, loss_scale=256.0, verbosity=0)
+        for last, (inputs, labels) in enumerate(batches(2)):
+            cross_entropy(plain(inputs), labels).backward()
+            loss = cross_entropy(model(own(inputs)), own(labels))
+            with amp.scale_loss(loss, optimizer, delay_unscale=late and not last) as scaled_loss:
+                scaled_loss.backward()
+                if last and reduces == "inside":
+                    optimizer.synchronize()
+        with optimizer.skip_synchronize() if reduces == "inside" else contextlib.nullcontext():
+            optimizer.step()
+        reference = sgd(plain.parameters())
+        reference.step()
+        for mine, theirs in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+            tolerance = TOLERANCE if level == "O0" else 1e-2
+            assert torch.allclose(mine, theirs, atol=tolerance, rtol=tolerance), (mine - theirs).abs().max()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("level", "reduces", "late"),
+    [
+        ("O0", "inside", True),
+        ("O2", "inside", True),
+        ("O0", "at the step", False),  # nothing has been reduced before the sum is there
+    ],
+)
+def test_accumulation_with_amp(level: str, reduces: str, late: bool, world_size: int) -> None:
+    run_ranks(accumulate_with_amp, world_size, level, reduces, late, init=False)
+
+
+@pytest.mark.parametrize(
+    ("level", "reduces", "late", "advice"),
+    [
+        ("O0", "inside", False, "Pass delay_unscale=True"),
+        ("O2", "inside", False, "Pass delay_unscale=True"),
+        ("O2", "at the step", False, "Call optimizer.synchronize() inside"),
+        ("O2", "at the step", True, "Call optimizer.synchronize() inside"),
+    ],
+)
+def test_accumulation_with_amp_that_leaves_gradients_out(level: str, reduces: str, late: bool, advice: str) -> None:
+    run_ranks(accumulate_with_amp, 1, level, reduces, late, init=False)
+    for error in run_ranks(accumulate_with_amp, 2, level, reduces, late, init=False, expect_errors=True):
+        assert isinstance(error, RuntimeError)
+        assert advice in str(error)

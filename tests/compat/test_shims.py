@@ -65,6 +65,41 @@ def test_one_module_under_two_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert words.startswith("lockstep: oldpack is not installed here, so `import oldpack` finds doorway;")
 
 
+def test_an_object_of_a_submodules_name_stays(folder: Path) -> None:
+    """A package may put an object in the place of a submodule that it has imported, as Apex's amp and LARC."""
+    state = "from doorway.state.inner import inner\nfrom doorway.state.inner import value"
+    write(folder / "doorway", {"state/__init__": state, "state/inner": "inner = object()\nvalue = 5"})
+    kept = importlib.import_module("oldpack.state").inner
+    assert importlib.import_module("oldpack.state.inner").value == 5
+    exec("import oldpack.state.inner")
+    assert sys.modules["oldpack.state"].inner is kept
+    assert sys.modules["oldpack.state.inner"] is sys.modules["doorway.state.inner"]
+
+
+def test_importing_submodules_of_the_shims_changes_nothing() -> None:
+    """By the foreign name, after the package: each package has the same objects as before."""
+    program = """
+import importlib, pkgutil, sys, types
+import lockstep.compat.install
+for name in ("apex", "horovod"):
+    package = importlib.import_module(name)
+    below = [each.name for each in pkgutil.walk_packages(package.__path__, name + ".")]
+    assert len(below) > 10, below
+    for each in below:
+        parent, _, child = each.rpartition(".")
+        before = vars(importlib.import_module(parent)).get(child)
+        module = importlib.import_module(each)
+        own = sys.modules["lockstep.compat." + each]
+        assert module is own and vars(sys.modules[parent])[child] in (before, own), each
+        assert before is None or vars(sys.modules[parent])[child] is before, each
+import apex.amp._amp_state
+from apex.parallel.LARC import LARC
+assert apex.amp._amp_state.loss_scalers == [] and apex.parallel.LARC is LARC
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit_s(60))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.usefixtures("folder")
 def test_what_the_shim_does_not_have_cannot_be_imported() -> None:
     for name in ("oldpack.contrib", "oldpack.amp.more", "oldpack.deep.inner.more"):
@@ -88,6 +123,71 @@ def test_looking_for_it_loads_no_shim(folder: Path, capsys: pytest.CaptureFixtur
     assert importlib.util.find_spec("oldpack") is not None
     assert capsys.readouterr().err == ""
     assert "oldpack" not in sys.modules
+
+
+# What a program does with the answer, and whether it is told yes.
+ASKING = {
+    "from importlib.util import find_spec\nfound = find_spec('oldpack')": False,
+    "import importlib.util\nfound = importlib.util.find_spec('oldpack')\nif found:\n    import oldpack": False,
+    "import pkgutil, importlib.util\nfound = importlib.util.find_spec('oldpack')\ntry:\n    import oldpack\n"
+    "except ImportError:\n    pass": False,
+    "from importlib.util import find_spec\ndef ask():\n    return find_spec('oldpack')\nfound = ask()\n"
+    "def late():\n    import oldpack": False,
+    "from importlib.util import find_spec\nfound = find_spec('oldpack')\nif found is None:\n    raise ImportError\n"
+    "from oldpack import amp": True,
+    "import sys, importlib.util\nfound = importlib.util.find_spec('oldpack')\nif found:\n    import oldpack.amp\n"
+    "else:\n    sys.exit('no oldpack')": True,
+    "from importlib.util import find_spec\ndef ask():\n    found = find_spec('oldpack')\n    if found is None:\n"
+    "        raise ImportError\n    from oldpack.amp import Scaler\n    return found\nfound = ask()": True,
+}
+
+
+@pytest.mark.parametrize(("text", "hears_yes"), ASKING.items())
+def test_who_only_asks_has_a_way_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, hears_yes: bool
+) -> None:
+    monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
+    write(folder, {"doorway_asks": text})
+    try:
+        assert (importlib.import_module("doorway_asks").found is not None) == hears_yes
+        sys.modules.pop("doorway_asks")
+        monkeypatch.setenv("LOCKSTEP_COMPAT", "1")
+        assert importlib.import_module("doorway_asks").found is not None
+    finally:
+        sys.modules.pop("doorway_asks", None)
+    assert importlib.import_module("oldpack.amp").value == 3
+    assert importlib.util.find_spec("oldpack") is not None, "it is there now"
+
+
+@pytest.mark.core
+def test_a_script_that_asks_for_apex(launches: Launches) -> None:
+    script = launches.script(
+        """
+        from importlib.util import find_spec
+        print(find_spec("apex") is None, find_spec("horovod") is None)
+        def train():
+            from apex import amp
+            return amp.__name__
+        print(train(), find_spec("apex").name)
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0] True False\n[0] lockstep.compat.apex.amp lockstep.compat.apex\n"
+    insists = launches.script(
+        """
+        from importlib.util import find_spec
+        has_apex = find_spec("apex") is not None
+        if not has_apex:
+            raise ImportError("Please install apex from https://www.github.com/nvidia/apex")
+        print("goes on")
+        """
+    )
+    refused = launches.run("--nproc", "1", insists)
+    assert refused.returncode == 1
+    assert "with `--compat` it finds lockstep.compat.apex" in refused.stderr
+    done = launches.run("--nproc", "1", "--compat", insists)
+    assert (done.returncode, done.stdout) == (0, "[0] goes on\n"), done.stderr
 
 
 def test_the_real_package_wins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

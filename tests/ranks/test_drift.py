@@ -347,6 +347,59 @@ def with_apex() -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def make_normalized() -> nn.Module:
+    """At O2 some of its parameters have masters, and those of the normalization have none."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+class Scale(nn.Module):
+    """A criterion's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return outputs * self.weight
+
+
+def train_with_masters(criterion: nn.Module) -> None:
+    """At Apex's O2; `criterion` is no part of what the engine wraps."""
+    from lockstep.compat.apex import amp
+    from lockstep.compat.apex.parallel import DistributedDataParallel
+
+    net = make_normalized()
+    optimizer: Any = torch.optim.SGD([*net.parameters(), *criterion.parameters()], lr=0.1)
+    (net, criterion), optimizer = amp.initialize(
+        [net, criterion], optimizer, opt_level="O2", loss_scale=1.0, verbosity=0
+    )
+    model = DistributedDataParallel(net)
+    split = torch.utils.data.DistributedSampler(samples())
+    for inputs, targets in torch.utils.data.DataLoader(samples(), batch_size=3, sampler=split):
+        optimizer.zero_grad()
+        with amp.scale_loss(mse_loss(criterion(model(inputs)).float(), targets), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    amp._amp_state.__init__()  # type: ignore[misc]  # as in a new process, for later tests
+
+
+def with_apex_masters() -> None:
+    train_with_masters(nn.Identity())
+
+
+def with_fp16_optimizer() -> None:
+    from lockstep.compat.apex.fp16_utils import FP16_Optimizer, network_to_half
+    from lockstep.compat.apex.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(network_to_half(make_normalized()))
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
+        optimizer.zero_grad()
+        optimizer.backward(mse_loss(model(inputs).float(), targets))
+        optimizer.step()
+
+
 def with_loaders_of_one_rank() -> None:
     model = make_model()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank()), rank=0, world_size=1)
@@ -430,6 +483,9 @@ INNOCENT = [
     (with_an_optimizer_that_averages, "lockstep"),
     (with_apex, "lockstep"),
     (with_apex, "gloo"),
+    (with_apex_masters, "lockstep"),
+    (with_fp16_optimizer, "lockstep"),
+    (with_fp16_optimizer, "gloo"),
     (with_loaders_of_one_rank, "lockstep"),
     (without_a_loader, "lockstep"),
 ]
@@ -543,6 +599,18 @@ def test_parameters_beside_an_engine_that_nobody_averages_are_an_error_at_the_en
 @pytest.mark.parametrize("mark", ["allreduce", "skip_allreduce", "tensor_model_parallel"])
 def test_parameters_that_each_rank_has_its_own_of_may_be_marked(optimizers: int, mark: str) -> None:
     assert run_ranks(beside, 2, optimizers, False, mark, init=False) == [([], "")] * 2
+
+
+def master_beside() -> tuple[list[str], str]:
+    return outcome_of(lambda: train_with_masters(Scale()))
+
+
+def test_the_master_of_a_parameter_beside_an_engine_is_found() -> None:
+    (told, error), (_, other_error) = run_ranks(master_beside, 2, init=False)
+    assert len(told) == 1
+    for text in (error, other_error):
+        assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
+        assert "stepped 1 parameter(s) that nobody averaged" in text
 
 
 def train_against_attacks(*, averages: bool, num_steps: int) -> None:

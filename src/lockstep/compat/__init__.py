@@ -6,6 +6,7 @@ supported, different or refused.
 General layout:
 
 * `finder`: lets `import horovod` and `import apex` find the shims; `install`: switches all shims on in a process.
+* `asking`: programs that only ask whether Apex is installed.
 * `script`: runs a script with the shims, where no launcher of Lockstep's starts it.
 * `notice`: prints what the shims have to say, once for a job.
 * `horovod`, `apex`: shims for the two libraries, with tables of names.

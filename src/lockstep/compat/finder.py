@@ -9,7 +9,9 @@ the shim has too.
 
 [Note: the same modules] `horovod.torch` is `lockstep.compat.horovod.torch`, one object under two names in
 `sys.modules`. So `isinstance` works whichever name a script used, and what is pickled names the module that is
-installed.
+installed. The submodules that a package has imported itself are entered under both names with it: the import system
+binds what it imports in the parent, over `apex.amp._amp_state`, an object, and `apex.parallel.LARC`, a class, which
+Apex's packages put in the place of their submodules of those names.
 
 Nothing here imports torch, nor a shim before a script does.
 """
@@ -25,11 +27,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, MappingProxyType, ModuleType
 
+from lockstep.compat.asking import hears_no
 from lockstep.compat.notice import print_notice
 
-__all__ = ["SHIMS", "ShimFinder"]
+__all__ = ["CHOICES", "SHIMS", "ShimFinder"]
 
 SHIMS: Mapping[str, str] = MappingProxyType({"apex": "lockstep.compat.apex", "horovod": "lockstep.compat.horovod"})
+CHOICES = frozenset({"apex"})
+"""Those of them that programs have a way without; see [Note: who only asks] in `asking.py`."""
 
 
 class ShimFinder(MetaPathFinder):
@@ -51,6 +56,8 @@ class ShimFinder(MetaPathFinder):
             real = self._ask_others(fullname, path, target)
             if real is not None and not _is_stray(real, shim):
                 return real
+            if package in CHOICES and hears_no(package, depth=1):
+                return None
         elif sys.modules.get(package) is not sys.modules.get(shim, self):
             return None
         name = f"{shim}.{rest}" if rest else shim
@@ -126,8 +133,13 @@ class _ShimLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        other = module.__spec__.name if module.__spec__ is not None else ""
         # The import system has put the other name's spec here; the module has been executed under its own.
         module.__spec__ = self._own_spec
+        # See [Note: the same modules].
+        for name, loaded in list(sys.modules.items()):
+            if name.startswith(f"{self._name}."):
+                sys.modules.setdefault(other + name[len(self._name) :], loaded)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For `python -m` with the other name."""

@@ -21,6 +21,7 @@ import sys
 from typing import Any
 
 from lockstep.after_import import call_after_import
+from lockstep.compat.asking import hint_for_told
 from lockstep.compat.finder import ShimFinder
 from lockstep.compat.legacy.choice import Choice, choose_here
 from lockstep.compat.legacy.needs import CHANGES, hint_for
@@ -69,6 +70,12 @@ def _change_torch() -> None:
 
 def explain(error: BaseException) -> None:
     """Say, on rank 0, that `--compat` would have prevented an error that ended the script. Local."""
+    package = hint_for_told(error)
+    if package is not None:
+        print_notice(
+            f'importlib.util.find_spec("{package}") has said that {package} is not installed; with `--compat` it finds '
+            f"lockstep.compat.{package}"
+        )
     name = hint_for(error)
     if name is not None and name not in _choice().changes:
         print_notice(f"older releases of torch took this: with `--compat`, {CHANGES[name]}")

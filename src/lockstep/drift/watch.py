@@ -18,7 +18,8 @@ parameters at one of those points, somebody does average them, and the differenc
 [Note: beside an engine] A criterion with parameters of its own (a margin head, weights of several losses, a
 temperature) is easily left out of the model, and its optimizer steps are not quiet, because the model's engine
 communicates. So optimizers in programs with engines are suspected of what they step that no engine has ([Note: short
-lives] in `record.py`): with a warning if they step an engine's parameters, too. Sharded parameters are those of others.
+lives] in `record.py`): with a warning if they step an engine's parameters, too. Sharded parameters are those of others;
+of master weights, the parameters that they are copies of count.
 
 [Note: engines alone] Reinforcement learning has no loader, and a temperature or a critic beside an engine all the same.
 Where nothing is known to split data, there is a watch while an engine over all ranks lives; and what an optimizer of
@@ -64,6 +65,7 @@ from lockstep.comm import clock
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
 from lockstep.drift.comparison import Suspect, compare, digest
+from lockstep.drift.copies import original_of
 from lockstep.drift.engines import engines, engines_of, parameters_of
 from lockstep.drift.gradients import LoneGradients
 from lockstep.drift.record import ENGINE, LOADER, SAMPLER, IdleEngine, OptimizerRecord, Splitter, splitter_named
@@ -254,7 +256,7 @@ def _beside_engines(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torc
     """What it steps, without what is sharded, and of that what no engine has; the latter empty without an engine."""
     averaged = {id(parameter) for engine in engines() for parameter in engine.module.parameters()}
     stepped = [parameter for parameter in _parameters_with_gradient(optimizer) if not _is_sharded(parameter)]
-    return stepped, [parameter for parameter in stepped if averaged and id(parameter) not in averaged]
+    return stepped, [parameter for parameter in stepped if averaged and id(original_of(parameter)) not in averaged]
 
 
 def _look_at_batch(optimizer: Optimizer) -> None:

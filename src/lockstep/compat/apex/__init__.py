@@ -33,6 +33,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   parallel.SyncBatchNorm                      supported  any device and any split of the batch
   parallel.convert_syncbn_model               different  refuses a layer whose own forward pass would be lost
   parallel.create_syncbn_process_group        supported
+  parallel.optimized_sync_batchnorm           supported
   parallel.LARC                               supported
   parallel.ReduceOp                           supported
   parallel.distributed.flat_dist_call         supported
@@ -68,7 +69,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   optimizers.FusedMixedPrecisionLamb          refused    when constructed: use FusedLAMB with
                                                          amp.initialize(opt_level="O2")
   normalization.FusedLayerNorm                different  torch.nn.LayerNorm; no memory_efficient
-  normalization.FusedRMSNorm                  different  torch.nn.RMSNorm; no memory_efficient
+  normalization.FusedRMSNorm                  different  torch.nn.RMSNorm, rounded as in Apex; no memory_efficient
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
   multi_tensor_apply.multi_tensor_applier     different  available is False; use torch._foreach_mul_ and its like

@@ -112,7 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="compat",
         action="store_const",
         const=True,
-        help="let torch take all that its releases of 2018 to 2021 took, also where the script's text shows no need",
+        help="let torch take all that its releases of 2018 to 2021 took, also where the script's text shows no need; "
+        "and tell programs that ask whether Apex is installed that it is",
     )
     group.add_argument(
         "--no-compat",

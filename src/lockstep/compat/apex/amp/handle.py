@@ -91,10 +91,11 @@ def scaled(
                 "and use what comes back"
             )
     stashes = [optimizer._amp_stash for optimizer in optimizers]
-    if not delay_unscale:
-        for stash in stashes:
-            if not stash.params_have_scaled_gradients:
-                stash.prepare()
+    for stash in stashes:
+        if delay_unscale:
+            stash.init_masters()
+        elif not stash.params_have_scaled_gradients:
+            stash.prepare()
     with casts_off():
         yield _widened(loss) * scaler.loss_scale()
     if delay_unscale:

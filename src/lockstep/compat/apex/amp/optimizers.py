@@ -8,6 +8,12 @@ rest again. What was taken away is copied: an engine may keep gradients in buffe
 before the first backward pass, not in `initialize`, so that a checkpoint loaded into the model in between counts. The
 state of the optimizer moves over to them; what `load_state_dict` brought before is kept until then, since loading it
 onto 16-bit parameters has rounded it to 16 bits.
+
+[Note: unreduced gradients] An engine adds new gradients to what is in `.grad`, and reduces the sum over ranks. What was
+unscaled is out of its sight: held back, or in the masters. So gradients of a pass that was not to be reduced must stay
+scaled until the pass that is (`delay_unscale`); else they would never be reduced, and the ranks drift apart. Whether a
+pass was to be reduced is asked when its block ends, inside of the `no_sync()` that scripts put around it. Of Horovod's
+optimizer it is known how many gradients it has not reduced: what is held then must not be there when it has.
 """
 
 from __future__ import annotations
@@ -17,19 +23,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.compat.apex.amp._amp_state import AmpError, say
+from lockstep.compat.apex.amp._amp_state import AmpError, _amp_state, say
 from lockstep.compat.apex.amp.casts import casts_off
 from lockstep.compat.apex.amp.properties import HALF_DTYPES
 from lockstep.compat.apex.amp.scaler import LossScaler
-from lockstep.compat.apex.parallel.distributed import accumulates
+from lockstep.compat.apex.parallel.distributed import accumulates, look_for_torchs_engines
+from lockstep.drift.copies import note_copy
 from lockstep.errors import InputTypeError
 from lockstep.torch_private.modules import mark_as_stepped
 from lockstep.torch_private.tensors import values_of
 
 __all__ = ["OptimizerState", "process_optimizer"]
 
+_UNREDUCED = (
+    "gradients of an earlier backward pass, {where}, were unscaled already: this pass would reduce its own gradients "
+    "over ranks and leave those out. Pass delay_unscale=True to scale_loss in all passes but the last before a step"
+)
+_NOT_SYNCHRONIZED = (
+    "the master weights hold gradients of this rank alone: Horovod's optimizer has not reduced those of the model yet, "
+    "and step() would do so too late. Call optimizer.synchronize() inside `with amp.scale_loss(...)`, behind "
+    "backward(), and step() inside `with optimizer.skip_synchronize()`"
+)
 _NO_CLOSURE = (
     "Amp cannot run an optimizer with a closure here: call backward inside `with amp.scale_loss(...)`, then step() "
     "without arguments"
@@ -60,7 +77,15 @@ class OptimizerState:
         self.all_fp32_from_fp16_params: list[Tensor] = []
         self.loaded_state: dict[Any, Any] | None = None
         self._held: dict[Tensor, Tensor] = {}
+        # See [Note: unreduced gradients].
         self._is_unreduced = False  # what the last backward pass brought is this rank's own, and unscaled
+        self._holds_unreduced = False  # the same, with Horovod's optimizer, of what there was before this pass
+        self._has_looked_for_engines = False
+
+    def changes_steps(self) -> bool:
+        """Whether the optimizer trains something else without it: it keeps masters, or losses are scaled. Local."""
+        scalers = _amp_state.loss_scalers
+        return self.has_masters or any(each.dynamic or each.loss_scale() != 1.0 for each in scalers)
 
     # ---- masters -------------------------------------------------------------------------------
 
@@ -84,6 +109,7 @@ class OptimizerState:
 
     def _master_of(self, parameter: Tensor) -> Tensor:
         master = parameter.detach().clone().float().requires_grad_()
+        note_copy(master, parameter)
         self.all_fp16_params.append(parameter)
         self.all_fp32_from_fp16_params.append(master)
         state = self._optimizer.state
@@ -114,6 +140,7 @@ class OptimizerState:
         """
         self.init_masters()
         self._check_reduced()
+        self._holds_unreduced = self.num_unreduced() > 0
         for parameter in self.all_fp16_params:
             parameter.grad = None  # its master has what there was
         for parameter in self._own_params():
@@ -121,22 +148,44 @@ class OptimizerState:
                 self._held[parameter] = parameter.grad.clone()
                 parameter.grad = None
 
+    def num_unreduced(self) -> int:
+        """Gradients that Horovod's optimizer has seen and not reduced yet; 0 for every other optimizer. Local."""
+        found: int = getattr(self._optimizer, "num_unreduced", 0)
+        return found
+
+    def _accumulates(self) -> bool:
+        if not self._has_looked_for_engines and dist.is_available() and dist.is_initialized():
+            self._has_looked_for_engines = True
+            look_for_torchs_engines()
+        return accumulates([*self._own_params(), *self.all_fp16_params])
+
     def _check_reduced(self) -> None:
-        """An engine adds to what is in `.grad`, and reduces the sum. What is unscaled is out of its sight."""
-        if not self._is_unreduced or accumulates([*self._own_params(), *self.all_fp16_params]):
+        """See [Note: unreduced gradients]."""
+        if not self._is_unreduced or self._accumulates():
             return
         self._is_unreduced = False
-        if any(each.grad is not None for each in (*self._own_params(), *self.all_fp32_from_fp16_params)):
-            raise AmpError(
-                "gradients of an earlier backward pass, under disable_allreduce(), were unscaled already: this pass "
-                "would reduce its own gradients over ranks and leave those out. Pass delay_unscale=True to scale_loss "
-                "in all passes but the last before a step"
-            )
+        there = (*self._own_params(), *self.all_fp32_from_fp16_params)
+        if any(_has_values(each.grad) for each in there):
+            raise AmpError(_UNREDUCED.format(where="under disable_allreduce() or no_sync()"))
+
+    def _check_synchronized(self) -> None:
+        """See [Note: unreduced gradients]."""
+        holds, self._holds_unreduced = self._holds_unreduced, False
+        if not holds or self.num_unreduced() > 0:
+            return
+        there = (*self._held.values(), *(each.grad for each in self.all_fp32_from_fp16_params))
+        if any(map(_has_values, there)):
+            raise AmpError(_UNREDUCED.format(where="which Horovod's optimizer did not reduce"))
 
     def finish(self, scaler: LossScaler) -> None:
-        """Unscale the gradients that a backward pass has brought, and add those there were before."""
+        """Unscale the gradients that a backward pass has brought, and add those there were before.
+
+        Raises:
+            AmpError: those there were before would never be reduced over ranks.
+        """
         self.init_masters()
-        self._is_unreduced = accumulates([*self._own_params(), *self.all_fp16_params])
+        self._check_synchronized()
+        self._is_unreduced = self._accumulates()
         pairs = [
             (master, model.grad)
             for model, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
@@ -190,6 +239,13 @@ def _is_half(tensor: Tensor) -> bool:
     return tensor.dtype in HALF_DTYPES
 
 
+def _has_values(gradient: Tensor | None) -> bool:
+    """Whether there is a gradient, and not zeros of a `zero_grad(set_to_none=False)`."""
+    if gradient is None:
+        return False
+    return bool((values_of(gradient.coalesce()) if gradient.is_sparse else gradient).any())
+
+
 def _dense(parameter: Tensor) -> Tensor:
     """The gradient, or what there is in a sparse one."""
     assert parameter.grad is not None
@@ -236,6 +292,8 @@ def _make_step(plain_step: Any) -> Any:
             mark_as_stepped(getattr(self, "optim", self))
             return None
         stash.init_masters()
+        if stash.has_masters and stash.num_unreduced() > 0 and self.synchronizes_at_step():
+            raise AmpError(_NOT_SYNCHRONIZED)
         with casts_off():
             result = plain_step(**kwargs) if closure is None else plain_step(closure, **kwargs)
         if stash.has_masters:

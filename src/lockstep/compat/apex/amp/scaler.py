@@ -43,6 +43,7 @@ class LossScaler:
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
         self._unskipped = 0
+        self._has_overflow = False  # Apex's name, which scripts read
         # One flag per device, so that devices are waited for once, in `update_scale`.
         self._overflow_flags: dict[torch.device, Tensor] = {}
 
@@ -53,6 +54,7 @@ class LossScaler:
     def clear_overflow_state(self) -> None:
         """Forget what earlier gradients were like."""
         self._overflow_flags.clear()
+        self._has_overflow = False
 
     def unscale(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Divide gradients by the scale and note whether one of them is not finite.
@@ -76,6 +78,7 @@ class LossScaler:
     def update_scale(self) -> bool:
         """Move the scale on, after the gradients of one loss. Returns whether to skip the step."""
         overflowed = self.dynamic and any(bool(flag.item()) for flag in self._overflow_flags.values())
+        self._has_overflow = overflowed
         if overflowed:
             self._loss_scale /= self._scale_factor
             if self._min_loss_scale:

@@ -1,4 +1,10 @@
-"""Apex's fused normalization: torch's own, which is fused."""
+"""Apex's fused normalization: torch's own, which is fused.
+
+[Note: dtypes that mix] Apex's kernels normalize in float32, round to the dtype of the weights, and scale in that. torch
+rounds to the dtype of the inputs, and once, behind the scaling. Hugging Face's T5 takes `FusedRMSNorm` in the place of
+its own layer where it finds one, and computes as Apex does; it hands float32 to 16-bit weights, and counts on 16 bits
+to come out. So root mean squares are Apex's, bit for bit, wherever there are 16 bits; means where dtypes mix.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lockstep.errors import InputError
 
@@ -17,8 +24,16 @@ def _check(name: str, memory_efficient: bool) -> None:
         raise InputError(f"{name}(memory_efficient=True) is not supported: wrap it in torch.utils.checkpoint instead")
 
 
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.element_size() < 4
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if _is_narrow(tensor) else tensor
+
+
 class FusedLayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`.
+    """`torch.nn.LayerNorm`. Where inputs and weights differ in dtype, the output has that of the weights.
 
     Args:
         normalized_shape: the last dimensions of the input.
@@ -33,9 +48,17 @@ class FusedLayerNorm(nn.LayerNorm):
         _check("FusedLayerNorm", memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize `input`. See [Note: dtypes that mix]."""
+        weight = self.weight
+        if weight is None or input.dtype == weight.dtype or not (_is_narrow(input) or _is_narrow(weight)):
+            return super().forward(input)
+        result = functional.layer_norm(_widened(input), self.normalized_shape, None, None, self.eps)
+        return result.to(weight.dtype) * weight + self.bias
+
 
 class FusedRMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`; arguments as for `FusedLayerNorm`."""
+    """`torch.nn.RMSNorm`, rounded as in Apex; arguments, and dtype of the output, as for `FusedLayerNorm`."""
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
@@ -43,18 +66,17 @@ class FusedRMSNorm(nn.RMSNorm):
         _check("FusedRMSNorm", memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize `x`. See [Note: dtypes that mix]."""
+        weight = self.weight
+        if weight is None or not (_is_narrow(x) or _is_narrow(weight)):
+            return super().forward(x)
+        return functional.rms_norm(_widened(x), self.normalized_shape, None, self.eps).to(weight.dtype) * weight
+
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm` whose output has the dtype of its parameters."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize `input`."""
-        return super().forward(input).to(self.weight.dtype)
+    """`FusedLayerNorm`, whose output has the dtype of its parameters here."""
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """`FusedRMSNorm` whose output has the dtype of its parameters."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize `x`."""
-        return super().forward(x).to(self.weight.dtype)
+    """`FusedRMSNorm`, whose output has the dtype of its parameters here."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.compat.apex.optimizers.base import ZeroGrad, loss_of
+from lockstep.compat.apex.optimizers.base import ZeroGrad, is_narrow, loss_of
 from lockstep.errors import InputError
 from lockstep.torch_private.tensors import foreach_norm
 
@@ -20,7 +20,8 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
     """LAMB (You et al. 2020, arXiv:1904.00962), which torch does not have; made of torch's foreach operations.
 
     Gradients are first divided by `max(1, norm of all gradients / max_grad_norm)`. Then each parameter moves by `lr`
-    times its Adam update (decay included), times the ratio of the norms of parameter and update.
+    times its Adam update (decay included), times the ratio of the norms of parameter and update. 16-bit parameters are
+    moved in float32, and rounded once, as in Apex; so are their running means.
 
     Args:
         params: parameters or groups.
@@ -96,18 +97,23 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        gradient = parameter.grad / divisor
+        wide = torch.float32 if is_narrow(parameter) else parameter.dtype
+        weight, gradient = parameter.to(wide), parameter.grad.to(wide) / divisor
+        first_mean, second_mean = state["exp_avg"].to(wide), state["exp_avg_sq"].to(wide)
         if not self.adam_w_mode:
-            gradient = gradient + decay * parameter
-        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            gradient = gradient + decay * weight
+        first_mean.mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        second_mean.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         first, second = 1.0, 1.0
         if group["bias_correction"]:
             first, second = 1 - beta1 ** group["step"], math.sqrt(1 - beta2 ** group["step"])
-        update = (state["exp_avg"] / first) / (state["exp_avg_sq"].sqrt() / second + group["eps"])
+        update = (first_mean / first) / (second_mean.sqrt() / second + group["eps"])
         if self.adam_w_mode:
-            update = update + decay * parameter
+            update = update + decay * weight
         if decay != 0 or self.use_nvlamb:
-            size, step = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+            size, step = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
             update = update * torch.where((size != 0) & (step != 0), size / step, 1.0)
-        parameter.add_(update, alpha=-group["lr"])
+        # Where nothing is 16-bit these are the tensors themselves.
+        state["exp_avg"].copy_(first_mean)
+        state["exp_avg_sq"].copy_(second_mean)
+        parameter.copy_(weight.add_(update, alpha=-group["lr"]))

@@ -2,7 +2,7 @@
 
 General layout:
 
-* `distributed`: `DistributedDataParallel` and `Reducer`; `sync_batchnorm`: `SyncBatchNorm`.
+* `distributed`: `DistributedDataParallel` and `Reducer`; `sync_batchnorm`, `optimized_sync_batchnorm`: `SyncBatchNorm`.
 * `LARC`: layer-wise learning rates around an optimizer.
 * `multiproc`: starts a process for each GPU.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch.distributed import ReduceOp
 
+from lockstep.compat.apex.parallel import optimized_sync_batchnorm
 from lockstep.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
 from lockstep.compat.apex.parallel.LARC import LARC
 from lockstep.compat.apex.parallel.sync_batchnorm import (
@@ -27,4 +28,5 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "optimized_sync_batchnorm",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
 import lockstep
+from lockstep.drift.engines import engines
 from lockstep.errors import InputError, InputTypeError, NotInitialized
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.agreement import broadcast_tensors
@@ -23,6 +26,7 @@ __all__ = [
     "apply_flat_dist_call",
     "flat_dist_call",
     "flatten",
+    "look_for_torchs_engines",
     "unflatten",
 ]
 
@@ -115,7 +119,6 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         self.gradient_predivide_factor = gradient_predivide_factor
         self.allreduce_always_fp32 = allreduce_always_fp32
         self._is_paused = False
-        _engines.add(self)
         if not gradient_average or gradient_predivide_factor != 1.0 or allreduce_always_fp32:
             self.register_comm_hook(None, self._reduce)
 
@@ -150,14 +153,29 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
             super()._backward_begins()
 
 
-_engines: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
 def accumulates(parameters: Iterable[Tensor]) -> bool:
-    """Whether an engine over some of these parameters has been told not to reduce, by `disable_allreduce`. Local."""
-    paused = [each for each in _engines if each._is_paused and each.process_group.size() > 1]
+    """Whether an engine over some of these parameters has been told not to reduce. Local.
+
+    Told by `disable_allreduce()`, or by the `no_sync()` that the caller is in. Of torch's engines those count that
+    `look_for_torchs_engines` has found.
+    """
+    paused = [each for each in (*engines(), *_torchs_engines) if _is_paused(each)]
     wanted = {id(parameter) for parameter in parameters} if paused else set()
     return any(id(parameter) in wanted for engine in paused for parameter in engine.parameters())
+
+
+def _is_paused(engine: Any) -> bool:
+    is_told = isinstance(engine, DistributedDataParallel) and engine._is_paused
+    return (is_told or not engine.require_backward_grad_sync) and engine.process_group.size() > 1
+
+
+_torchs_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def look_for_torchs_engines() -> None:
+    """Find all `torch.nn.parallel.DistributedDataParallel` among the objects of this process. Local."""
+    # Not isinstance, which holds for ours as well, and asks objects that import or compute something when asked.
+    _torchs_engines.update(each for each in gc.get_objects() if TorchEngine in type(each).__mro__)
 
 
 class Reducer:

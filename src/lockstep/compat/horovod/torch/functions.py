@@ -22,6 +22,8 @@ from lockstep.errors import InputError
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
+_EXTRA_STATE = "_extra_state"  # the end of torch's name for what a module's `get_extra_state` returns
+
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite the parameters of all ranks by those of one. Collective.
@@ -32,7 +34,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: global rank that has them.
 
     Raises:
-        InputError: something else than parameters.
+        InputError: something else than parameters; or nothing that could be sent, such as an optimizer's state.
         HorovodInternalError: ranks have different parameters; names the first.
     """
     if isinstance(params, dict):
@@ -41,6 +43,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         raise InputError(f"invalid params of type: {type(params)}")
     else:
         items = [item if isinstance(item, tuple) else (None, item) for item in params]
+    _check_tensors(items)
     pending: list[Pending] = []
     for name, tensor in items:
         if isinstance(tensor, torch.Tensor):
@@ -49,6 +52,18 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             raise InputError(f"invalid params: expected tensors, got {type(tensor).__name__}")
     for one in pending:
         one.wait()
+
+
+def _check_tensors(items: Sequence[tuple[str | None, Any]]) -> None:
+    """Refuse names that all stand for no tensor: nothing would be sent, and each rank go on with its own."""
+    names = [str(name) for name, value in items if name is not None and not isinstance(value, torch.Tensor)]
+    strange = [name for name in names if not name.endswith(_EXTRA_STATE)]
+    if strange and len(names) == len(items):
+        raise InputError(
+            f"broadcast_parameters: no tensor among {', '.join(map(repr, strange[:3]))}{', …' if strange[3:] else ''}. "
+            "Give it model.state_dict() or model.named_parameters(); for an optimizer use "
+            "hvd.broadcast_optimizer_state(optimizer, root_rank)"
+        )
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:

@@ -228,6 +228,15 @@ class ReducingOptimizer(CountingOptimizer):
         self._finishers.clear()
         self._counts.reset(self.backward_passes_per_step)
 
+    @property
+    def num_unreduced(self) -> int:
+        """Gradients that were computed and not reduced yet; 0 where there is nobody to reduce with. Local."""
+        return self._counts.num_open
+
+    def synchronizes_at_step(self) -> bool:
+        """Whether `step()` would reduce gradients, here and now. Local."""
+        return self._should_synchronize
+
     # ---- the optimizer's own methods -----------------------------------------------------------------
 
     @contextmanager
@@ -315,8 +324,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         `set_backward_passes_per_step`.
 
     Raises:
-        InputError: names that are missing or not unique, a predivide factor without Average, or groups that share a
-            parameter.
+        InputError: names that are missing or not unique, a predivide factor without Average, groups that share a
+            parameter, or an optimizer that has been through Apex's `amp.initialize`, which comes after this.
         UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two.
     """
     chosen = ReductionOp(op)

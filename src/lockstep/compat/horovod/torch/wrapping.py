@@ -14,7 +14,19 @@ __all__ = ["find_names", "wrap"]
 
 
 def wrap(optimizer: torch.optim.Optimizer, addition: type) -> Any:
-    """An optimizer that shares everything with this one, of a class that puts `addition` before its own. Local."""
+    """An optimizer that shares everything with this one, of a class that puts `addition` before its own. Local.
+
+    Raises:
+        InputError: Apex's amp does something in the steps of this one, which the new one would leave out.
+    """
+    stash = getattr(optimizer, "_amp_stash", None)  # Apex's name, by which it knows what went through amp.initialize
+    if stash is not None and stash.changes_steps():
+        raise InputError(
+            "hvd.DistributedOptimizer was given an optimizer that has been through amp.initialize: its steps would "
+            "leave out what amp does in them (master weights, steps that overflow). Wrap the optimizer first, and "
+            "call amp.initialize(model, optimizer) with what comes back; call optimizer.synchronize() inside "
+            "amp.scale_loss"
+        )
     kind = type(optimizer)
     derived: Any = type(
         kind.__name__, (addition, kind), {"__doc__": addition.__doc__, "__module__": addition.__module__}
