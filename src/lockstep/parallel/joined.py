@@ -11,6 +11,10 @@ backward: the gradients               zeros
 backward: who uses which parameter    the same, using none
 backward: `sync_buffers`              `sync_buffers`, having none to give
 ====================================  =====================================
+
+What a rank answers with goes through `.grad`, where an optimizer that has joined, too (`ZeroRedundancyOptimizer`), finds
+the means that it steps by. In the end each parameter has the gradient again that it had when the rank left: the next
+backward pass may come before anybody sets it to zero.
 """
 
 from __future__ import annotations
@@ -79,14 +83,25 @@ class JoinedRank(JoinHook):
     def __init__(self, engine: JoinableEngine, ignored: frozenset[str]) -> None:
         super().__init__()
         self._engine, self._ignored = engine, ignored
+        self._own: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []  # gradients from before the first answer
 
     def main_hook(self) -> None:
         """Answer one step of the others."""
+        if not self._own:
+            self._own = [(parameter, _copied(parameter.grad)) for parameter in self._engine.module.parameters()]
         self._engine.answer_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: give everybody what the engine keeps alike of the model of the last that trained."""
+        for parameter, gradient in self._own:
+            parameter.grad = gradient
+        self._own.clear()
         engine = self._engine
         source = _highest(engine.process_group.rank() if is_last_joiner else -1, engine.process_group, engine.device)
         tensors = named_tensors(engine.module, self._ignored, engine.broadcast_buffers)
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], engine.process_group, source)
+
+
+def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Where the engine does not write: the gradient may be a view of its memory."""
+    return None if gradient is None else gradient.detach().clone()
