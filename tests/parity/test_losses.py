@@ -548,6 +548,11 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "selected from what was gathered": lambda logits, y: (
             lockstep.all_gather(logits).flatten().topk(2).values.mean()
         ),
+        "sum of a loss for each sample": lambda logits, y: torch.stack([row.square().mean() for row in logits]).sum(),
+        "sum of a mean and a sum": lambda logits, y: torch.stack(
+            [logits.mean(), *logits.square().mean((0, 1))[:3], logits.square().sum()]
+        ).sum(),
+        "sum over places of means": lambda logits, y: (logits.square().mean(0) * weight).sum(),
         "mean": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0)),
         "one place of each sample": lambda logits, y: logits[torch.arange(len(y)), 0, y[:, 0].clamp(min=0)].mean(),
         "a mask that leaves nothing out": lambda logits, y: logits[torch.ones_like(y, dtype=torch.bool)].mean(),
@@ -556,13 +561,50 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "mean and a term on parameters": lambda logits, y: logits.mean() + weight.requires_grad_().sum(),
         "mean, accumulated": lambda logits, y: logits.square().mean() / 3,
     }
-    for name, way in ways.items():
+    for name, way in (ways | sums_of_losses()).items():
         loss_kinds._found.clear()
         model = lockstep.DistributedDataParallel(make_model())
         for x, y in Site(alone=False).loader(12, 6):
             way(model(x), y).backward()
         found[name] = dict(loss_kinds._found)
     return found
+
+
+def sums_of_losses() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Sums that add up no samples, as programs have them: means over samples, all of them."""
+    spread, scales = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True), torch.linspace(0.5, 2, CLASSES)
+
+    def of_classes(logits: Tensor) -> Tensor:
+        """More losses than a rank has samples. Float64 [5]."""
+        return torch.stack([logits[..., each].square().mean() for each in range(CLASSES)])
+
+    def balance(logits: Tensor, y: Tensor) -> Tensor:
+        """Of experts, as in a Switch Transformer: by the mean probability of each, over all words."""
+        chances = logits.flatten(0, 1).softmax(1)
+        chosen = torch.nn.functional.one_hot(chances.argmax(1), CLASSES).double().mean(0)
+        return logits.square().mean() + CLASSES * torch.sum(chosen * chances.mean(0))
+
+    def entropy_of_codes(logits: Tensor, y: Tensor) -> Tensor:
+        usage = logits.flatten(0, 1).softmax(1).sum(0) / y.numel()
+        return logits.square().mean() - (usage * usage.log()).sum()
+
+    return {
+        "stack of means": lambda logits, y: torch.stack([logits.mean(), logits.square().mean()]).sum(),
+        "many means": lambda logits, y: of_classes(logits).sum(),
+        "weighted stack": lambda logits, y: torch.sum(scales * of_classes(logits)),
+        "list of weighted means": lambda logits, y: torch.sum(torch.stack([2 * each for each in of_classes(logits)])),
+        "learned weights": lambda logits, y: torch.sum(0.5 / spread**2 * of_classes(logits) + (1 + spread**2).log()),
+        "concatenated": lambda logits, y: torch.cat([each.unsqueeze(0) for each in of_classes(logits)]).sum(),
+        "dictionary": lambda logits, y: (
+            torch.stack(
+                list({"words": logits.mean(), "class": cross_entropy(logits[:, 0], y[:, 0].clamp(min=0))}.values())
+            )
+        ).sum(),
+        "sum of a loss without dimensions": lambda logits, y: logits.square().mean().sum(),
+        "sum of a loss of one element": lambda logits, y: logits.square().mean().view(1).sum(),
+        "balance of experts": balance,
+        "entropy of codes": entropy_of_codes,
+    }
 
 
 def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
@@ -572,6 +614,8 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "ignored": "targets, the others being ignored (ignore_index=)",
         "weighted": "weighted by class (weight=)",
         "sum": "a sum",
+        "sum of a loss for each sample": "a sum",
+        "sum of a mean and a sum": "a sum",
         "masked": "a sum divided by",
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",

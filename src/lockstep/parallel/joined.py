@@ -12,8 +12,8 @@ backward: who uses which parameter    the same, using none
 backward: `sync_buffers`              `sync_buffers`, having none to give
 ====================================  =====================================
 
-What a rank answers with goes through `.grad`, where an optimizer that has joined, too (`ZeroRedundancyOptimizer`), finds
-the means that it steps by. In the end each parameter has the gradient again that it had when the rank left: the next
+What a rank answers with goes through `.grad`, where an optimizer that has joined, too, finds the means that it steps by
+(`ZeroRedundancyOptimizer`). In the end each parameter has the gradient again that it had when the rank left: the next
 backward pass may come before anybody sets it to zero.
 """
 

@@ -3,7 +3,7 @@
 Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`). Gradients do not show the
 divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds four kinds:
 
-- a sum;
+- a sum over samples;
 - a sum divided by something else than the samples or the summed elements;
 - a mean over targets of which some are ignored or weighted by class;
 - a mean over outputs that a mask, or their order, selected.
@@ -11,7 +11,7 @@ divisor, so `loss_watch.py` hands the loss of the first steps to this check. It 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,19 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.log import get_logger
-from lockstep.parallel.losses import GATHERED, RESCALED
+from lockstep.parallel.loss_graph import (
+    MEAN,
+    adds_up_samples,
+    nodes_behind,
+    nodes_until_outputs,
+    summed_sizes,
+)
 
 __all__ = ["OtherDivisor", "find_other_divisor", "warn_of_other_divisor"]
 
 _logger = get_logger(__name__)
 
-# What torch's losses have saved under `reduction`.
-_MEAN, _SUM = 1, 2
 _MASK_DTYPES = (torch.bool, torch.uint8)
-_DIVISIONS = ("DivBackward0", "DivBackward1")  # by a tensor; by a number, as torch's own losses divide
-_MAX_NODES = 2000
-_ENDS = (RESCALED, GATHERED)
 _found: dict[str, str] = {}  # lines of which was warned, and what they are
 
 
@@ -88,72 +89,21 @@ def find_other_divisor(
         RuntimeError: the graph was walked backward before.
     """
     outputs: list[Node] = []
-    for node, divisor in _nodes_until_outputs(loss, is_output, outputs):
-        found = (
-            _of_reduction(node, divisor)
-            or _of_sum(node, divisor, local_samples)
-            or _of_selection(node, is_output, local_samples)
-        )
-        if found is not None and any(is_output(behind) for behind in _nodes_behind(node, is_output)):
+    for node, divisor in nodes_until_outputs(loss, is_output, outputs):
+        found = _of_sum(node, divisor, local_samples)
+        if found is not None and adds_up_samples(node, local_samples, is_output):
             return found
-    inside = (_of_reduction(node, 0.0) for output in outputs for node in _nodes_behind(output))
+        found = _of_targets(node) or _of_selection(node, is_output, local_samples)
+        if found is not None and any(is_output(behind) for behind in nodes_behind(node, is_output)):
+            return found
+    inside = (_of_targets(node) for output in outputs for node in nodes_behind(output))
     return next((found for found in inside if found is not None), None)
 
 
-def _nodes_until_outputs(
-    loss: Tensor, is_output: Callable[[Node], bool], outputs: list[Node]
-) -> Iterator[tuple[Node, float | None]]:
-    """The nodes between a loss and the model's outputs, each with the divisor of a sum at that node: None without one.
-
-    Args:
-        loss: 0-dim.
-        is_output: whether a node is that of an output of the model.
-        outputs: receives the nodes of outputs, as the walk reaches them.
-    """
-    stack: list[tuple[Node, float | None]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
-    seen: set[Node] = set()
-    while stack and len(seen) < _MAX_NODES:
-        node, divisor = stack.pop()
-        if node in seen or node.name() in _ENDS:
-            continue
-        if is_output(node):
-            outputs.append(node)
-            continue
-        seen.add(node)
-        yield node, divisor
-        divisor = _divisor_behind(node, divisor)
-        stack.extend((following, divisor) for following, _ in node.next_functions if following is not None)
-
-
-def _divisor_behind(node: Node, divisor: float | None) -> float | None:
-    """The divisor of sums behind a node, given that of sums at the node."""
-    if node.name() in _DIVISIONS:
-        return _scalar(getattr(node, "_saved_other", None)) or divisor
-    if node.name() == "MulBackward0" and divisor is None:
-        return 0.0  # scaled by something: then nobody can tell whether the divisor is right
-    return divisor
-
-
-def _nodes_behind(root: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
-    """The nodes from `root` on, those at the end included, but not what `lockstep.mean` and the like have made."""
-    stack, seen = [root], set[Node]()
-    while stack and len(seen) < _MAX_NODES:
-        node = stack.pop()
-        if node in seen or node.name() in _ENDS:
-            continue
-        seen.add(node)
-        yield node
-        if not is_end(node):
-            stack.extend(following for following, _ in node.next_functions if following is not None)
-
-
-def _of_reduction(node: Node, divisor: float | None) -> OtherDivisor | None:
-    """What a loss of torch's with a `reduction` is, if no mean over all its targets."""
-    reduction = getattr(node, "_saved_reduction", None)
-    if reduction == _SUM:
-        return OtherDivisor("a sum") if divisor is None else None
+def _of_targets(node: Node) -> OtherDivisor | None:
+    """What a mean of torch's over targets is, if some of them are ignored or weighted."""
     total_weight = getattr(node, "_saved_total_weight", None)
-    if reduction == _MEAN and total_weight is not None:
+    if getattr(node, "_saved_reduction", None) == MEAN and total_weight is not None:
         targets: Any = getattr(node, "_saved_target", None)
         weight: Any = getattr(node, "_saved_weight", None)
         value = float(total_weight)
@@ -168,15 +118,12 @@ def _of_reduction(node: Node, divisor: float | None) -> OtherDivisor | None:
 
 def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> OtherDivisor | None:
     """What `sum()` divided by `divisor` is, if no mean over all that was summed, nor over samples."""
-    if node.name() == "SumBackward0":
-        sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
-    elif getattr(node, "_saved_reduction", None) == _SUM:
-        sizes = getattr(node, "_saved_self", torch.empty(0, device="cpu")).shape
-    else:
+    sizes = summed_sizes(node)
+    if sizes is None:
         return None
     if divisor is None:
         return OtherDivisor("a sum")
-    numel = torch.Size(sizes).numel()
+    numel = sizes.numel()
     if divisor == 0 or not numel or not (numel / divisor).is_integer() or divisor != int(divisor):
         is_judged = divisor != 0
     else:
@@ -186,9 +133,9 @@ def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> Oth
 
 def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: int | None) -> OtherDivisor | None:
     """What a mean is, if it is over what a mask, or a list of positions, has selected from the outputs."""
-    if node.name() != "MeanBackward0" and getattr(node, "_saved_reduction", None) != _MEAN:
+    if node.name() != "MeanBackward0" and getattr(node, "_saved_reduction", None) != MEAN:
         return None
-    between = (behind for behind in _nodes_behind(node, is_output) if not is_output(behind))
+    between = (behind for behind in nodes_behind(node, is_output) if not is_output(behind))
     found = (_of_masks(behind) or _of_extremes(behind) or _of_positions(behind, local_samples) for behind in between)
     return next((one for one in found if one is not None), None)
 
@@ -244,9 +191,3 @@ def _of_positions(node: Node, local_samples: int | None) -> OtherDivisor | None:
 def _indices_of(node: Node) -> list[Any]:
     """What stands in the brackets of `tensor[…]`, where the node is that of such an expression."""
     return list(getattr(node, "_saved_indices", ()) or ()) if node.name() == "IndexBackward0" else []
-
-
-def _scalar(value: object) -> float | None:
-    if isinstance(value, Tensor):
-        return float(value.detach()) if value.dim() == 0 else None
-    return float(value) if isinstance(value, int | float) else None
