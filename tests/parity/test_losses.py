@@ -629,6 +629,43 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
     assert not any(found.values()), found
 
 
+class Flow(nn.Module):
+    """Returns z and the logarithms of scales, of which there are half as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(3, 8).double(), nn.Linear(3, 4).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.wide(x), self.narrow(x)
+
+
+def divided_by_the_elements_of_another() -> list[dict[str, str]]:
+    """What is warned of in losses of two terms that have one divisor."""
+    losses: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda z, log_s: (torch.sum(z * z) / 2 - torch.sum(log_s)) / z.numel(),  # as WaveGlow has it
+        lambda z, log_s: (torch.sum(z * z) / (2 * 0.7 * 0.7) - log_s.sum()) / (z.size(0) * z.size(1) * z.size(2)),
+        lambda z, log_s: (torch.sum(z * z) / 2 + log_s.square().sum() / 2) / len(z),
+        lambda z, log_s: z.mean() + torch.sum(log_s) / (z.numel() - 1),
+        lambda z, log_s: z.mean() + torch.sum(log_s) / (z > 0).sum(),
+    ]
+    found = []
+    for loss in losses:
+        loss_kinds._found.clear()
+        model = lockstep.DistributedDataParallel(Flow())
+        for x, _ in Site(alone=False).loader(12, 6):
+            loss(*model(x)).backward()
+        found.append(dict(loss_kinds._found))
+    return found
+
+
+def test_terms_of_other_widths_have_the_divisor_of_one() -> None:
+    waveglow, with_sigma, halved, *others = run_ranks(divided_by_the_elements_of_another, 2)[0]
+    assert waveglow == with_sigma == halved == {}
+    for found in others:
+        assert "a sum divided by" in "".join(found.values())
+
+
 def without_warning_alone() -> dict[str, str]:
     loss_kinds._found.clear()
     model = lockstep.DistributedDataParallel(make_model())

@@ -9,7 +9,7 @@ are losses. So are they where there are fewer of them than samples, and where an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,17 @@ __all__ = [
     "DIVISIONS",
     "MEAN",
     "SUM",
+    "Divisors",
     "adds_up_samples",
     "is_scalar_output",
     "nodes_behind",
     "nodes_until_outputs",
+    "numels_of_outputs",
     "scalar_of",
     "summed_sizes",
 ]
+
+Divisors = tuple[float, ...]
 
 # What torch's losses have saved under `reduction`.
 MEAN, SUM = 1, 2
@@ -41,36 +45,40 @@ _CUTS = ("SelectBackward0", "SliceBackward0", "SplitBackward0", "UnbindBackward0
 
 def nodes_until_outputs(
     loss: Tensor, is_output: Callable[[Node], bool], outputs: list[Node]
-) -> Iterator[tuple[Node, float | None]]:
-    """The nodes between a loss and the model's outputs, each with the divisor of a sum at that node: None without one.
+) -> Iterator[tuple[Node, Divisors]]:
+    """The nodes between a loss and the model's outputs, each with what a sum at that node is divided by.
+
+    That is all divisors on the way from the loss, the nearest to the node last: none for a plain sum; 0 where the first
+    of them is a factor, by which nobody can tell.
 
     Args:
         loss: 0-dim.
         is_output: whether a node is that of an output of the model.
         outputs: receives the nodes of outputs, as the walk reaches them.
     """
-    stack: list[tuple[Node, float | None]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
+    stack: list[tuple[Node, Divisors]] = [(loss.grad_fn, ())] if loss.grad_fn is not None else []
     seen: set[Node] = set()
     while stack and len(seen) < _MAX_NODES:
-        node, divisor = stack.pop()
+        node, divisors = stack.pop()
         if node in seen or node.name() in _ENDS:
             continue
         if is_output(node):
             outputs.append(node)
             continue
         seen.add(node)
-        yield node, divisor
-        divisor = _divisor_behind(node, divisor)
-        stack.extend((following, divisor) for following in _following(node))
+        yield node, divisors
+        divisors = _divisors_behind(node, divisors)
+        stack.extend((following, divisors) for following in _following(node))
 
 
-def _divisor_behind(node: Node, divisor: float | None) -> float | None:
-    """The divisor of sums behind a node, given that of sums at the node."""
+def _divisors_behind(node: Node, divisors: Divisors) -> Divisors:
+    """The divisors of sums behind a node, given those of sums at the node."""
     if node.name() in DIVISIONS:
-        return scalar_of(getattr(node, "_saved_other", None)) or divisor
-    if node.name() == "MulBackward0" and divisor is None:
-        return 0.0  # scaled by something: then nobody can tell whether the divisor is right
-    return divisor
+        divisor = scalar_of(getattr(node, "_saved_other", None))
+        return (*divisors, divisor) if divisor else divisors
+    if node.name() == "MulBackward0" and not divisors:
+        return (0.0,)  # scaled by something: then nobody can tell whether the divisor is right
+    return divisors
 
 
 def nodes_behind(root: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
@@ -101,6 +109,11 @@ def is_scalar_output(node: Node) -> bool:
     """Whether the outputs with this node are known to have no dimensions: parts of a loss."""
     shapes = batch.shapes_at(node)
     return bool(shapes) and all(not shape for shape in shapes)
+
+
+def numels_of_outputs(outputs: Iterable[Node]) -> frozenset[int]:
+    """How many elements the outputs with these nodes have, as far as that was noted."""
+    return frozenset(shape.numel() for output in outputs for shape in batch.shapes_at(output))
 
 
 def summed_sizes(node: Node) -> torch.Size | None:

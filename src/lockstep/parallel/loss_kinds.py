@@ -11,7 +11,8 @@ divisor, so `loss_watch.py` hands the loss of the first steps to this check. It 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,11 @@ from lockstep import batch
 from lockstep.log import get_logger
 from lockstep.parallel.loss_graph import (
     MEAN,
+    Divisors,
     adds_up_samples,
     nodes_behind,
     nodes_until_outputs,
+    numels_of_outputs,
     summed_sizes,
 )
 
@@ -89,8 +92,10 @@ def find_other_divisor(
         RuntimeError: the graph was walked backward before.
     """
     outputs: list[Node] = []
-    for node, divisor in nodes_until_outputs(loss, is_output, outputs):
-        found = _of_sum(node, divisor, local_samples)
+    nodes = list(nodes_until_outputs(loss, is_output, outputs))
+    numels = numels_of_outputs(outputs)
+    for node, divisors in nodes:
+        found = _of_sum(node, divisors, local_samples, numels)
         if found is not None and adds_up_samples(node, local_samples, is_output):
             return found
         found = _of_targets(node) or _of_selection(node, is_output, local_samples)
@@ -116,19 +121,37 @@ def _of_targets(node: Node) -> OtherDivisor | None:
     return None
 
 
-def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> OtherDivisor | None:
-    """What `sum()` divided by `divisor` is, if no mean over all that was summed, nor over samples."""
+def _of_sum(node: Node, divisors: Divisors, local_samples: int | None, numels: Collection[int]) -> OtherDivisor | None:
+    """What `sum()` divided by `divisors` is, if no mean over all that was summed, over samples or over an output.
+
+    Args:
+        node: any node.
+        divisors: of a sum at the node; see `nodes_until_outputs`.
+        local_samples: of this rank; None where nobody knows.
+        numels: of the model's outputs.
+    """
     sizes = summed_sizes(node)
     if sizes is None:
         return None
-    if divisor is None:
+    if not divisors:
         return OtherDivisor("a sum")
-    numel = sizes.numel()
-    if divisor == 0 or not numel or not (numel / divisor).is_integer() or divisor != int(divisor):
-        is_judged = divisor != 0
-    else:
-        is_judged = bool(local_samples and divisor % local_samples)
-    return OtherDivisor(f"a sum divided by {divisor:g}", divisor) if is_judged else None
+    nearest, product = divisors[-1], math.prod(filter(None, divisors))
+    is_mean = nearest == 0 or any(
+        _is_count(sizes.numel() / divisor) and _is_count_of(divisor, local_samples) for divisor in (nearest, product)
+    )
+    # Or one term of several, in other widths, of which all are divided by the elements of one output.
+    if is_mean or any(divisor in numels and _is_count_of(divisor, local_samples) for divisor in divisors):
+        return None
+    return OtherDivisor(f"a sum divided by {nearest:g}", nearest)
+
+
+def _is_count(number: float) -> bool:
+    return number >= 1 and number == int(number)
+
+
+def _is_count_of(number: float, local_samples: int | None) -> bool:
+    """Whether it may be a number of elements, equally many of each sample."""
+    return _is_count(number) and not (local_samples and number % local_samples)
 
 
 def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: int | None) -> OtherDivisor | None:
