@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from lockstep import batch
 from lockstep.log import get_logger
 from lockstep.parallel.loss_graph import (
     MEAN,
-    Divisors,
+    GraphPlace,
     adds_up_samples,
     nodes_behind,
-    nodes_until_outputs,
     numels_of_outputs,
+    places_until_outputs,
     summed_sizes,
+    sums_inside,
 )
 
 __all__ = ["OtherDivisor", "find_other_divisor", "warn_of_other_divisor"]
@@ -80,8 +82,8 @@ def find_other_divisor(
 ) -> OtherDivisor | None:
     """What the loss is, if it is seen to be no mean over this rank's samples; None where it may be one. Local.
 
-    Sums are looked for between the loss and the model's outputs; a mean over targets inside the model, too, as models
-    compute it that are handed the labels.
+    All kinds are looked for between the loss and the model's outputs; a mean over targets and a plain sum inside the
+    model, too, as models return them that are handed the labels.
 
     Args:
         loss: 0-dim, with a graph.
@@ -91,18 +93,19 @@ def find_other_divisor(
     Raises:
         RuntimeError: the graph was walked backward before.
     """
-    outputs: list[Node] = []
-    nodes = list(nodes_until_outputs(loss, is_output, outputs))
+    between, outputs = places_until_outputs(loss, is_output)
     numels = numels_of_outputs(outputs)
-    for node, divisors in nodes:
-        found = _of_sum(node, divisors, local_samples, numels)
+    for place in between:
+        node = place.node
+        found = _of_sum(place, local_samples, numels)
         if found is not None and adds_up_samples(node, local_samples, is_output):
             return found
         found = _of_targets(node) or _of_selection(node, is_output, local_samples)
         if found is not None and any(is_output(behind) for behind in nodes_behind(node, is_output)):
             return found
-    inside = (_of_targets(node) for output in outputs for node in nodes_behind(output))
-    return next((found for found in inside if found is not None), None)
+    targets = (_of_targets(node) for output in outputs for node in nodes_behind(output.node))
+    sums = (_of_sum(place, local_samples, numels) for place in sums_inside(outputs, local_samples))
+    return next((found for found in chain(targets, sums) if found is not None), None)
 
 
 def _of_targets(node: Node) -> OtherDivisor | None:
@@ -121,16 +124,15 @@ def _of_targets(node: Node) -> OtherDivisor | None:
     return None
 
 
-def _of_sum(node: Node, divisors: Divisors, local_samples: int | None, numels: Collection[int]) -> OtherDivisor | None:
-    """What `sum()` divided by `divisors` is, if no mean over all that was summed, over samples or over an output.
+def _of_sum(place: GraphPlace, local_samples: int | None, numels: Collection[int]) -> OtherDivisor | None:
+    """What a `sum()` with its divisors is, if no mean over all that was summed, over samples or over an output.
 
     Args:
-        node: any node.
-        divisors: of a sum at the node; see `nodes_until_outputs`.
+        place: of any node.
         local_samples: of this rank; None where nobody knows.
         numels: of the model's outputs.
     """
-    sizes = summed_sizes(node)
+    sizes, divisors = summed_sizes(place.node), place.divisors
     if sizes is None:
         return None
     if not divisors:
@@ -146,7 +148,7 @@ def _of_sum(node: Node, divisors: Divisors, local_samples: int | None, numels: C
 
 
 def _is_count(number: float) -> bool:
-    return number >= 1 and number == int(number)
+    return number >= 1 and float(number).is_integer()
 
 
 def _is_count_of(number: float, local_samples: int | None) -> bool:
