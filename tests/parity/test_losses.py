@@ -154,6 +154,17 @@ def a_temperature(site: Site) -> None:
     site.values.clear()
 
 
+def norms_over_the_batch(site: Site) -> None:
+    """A norm, and a ratio of norms."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        made = model(x)
+        differences = site.sum((made - 1).square().sum())
+        return differences.sqrt() + (differences / site.sum((made + 2).square().sum())).sqrt()
+
+    steps(site, loss_of)
+
+
 class Tagger(nn.Module):
     """Returns its loss, as models of Hugging Face do."""
 
@@ -313,6 +324,7 @@ LOSSES = {
         terms_with_divisors_of_their_own,
         statistics_with_a_graph,
         a_temperature,
+        norms_over_the_batch,
         a_loss_within_the_model,
         accumulated,
         accumulated_without_averaging,
@@ -569,13 +581,57 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "divided before the sum": lambda logits, y: (logits.square() / 2 / len(y)).sum(),
         "scaled to the whole data": lambda logits, y: (12 / len(y)) * logits.square().sum(),
     }
-    for name, way in (ways | sums_of_losses()).items():
+    for name, way in (ways | sums_of_losses() | norms() | norms_beside()).items():
         loss_kinds._found.clear()
         model = lockstep.DistributedDataParallel(make_model())
         for x, y in Site(alone=False).loader(12, 6):
             way(model(x), y).backward()
         found[name] = dict(loss_kinds._found)
     return found
+
+
+def norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Over all samples of a rank; their gradients are not those of one process."""
+
+    def stft_loss(logits: Tensor, y: Tensor) -> Tensor:
+        """As vocoders have it: ParallelWaveGAN, auraloss, StyleTTS2."""
+        window = torch.ones(8, dtype=torch.float64)
+        waves = torch.stft(logits.flatten(1), 8, 4, 8, window, return_complex=True)
+        made = (waves.real**2 + waves.imag**2).clamp(min=1e-7).sqrt().transpose(2, 1)
+        wanted = made.detach() + 1
+        spectral = torch.norm(wanted - made, p="fro") / torch.norm(wanted, p="fro")
+        return spectral + torch.nn.functional.l1_loss(wanted.log(), made.log())
+
+    return {
+        "norm": lambda logits, y: torch.norm(logits - 1),
+        "norm of a mean, and over all": lambda logits, y: logits.mean() + 0.1 * (logits - 1).flatten().norm(),
+        "matrix norm": lambda logits, y: torch.linalg.matrix_norm(logits.flatten(1) - 1),
+        "spectral convergence": stft_loss,
+        "norms of several": lambda logits, y: torch.stack([logits.norm(), *(2 * logits.square()).norm()[None]]).sum(),
+        "deviation": lambda logits, y: ((logits - logits.mean()) / logits.std()).pow(4).mean(),
+    }
+
+
+def norms_beside() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Norms that are right as they are: of each sample, squared, of parameters, of means."""
+    own = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
+    return {
+        "norm of each sample": lambda logits, y: (logits - 1).flatten(1).norm(dim=1).mean(),
+        "relative, of each sample": lambda logits, y: (
+            (logits - 1).flatten(1).norm(dim=1) / (logits.detach() + 2).flatten(1).norm(dim=1)
+        ).mean(),
+        "norms in a loop": lambda logits, y: sum(((row - 1).norm() for row in logits), torch.zeros(())) / len(y),
+        "norms by number": lambda logits, y: (logits[0].norm() + logits[1].norm() + logits[2].norm()) / 3,
+        "squared norm": lambda logits, y: torch.norm(logits - 1) ** 2 / len(y),
+        "square of a norm": lambda logits, y: torch.norm(logits - 1).square() / len(y),
+        "norm times itself": lambda logits, y: (lambda norm: norm * norm / len(y))((logits - 1).norm()),
+        "first norm": lambda logits, y: torch.norm(logits, p=1) / len(y),
+        "unit vectors": lambda logits, y: (logits / logits.norm(dim=-1, keepdim=True)).mean(),
+        "norm of parameters": lambda logits, y: logits.mean() + own.norm() + own.std(),
+        "norm of a mean": lambda logits, y: (logits.mean(0) - 1).norm(),
+        "norm without a gradient": lambda logits, y: (logits / logits.detach().norm()).mean(),
+        "deviation of each sample": lambda logits, y: logits.flatten(1).std(1).mean(),
+    }
 
 
 def sums_of_losses() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -626,6 +682,8 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "sum of a mean and a sum": "a sum",
         "sum behind a scaler": "a sum",
         "sum times a number": "a sum",
+        **dict.fromkeys(norms(), "made of a norm over this rank's samples alone"),
+        "deviation": "made of a standard deviation",
         "masked": "a sum divided by",
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",

@@ -30,6 +30,7 @@ __all__ = [
     "adds_up_samples",
     "is_scalar_output",
     "nodes_behind",
+    "norms_of_samples",
     "numels_of_outputs",
     "places_until_outputs",
     "scalar_of",
@@ -218,10 +219,10 @@ def adds_up_samples(node: Node, local_samples: int | None, is_output: Callable[[
     if _comes_by_samples(node, local_samples, is_source, is_inside):
         return True
     # One loss for each sample, of rows that were taken out one by one.
-    return numel == local_samples and takes_rows_apart(node, is_source)
+    return numel == local_samples and _takes_rows_apart(node, is_source)
 
 
-def takes_rows_apart(node: Node, is_source: Callable[[Node], bool]) -> bool:
+def _takes_rows_apart(node: Node, is_source: Callable[[Node], bool]) -> bool:
     """Whether some of what the node was computed from are pieces of others, along the first dimension."""
     behind = nodes_behind(node, is_source)
     return any(each.name() in _CUTS and getattr(each, "_saved_dim", None) == 0 for each in behind)
@@ -274,10 +275,45 @@ def _takes_data(node: Node) -> bool:
     )
 
 
+def norms_of_samples(
+    between: Iterable[GraphPlace], local_samples: int | None, is_output: Callable[[Node], bool]
+) -> Iterator[Node]:
+    """Of the places before the model's outputs, norms and standard deviations over several samples in full.
+
+    Not such that are squared, which are sums over samples again; nor those of sizes by which nobody can tell that
+    samples come first.
+    """
+    places = list(between)
+    squared: set[Node | None] = set()
+    for place in places:
+        following = [each for each, _ in place.node.next_functions]
+        if place.node.name() == "PowBackward0" or (place.node.name() == "MulBackward0" and len(set(following)) == 1):
+            squared.update(following)
+    for node in (place.node for place in places if _is_norm(place.node)):
+        sizes = getattr(node, "_saved_self", torch.empty(0, device="cpu")).shape
+        if node in squared or not local_samples or local_samples < 2 or not sizes or sizes[0] % local_samples:
+            continue
+        if _comes_by_samples(node, local_samples, is_output, False) and not _takes_rows_apart(node, is_output):
+            yield node
+
+
+def _is_norm(node: Node) -> bool:
+    """Whether the node is of a norm over all dimensions, of an order above 1 (with 1 it is a sum), or of a `std()`."""
+    if node.name() not in ("LinalgVectorNormBackward0", "NormBackward0", "StdBackward0"):
+        return False
+    order = scalar_of(getattr(node, "_saved_ord", getattr(node, "_saved_p", 2.0)))
+    dims, sizes = getattr(node, "_saved_dim", None), getattr(node, "_saved_self", torch.empty(0, device="cpu")).shape
+    return order is not None and 1 < order < math.inf and (not dims or len(dims) == len(sizes))
+
+
 def _reduces_samples(node: Node, is_divided: bool, local_samples: int | None) -> bool:
     """Whether what the node has computed holds no samples any more, as a mean or another sum over them."""
     name = node.name()
-    if name in ("MeanBackward0", "SumBackward0") or getattr(node, "_saved_reduction", None) in (MEAN, SUM):
+    if (
+        name in ("MeanBackward0", "SumBackward0")
+        or _is_norm(node)
+        or getattr(node, "_saved_reduction", None) in (MEAN, SUM)
+    ):
         return True
     if name != "MeanBackward1" and not (name == "SumBackward1" and is_divided):
         return False

@@ -1,12 +1,13 @@
 """Warns of a loss whose autograd graph shows that it is no mean over samples.
 
 Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`). Gradients do not show the
-divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds four kinds:
+divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds five kinds:
 
 - a sum over samples;
 - a sum divided by something else than the samples or the summed elements;
 - a mean over targets of which some are ignored or weighted by class;
-- a mean over outputs that a mask, or their order, selected.
+- a mean over outputs that a mask, or their order, selected;
+- a norm or a standard deviation over all samples of this rank.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from lockstep.parallel.loss_graph import (
     GraphPlace,
     adds_up_samples,
     nodes_behind,
+    norms_of_samples,
     numels_of_outputs,
     places_until_outputs,
+    scalar_of,
     summed_sizes,
     sums_inside,
 )
@@ -103,9 +106,10 @@ def find_other_divisor(
         found = _of_targets(node) or _of_selection(node, is_output, local_samples)
         if found is not None and any(is_output(behind) for behind in nodes_behind(node, is_output)):
             return found
+    norms = map(_of_norm, norms_of_samples(between, local_samples, is_output))
     targets = (_of_targets(node) for output in outputs for node in nodes_behind(output.node))
     sums = (_of_sum(place, local_samples, numels) for place in sums_inside(outputs, local_samples))
-    return next((found for found in chain(targets, sums) if found is not None), None)
+    return next((found for found in chain(norms, targets, sums) if found is not None), None)
 
 
 def _of_targets(node: Node) -> OtherDivisor | None:
@@ -154,6 +158,17 @@ def _is_count(number: float) -> bool:
 def _is_count_of(number: float, local_samples: int | None) -> bool:
     """Whether it may be a number of elements, equally many of each sample."""
     return _is_count(number) and not (local_samples and number % local_samples)
+
+
+def _of_norm(node: Node) -> OtherDivisor:
+    """What a norm or a standard deviation over this rank's samples makes of a loss: its gradient is divided by it."""
+    value = scalar_of(getattr(node, "_saved_result", None)) or 0.0
+    if node.name() == "StdBackward0":
+        return OtherDivisor("made of a standard deviation over this rank's samples alone", value)
+    return OtherDivisor(
+        "made of a norm over this rank's samples alone (over those of all: lockstep.sum(x.square().sum()).sqrt())",
+        value,
+    )
 
 
 def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: int | None) -> OtherDivisor | None:
