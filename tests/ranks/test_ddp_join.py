@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp_checks import Heads, assert_same_on_all_ranks, backends, data, mlp
 from lockstep import DistributedDataParallel
+from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
 
 
@@ -152,6 +153,21 @@ def turned_off() -> None:
     assert_same_on_all_ranks(flat(model))
 
 
+def train_behind_the_context() -> str:
+    """Twice in one context; then with other data on each rank, which the checks outside of it refuse."""
+    model = DistributedDataParallel(mlp().double())
+    context = model.join()
+    for _ in range(2):
+        with context:
+            train(model, 1 + dist.get_rank())
+    assert_same_on_all_ranks(flat(model))
+    try:
+        train(model, 1, inputs_of=lambda step: data(5 + dist.get_rank(), 4))
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
 class WithOwn(nn.Module):
     """Tensors of which each rank has its own: a parameter and buffers, one of them of another size on each rank."""
 
@@ -231,6 +247,11 @@ def test_join_idioms(backend: str, check: Any) -> None:
 def test_a_rank_that_has_left_keeps_its_own_gradients(backend: str, cuts_window: bool) -> None:
     """What it answers with is no part of its next step."""
     run_ranks(clear_behind_the_step, 2, cuts_window, backend=backend)
+
+
+def test_behind_the_context_all_checks_are_back() -> None:
+    for message in run_ranks(train_behind_the_context, 2):
+        assert "with model.samples(n)" in message
 
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
