@@ -154,6 +154,17 @@ def a_temperature(site: Site) -> None:
     site.values.clear()
 
 
+def norms_over_the_batch(site: Site) -> None:
+    """A norm, and a ratio of norms."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        made = model(x)
+        differences = site.sum((made - 1).square().sum())
+        return differences.sqrt() + (differences / site.sum((made + 2).square().sum())).sqrt()
+
+    steps(site, loss_of)
+
+
 class Tagger(nn.Module):
     """Returns its loss, as models of Hugging Face do."""
 
@@ -313,6 +324,7 @@ LOSSES = {
         terms_with_divisors_of_their_own,
         statistics_with_a_graph,
         a_temperature,
+        norms_over_the_batch,
         a_loss_within_the_model,
         accumulated,
         accumulated_without_averaging,
@@ -525,6 +537,7 @@ def plain_ways() -> dict[str, dict[str, str]]:
     """What is warned of when a loss is written as for one process."""
     found = {}
     weight = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+    scaler = torch.amp.GradScaler("cpu")
 
     def masked(logits: Tensor, y: Tensor) -> Tensor:
         mask = (y != IGNORED).double()
@@ -548,6 +561,13 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "selected from what was gathered": lambda logits, y: (
             lockstep.all_gather(logits).flatten().topk(2).values.mean()
         ),
+        "sum of a loss for each sample": lambda logits, y: torch.stack([row.square().mean() for row in logits]).sum(),
+        "sum of a mean and a sum": lambda logits, y: torch.stack(
+            [logits.mean(), *logits.square().mean((0, 1))[:3], logits.square().sum()]
+        ).sum(),
+        "sum over places of means": lambda logits, y: (logits.square().mean(0) * weight).sum(),
+        "sum behind a scaler": lambda logits, y: scaler.scale(logits.square().sum()),
+        "sum times a number": lambda logits, y: -1.0 * logits.square().sum() * 1.0,
         "mean": lambda logits, y: cross_entropy(logits[:, 0], y[:, 0].clamp(min=0)),
         "one place of each sample": lambda logits, y: logits[torch.arange(len(y)), 0, y[:, 0].clamp(min=0)].mean(),
         "a mask that leaves nothing out": lambda logits, y: logits[torch.ones_like(y, dtype=torch.bool)].mean(),
@@ -555,14 +575,100 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "mean over all by hand": lambda logits, y: logits.square().sum() / logits.numel(),
         "mean and a term on parameters": lambda logits, y: logits.mean() + weight.requires_grad_().sum(),
         "mean, accumulated": lambda logits, y: logits.square().mean() / 3,
+        "mean behind a scaler": lambda logits, y: scaler.scale(logits.square().mean()),
+        "share of a sum": lambda logits, y: logits.square().sum() * (1 / len(y)),
+        "share of a sum behind a scaler": lambda logits, y: scaler.scale((1 / len(y)) * logits.square().sum()),
+        "divided before the sum": lambda logits, y: (logits.square() / 2 / len(y)).sum(),
+        "scaled to the whole data": lambda logits, y: (12 / len(y)) * logits.square().sum(),
     }
-    for name, way in ways.items():
+    for name, way in (ways | sums_of_losses() | norms() | norms_beside()).items():
         loss_kinds._found.clear()
         model = lockstep.DistributedDataParallel(make_model())
         for x, y in Site(alone=False).loader(12, 6):
             way(model(x), y).backward()
         found[name] = dict(loss_kinds._found)
     return found
+
+
+def norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Over all samples of a rank; their gradients are not those of one process."""
+
+    def stft_loss(logits: Tensor, y: Tensor) -> Tensor:
+        """As vocoders have it: ParallelWaveGAN, auraloss, StyleTTS2."""
+        window = torch.ones(8, dtype=torch.float64)
+        waves = torch.stft(logits.flatten(1), 8, 4, 8, window, return_complex=True)
+        made = (waves.real**2 + waves.imag**2).clamp(min=1e-7).sqrt().transpose(2, 1)
+        wanted = made.detach() + 1
+        spectral = torch.norm(wanted - made, p="fro") / torch.norm(wanted, p="fro")
+        return spectral + torch.nn.functional.l1_loss(wanted.log(), made.log())
+
+    return {
+        "norm": lambda logits, y: torch.norm(logits - 1),
+        "norm of a mean, and over all": lambda logits, y: logits.mean() + 0.1 * (logits - 1).flatten().norm(),
+        "matrix norm": lambda logits, y: torch.linalg.matrix_norm(logits.flatten(1) - 1),
+        "spectral convergence": stft_loss,
+        "norms of several": lambda logits, y: torch.stack([logits.norm(), *(2 * logits.square()).norm()[None]]).sum(),
+        "deviation": lambda logits, y: ((logits - logits.mean()) / logits.std()).pow(4).mean(),
+    }
+
+
+def norms_beside() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Norms that are right as they are: of each sample, squared, of parameters, of means."""
+    own = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
+    return {
+        "norm of each sample": lambda logits, y: (logits - 1).flatten(1).norm(dim=1).mean(),
+        "relative, of each sample": lambda logits, y: (
+            (logits - 1).flatten(1).norm(dim=1) / (logits.detach() + 2).flatten(1).norm(dim=1)
+        ).mean(),
+        "norms in a loop": lambda logits, y: sum(((row - 1).norm() for row in logits), torch.zeros(())) / len(y),
+        "norms by number": lambda logits, y: (logits[0].norm() + logits[1].norm() + logits[2].norm()) / 3,
+        "squared norm": lambda logits, y: torch.norm(logits - 1) ** 2 / len(y),
+        "square of a norm": lambda logits, y: torch.norm(logits - 1).square() / len(y),
+        "norm times itself": lambda logits, y: (lambda norm: norm * norm / len(y))((logits - 1).norm()),
+        "first norm": lambda logits, y: torch.norm(logits, p=1) / len(y),
+        "unit vectors": lambda logits, y: (logits / logits.norm(dim=-1, keepdim=True)).mean(),
+        "norm of parameters": lambda logits, y: logits.mean() + own.norm() + own.std(),
+        "norm of a mean": lambda logits, y: (logits.mean(0) - 1).norm(),
+        "norm without a gradient": lambda logits, y: (logits / logits.detach().norm()).mean(),
+        "deviation of each sample": lambda logits, y: logits.flatten(1).std(1).mean(),
+    }
+
+
+def sums_of_losses() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Sums that add up no samples, as programs have them: means over samples, all of them."""
+    spread, scales = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True), torch.linspace(0.5, 2, CLASSES)
+
+    def of_classes(logits: Tensor) -> Tensor:
+        """More losses than a rank has samples. Float64 [5]."""
+        return torch.stack([logits[..., each].square().mean() for each in range(CLASSES)])
+
+    def balance(logits: Tensor, y: Tensor) -> Tensor:
+        """Of experts, as in a Switch Transformer: by the mean probability of each, over all words."""
+        chances = logits.flatten(0, 1).softmax(1)
+        chosen = torch.nn.functional.one_hot(chances.argmax(1), CLASSES).double().mean(0)
+        return logits.square().mean() + CLASSES * torch.sum(chosen * chances.mean(0))
+
+    def entropy_of_codes(logits: Tensor, y: Tensor) -> Tensor:
+        usage = logits.flatten(0, 1).softmax(1).sum(0) / y.numel()
+        return logits.square().mean() - (usage * usage.log()).sum()
+
+    return {
+        "stack of means": lambda logits, y: torch.stack([logits.mean(), logits.square().mean()]).sum(),
+        "many means": lambda logits, y: of_classes(logits).sum(),
+        "weighted stack": lambda logits, y: torch.sum(scales * of_classes(logits)),
+        "list of weighted means": lambda logits, y: torch.sum(torch.stack([2 * each for each in of_classes(logits)])),
+        "learned weights": lambda logits, y: torch.sum(0.5 / spread**2 * of_classes(logits) + (1 + spread**2).log()),
+        "concatenated": lambda logits, y: torch.cat([each.unsqueeze(0) for each in of_classes(logits)]).sum(),
+        "dictionary": lambda logits, y: (
+            torch.stack(
+                list({"words": logits.mean(), "class": cross_entropy(logits[:, 0], y[:, 0].clamp(min=0))}.values())
+            )
+        ).sum(),
+        "sum of a loss without dimensions": lambda logits, y: logits.square().mean().sum(),
+        "sum of a loss of one element": lambda logits, y: logits.square().mean().view(1).sum(),
+        "balance of experts": balance,
+        "entropy of codes": entropy_of_codes,
+    }
 
 
 def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
@@ -572,6 +678,12 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "ignored": "targets, the others being ignored (ignore_index=)",
         "weighted": "weighted by class (weight=)",
         "sum": "a sum",
+        "sum of a loss for each sample": "a sum",
+        "sum of a mean and a sum": "a sum",
+        "sum behind a scaler": "a sum",
+        "sum times a number": "a sum",
+        **dict.fromkeys(norms(), "made of a norm over this rank's samples alone"),
+        "deviation": "made of a standard deviation",
         "masked": "a sum divided by",
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",
@@ -583,6 +695,43 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         assert line.startswith("test_losses.py:")
         assert what in text
     assert not any(found.values()), found
+
+
+class Flow(nn.Module):
+    """Returns z and the logarithms of scales, of which there are half as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(3, 8).double(), nn.Linear(3, 4).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.wide(x), self.narrow(x)
+
+
+def divided_by_the_elements_of_another() -> list[dict[str, str]]:
+    """What is warned of in losses of two terms that have one divisor."""
+    losses: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda z, log_s: (torch.sum(z * z) / 2 - torch.sum(log_s)) / z.numel(),  # as WaveGlow has it
+        lambda z, log_s: (torch.sum(z * z) / (2 * 0.7 * 0.7) - log_s.sum()) / (z.size(0) * z.size(1) * z.size(2)),
+        lambda z, log_s: (torch.sum(z * z) / 2 + log_s.square().sum() / 2) / len(z),
+        lambda z, log_s: z.mean() + torch.sum(log_s) / (z.numel() - 1),
+        lambda z, log_s: z.mean() + torch.sum(log_s) / (z > 0).sum(),
+    ]
+    found = []
+    for loss in losses:
+        loss_kinds._found.clear()
+        model = lockstep.DistributedDataParallel(Flow())
+        for x, _ in Site(alone=False).loader(12, 6):
+            loss(*model(x)).backward()
+        found.append(dict(loss_kinds._found))
+    return found
+
+
+def test_terms_of_other_widths_have_the_divisor_of_one() -> None:
+    waveglow, with_sigma, halved, *others = run_ranks(divided_by_the_elements_of_another, 2)[0]
+    assert waveglow == with_sigma == halved == {}
+    for found in others:
+        assert "a sum divided by" in "".join(found.values())
 
 
 def without_warning_alone() -> dict[str, str]:
@@ -627,3 +776,130 @@ def test_a_loss_that_the_model_computes_is_noticed() -> None:
     (text,), none = (list(found.values()) for found in run_ranks(losses_inside, 2)[0])
     assert "the others being ignored (ignore_index=)" in text
     assert none == []
+
+
+class Returning(nn.Module):
+    """A model whose forward() returns what a function makes of its logits."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.function = make_model(), function
+        self.weights = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(self, self.inner(x), y)
+
+
+def returned_sums() -> dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]]:
+    """Sums over samples that forward() returns."""
+
+    def ctc(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+        """As `Wav2Vec2ForCTC` has it, whose `ctc_loss_reduction` is "sum" by default."""
+        lengths, count = torch.full((len(y),), 6), torch.ones(len(y), dtype=torch.int64)
+        chances = logits.log_softmax(-1).transpose(0, 1)
+        return torch.nn.functional.ctc_loss(chances, y[:, :1].clamp(min=1), lengths, count, reduction="sum")
+
+    return {
+        "ctc": ctc,
+        "cross entropy": lambda model, logits, y: sum_of_words(logits, y),
+        "with a mean": lambda model, logits, y: logits.square().mean() - logits.log_softmax(-1)[..., 0].sum(),
+        "stacked": lambda model, logits, y: torch.stack([logits.square().mean(), logits.square().sum()]).sum(),
+    }
+
+
+def returned_means() -> dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]]:
+    """Losses that forward() returns, as programs have them, which add up samples with a divisor or not at all."""
+
+    def detector(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+        """As torchvision's: by the anchors that were sampled; and a branch that found nothing."""
+        chosen = logits[:, :2]
+        boxes = torch.nn.functional.smooth_l1_loss(chosen, torch.ones_like(chosen), reduction="sum") / 13
+        return boxes + logits[:, 3].sum() * 0 + cross_entropy(logits[:, 0], y[:, 0].clamp(min=0))
+
+    def by_boxes(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+        """As DETR's: by the boxes of all ranks, which a collective has counted."""
+        return 5 * ((logits - 1).abs().sum() / torch.tensor(7.0).clamp(min=1).item())
+
+    def autoencoder(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+        divergence = -0.5 * torch.sum(1 + logits - logits.exp())
+        return (torch.nn.functional.mse_loss(logits, logits.detach() + 1, reduction="sum") + divergence) / len(y)
+
+    def correlated(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+        """As Barlow Twins': statistics of the batch."""
+        one, other = logits[:, 0], logits[:, 1]
+        c = one.T @ other
+        c.div_(2 * len(y))
+        return torch.diagonal(c).add(-1).pow(2).sum() + 0.005 * c.flatten()[1:].pow(2).sum()
+
+    def covariance(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+        """As VICReg's."""
+        rows = logits[:, 0] - logits[:, 0].mean(0)
+        spread = torch.relu(1 - (rows.var(0) + 1e-4).sqrt()).mean()
+        return spread + (rows.T @ rows / (len(y) - 1)).flatten()[1:].pow(2).sum().div(CLASSES)
+
+    def regularised(model: Any, logits: Tensor, y: Tensor) -> Tensor:
+        weight = model.inner[0].weight
+        orthogonal = (weight @ weight.T - torch.eye(len(weight), dtype=weight.dtype)).square().sum()
+        return logits.square().mean() + orthogonal + sum(each.square().sum() for each in model.parameters())
+
+    def weighted(model: Any, logits: Tensor, y: Tensor) -> Tensor:
+        """By learned uncertainties, of more losses than samples."""
+        losses = torch.stack([logits[..., each].square().mean() for each in range(CLASSES)])
+        return torch.sum(torch.exp(-model.weights) * losses) + model.weights.sum()
+
+    def balanced(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+        chances = logits.flatten(0, 1).softmax(-1)
+        return logits.square().mean() + torch.sum(chances.mean(0) * chances.detach().mean(0))
+
+    return {
+        "detector": detector,
+        "by boxes": by_boxes,
+        "autoencoder": autoencoder,
+        "correlated": correlated,
+        "covariance": covariance,
+        "regularised": regularised,
+        "weighted": weighted,
+        "balanced": balanced,
+        "divided before": lambda model, logits, y: (logits.square() / 2 / len(y)).sum(),
+        "of one rank's count": lambda model, logits, y: sum_of_words(logits, y) / (y != IGNORED).sum(),
+        "lockstep.sum": lambda model, logits, y: lockstep.sum(sum_of_words(logits, y)),
+    }
+
+
+def found_in(function: Callable[[nn.Module, Tensor, Tensor], Any], finish: Callable[..., Tensor]) -> dict[str, str]:
+    """What is warned of in a loss that forward() returns, and `finish` goes on with."""
+    loss_kinds._found.clear()
+    model = lockstep.DistributedDataParallel(Returning(function), find_unused_parameters=True)
+    for x, y in Site(alone=False).loader(12, 6):
+        finish(model(x, y), y).backward()
+    return dict(loss_kinds._found)
+
+
+def sums_that_models_return() -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    scaler = torch.amp.GradScaler("cpu")
+    cross = returned_sums()["cross entropy"]
+    warned = {name: found_in(way, lambda loss, y: loss) for name, way in returned_sums().items()}
+    warned["behind a scaler"] = found_in(cross, lambda loss, y: scaler.scale(loss))
+    warned["in halves"] = found_in(cross, lambda loss, y: loss / 2)
+    quiet = {name: found_in(way, lambda loss, y: loss) for name, way in returned_means().items()}
+    quiet["scaled"] = found_in(returned_means()["balanced"], lambda loss, y: scaler.scale(loss))
+    quiet["divided outside"] = found_in(cross, lambda loss, y: loss / len(y))
+    quiet["averaged outside"] = found_in(lambda model, logits, y: logits.mean().view(1), lambda loss, y: loss.sum())
+    # A prediction without dimensions, which a loss compares; and parts of a loss, whose sum is taken outside.
+    quiet["energy"] = found_in(lambda model, logits, y: logits.sum(), lambda energy, y: (energy - 1).square())
+    parts = lambda model, logits, y: torch.stack([logits.mean(), logits.square().mean()])  # noqa: E731
+    quiet["parts"] = found_in(parts, lambda loss, y: loss.sum() * len(y))
+    quiet["dictionary"] = found_in(
+        lambda model, logits, y: {"a": logits.mean(), "b": logits.square().mean(), "c": logits.exp().mean()},
+        lambda losses, y: torch.stack(list(losses.values())).sum(),
+    )
+    return warned, quiet
+
+
+def test_a_sum_that_the_model_returns_is_noticed() -> None:
+    warned, quiet = run_ranks(sums_that_models_return, 2)[0]
+    assert {name: list(found.values()) for name, found in warned.items()} == {
+        **{name: ["a sum"] for name in (*returned_sums(), "behind a scaler")},
+        "in halves": ["a sum divided by 2"],
+    }
+    assert not any(quiet.values()), quiet

@@ -340,6 +340,26 @@ def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
     assert sizes_of(((packed,), {})).telling == {3}
 
 
+def differentiate_by_inputs(batch_size: int) -> list[float]:
+    """The norms of the gradients of this rank's inputs, one of each batch of 6 samples."""
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    norms = []
+    for x, y in lockstep.DataLoader(TensorDataset(torch.ones(6, 3), torch.zeros(6, 2)), batch_size):
+        x.requires_grad_()
+        mse_loss(model(x), y).backward()
+        norms.append(x.grad.norm().item())
+    return norms
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_the_gradient_of_a_fillers_inputs_is_zero(batch_size: int) -> None:
+    """It was 0/0 where ranks ask each other: of 4 samples and of 2 rank 1 has one, and rank 2 one or a filler."""
+    *others, last = run_ranks(differentiate_by_inputs, 3, batch_size)
+    assert all(norm > 0 for norms in others for norm in norms)
+    assert [norm > 0 for norm in last] == ([True, False] if batch_size == 4 else [False] * 3)
+    assert last[-1] == 0
+
+
 def test_the_first_argument_tells_a_size() -> None:
     """Also where another one, which is the same on each rank, has more dimensions."""
     assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})).telling == {3, 5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp_checks import Heads, assert_same_on_all_ranks, backends, data, mlp
 from lockstep import DistributedDataParallel
+from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
 
 
@@ -78,6 +80,43 @@ def accumulate_while_others_have_joined() -> None:
     assert torch.allclose(flat(model), flat(twin), rtol=0, atol=1e-12)
 
 
+def train_epochs_that_clear_behind_the_step(model: nn.Module, cuts_window: bool) -> list[Tensor]:
+    """Two epochs, of which rank 0 leaves each a micro-batch earlier; the parameters behind each step.
+
+    Args:
+        model: an engine, torch's or ours.
+        cuts_window: steps are of two micro-batches, and what rank 0 has accumulated is left to the next epoch.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window = 2 if cuts_window else 1
+    history = []
+    for epoch in range(2):
+        with model.join():
+            for step in range(3 * window + dist.get_rank() - 1 if cuts_window else 1 + dist.get_rank()):
+                averages = step % window == window - 1
+                with contextlib.nullcontext() if averages else model.no_sync():
+                    model(data(5, 4, seed=10 * epoch + step)).square().mean().backward()
+                if averages:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    history.append(flat(model))
+    return history
+
+
+def clear_behind_the_step(cuts_window: bool) -> None:
+    torch.manual_seed(1)
+    module = mlp().double()
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), process_group=dist.new_group(backend="gloo"))
+    ours = DistributedDataParallel(module)
+    histories = [train_epochs_that_clear_behind_the_step(model, cuts_window) for model in (ours, theirs)]
+    for step, (one, other) in enumerate(zip(*histories, strict=True)):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12), f"step {step}"
+    assert_same_on_all_ranks(flat(ours))
+    for one, other in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
+
+
 def leave_heads_out() -> None:
     """With find_unused_parameters a joined rank uses nothing, and others use different parameters."""
     rank = dist.get_rank()
@@ -112,6 +151,21 @@ def turned_off() -> None:
     with model.join(enable=False):
         train(model, 2)
     assert_same_on_all_ranks(flat(model))
+
+
+def train_behind_the_context() -> str:
+    """Twice in one context; then with other data on each rank, which the checks outside of it refuse."""
+    model = DistributedDataParallel(mlp().double())
+    context = model.join()
+    for _ in range(2):
+        with context:
+            train(model, 1 + dist.get_rank())
+    assert_same_on_all_ranks(flat(model))
+    try:
+        train(model, 1, inputs_of=lambda step: data(5 + dist.get_rank(), 4))
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
 
 
 class WithOwn(nn.Module):
@@ -186,6 +240,18 @@ def test_uneven_inputs_as_with_torch(
 @pytest.mark.parametrize("check", [accumulate_while_others_have_joined, turned_off])
 def test_join_idioms(backend: str, check: Any) -> None:
     run_ranks(check, 2, backend=backend)
+
+
+@backends
+@pytest.mark.parametrize("cuts_window", [False, True])
+def test_a_rank_that_has_left_keeps_its_own_gradients(backend: str, cuts_window: bool) -> None:
+    """What it answers with is no part of its next step."""
+    run_ranks(clear_behind_the_step, 2, cuts_window, backend=backend)
+
+
+def test_behind_the_context_all_checks_are_back() -> None:
+    for message in run_ranks(train_behind_the_context, 2):
+        assert "with model.samples(n)" in message
 
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])

@@ -545,3 +545,31 @@ def test_dropout_does_not_slow_down_evaluation() -> None:
     everybody = threading.Barrier(2, timeout=limit_s(20))
     module = nn.Sequential(nn.Dropout(0.5), Recorder(lambda x: (everybody.wait(), x)[1])).eval()
     assert torch.equal(lockstep.DataParallel(module, 2).eval()(rows(2)), rows(2))
+
+
+class Meeting(nn.Module):
+    """Waits for the other replica, as batch normalization that threads synchronize does, of which one raises."""
+
+    def __init__(self, everybody: threading.Barrier) -> None:
+        super().__init__()
+        self.everybody = everybody
+        self.linear, self.dropout = nn.Linear(3, 2), nn.Dropout(0.5)
+
+    def __data_parallel_replicate__(self, context: Any, number: int) -> None:
+        """That package's hook."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] > 0:
+            raise ValueError("expects all inputs to be on GPUs")
+        self.everybody.wait()
+        return self.dropout(self.linear(x))
+
+
+def test_a_replica_that_raises_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do replicas run in turn that wait for each other: the first would wait for one that has not begun."""
+    monkeypatch.setattr(parallel_apply.__module__ + "._SECONDS_FOR_OTHERS", 0.5)
+    model = lockstep.DataParallel(Meeting(threading.Barrier(2, timeout=limit_s(5))), ["cpu", "cpu"])
+    with pytest.raises(ValueError, match=r"replica 1 on device cpu(.|\n)*expects all inputs"):
+        model(torch.tensor([[0.0] * 3, [1.0] * 3]))
+    model = lockstep.DataParallel(Meeting(threading.Barrier(2, timeout=limit_s(20))), ["cpu", "cpu"])
+    assert model(torch.zeros(4, 3)).shape == (4, 2)

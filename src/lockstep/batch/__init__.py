@@ -23,6 +23,8 @@ from lockstep.batch.graph import (
     mark,
     marks_tell_shares,
     names_behind,
+    note_shape,
+    shapes_at,
 )
 from lockstep.batch.hand import (
     Iteration,
@@ -67,12 +69,14 @@ __all__ = [
     "must_ask",
     "names_behind",
     "note_forward",
+    "note_shape",
     "note_weighed",
     "num_weighed",
     "of_a_value",
     "purge",
     "register",
     "reset",
+    "shapes_at",
     "share_bounds",
     "tag_batch",
 ]

@@ -11,9 +11,19 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import Node
 
-__all__ = ["find_marks", "find_marks_behind", "is_marked", "mark", "marks_tell_shares", "names_behind", "reset"]
+__all__ = [
+    "find_marks",
+    "find_marks_behind",
+    "is_marked",
+    "mark",
+    "marks_tell_shares",
+    "names_behind",
+    "note_shape",
+    "reset",
+    "shapes_at",
+]
 
-_KEY = "lockstep.forward"
+_KEY, _SHAPES = "lockstep.forward", "lockstep.shapes"
 # A graph that is walked further than that without an end is not walked on: a mark would have been found.
 _MAX_NODES = 100_000
 
@@ -37,6 +47,18 @@ def mark(output: torch.Tensor, forward: object, tells_share: bool) -> None:
     _tells_shares = _tells_shares or tells_share
     assert output.grad_fn is not None
     _metadata(output.grad_fn)[_KEY] = forward
+    note_shape(output)
+
+
+def note_shape(output: torch.Tensor) -> None:
+    """Note at the node of an output, which requires a gradient, what shape it has. Local."""
+    assert output.grad_fn is not None
+    _metadata(output.grad_fn).setdefault(_SHAPES, set()).add(output.shape)
+
+
+def shapes_at(node: Node) -> frozenset[torch.Size]:
+    """The shapes of the outputs with this node; several for pieces of one tensor, as `unbind` makes them. Local."""
+    return frozenset(_metadata(node).get(_SHAPES, ()))
 
 
 def marks_tell_shares() -> bool:

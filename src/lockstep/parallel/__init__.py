@@ -25,8 +25,8 @@ General layout. `DistributedDataParallel`, one model on every rank:
 Losses and layers over all ranks:
 
 * `losses`, `gathering`: losses that are no mean over samples.
-* `loss_watch`: hands the first losses to two checks; `loss_kinds`: whether a loss is a mean over samples; `bypasses`:
-  whether a part of it bypasses the model's outputs, or takes other ranks' weights.
+* `loss_watch`: hands the first losses to two checks; `loss_kinds`, `loss_graph`: whether a loss is a mean over samples;
+  `bypasses`: whether a part of it bypasses the model's outputs, or takes other ranks' weights.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

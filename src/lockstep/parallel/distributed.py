@@ -562,8 +562,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             enable: False turns the context off.
             throw_on_early_termination: raise on all ranks as soon as one has no more batches.
         """
-        return Join(
-            [self],
+        return joined.RepeatableJoin(
+            self,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,

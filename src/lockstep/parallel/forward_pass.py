@@ -159,7 +159,8 @@ class ForwardPass:
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
         is_weighted = self._weighted_task == current_graph_task_id()
-        return gradient / self.feed.weight if is_weighted else None
+        # To the inputs of a filler come zeros, which would be divided by zero.
+        return gradient / self.feed.weight if is_weighted and not self.is_filler else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
         """The output with hooks on its tensors that require a gradient, and the graph nodes of those by number.

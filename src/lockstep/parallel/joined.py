@@ -11,21 +11,26 @@ backward: the gradients               zeros
 backward: who uses which parameter    the same, using none
 backward: `sync_buffers`              `sync_buffers`, having none to give
 ====================================  =====================================
+
+What a rank answers with goes through `.grad`, where an optimizer that has joined, too, finds the means that it steps by
+(`ZeroRedundancyOptimizer`). In the end each parameter has the gradient again that it had when the rank left: the next
+backward pass may come before anybody sets it to zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.checks import named_tensors
+from lockstep.torch_private.groups import join_config_of, tell_join_config
 
-__all__ = ["JoinableEngine", "JoinedRank", "agree_on_step", "rescale", "sync_buffers"]
+__all__ = ["JoinableEngine", "JoinedRank", "RepeatableJoin", "agree_on_step", "rescale", "sync_buffers"]
 
 
 class JoinableEngine(Protocol):
@@ -79,14 +84,43 @@ class JoinedRank(JoinHook):
     def __init__(self, engine: JoinableEngine, ignored: frozenset[str]) -> None:
         super().__init__()
         self._engine, self._ignored = engine, ignored
+        self._own: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []  # gradients from before the first answer
 
     def main_hook(self) -> None:
         """Answer one step of the others."""
+        if not self._own:
+            self._own = [(parameter, _copied(parameter.grad)) for parameter in self._engine.module.parameters()]
         self._engine.answer_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: give everybody what the engine keeps alike of the model of the last that trained."""
+        for parameter, gradient in self._own:
+            parameter.grad = gradient
+        self._own.clear()
         engine = self._engine
         source = _highest(engine.process_group.rank() if is_last_joiner else -1, engine.process_group, engine.device)
         tensors = named_tensors(engine.module, self._ignored, engine.broadcast_buffers)
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], engine.process_group, source)
+        # `Join` leaves it enabled: later steps would be made as within it, without the checks that it cannot have.
+        tell_join_config(engine, join_config_of(engine)._replace(enable=False))
+
+
+class RepeatableJoin(Join):
+    """The context of one engine, which may be entered again.
+
+    Args:
+        engine: that one.
+        args, kwargs: see `Join`.
+    """
+
+    def __init__(self, engine: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__([engine], *args, **kwargs)
+        self._engine, self._config = engine, join_config_of(engine)
+
+    def __enter__(self) -> None:
+        tell_join_config(self._engine, self._config)
+
+
+def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Where the engine does not write: the gradient may be a view of its memory."""
+    return None if gradient is None else gradient.detach().clone()

@@ -1,18 +1,21 @@
 """Warns of a loss whose autograd graph shows that it is no mean over samples.
 
 Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`). Gradients do not show the
-divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds four kinds:
+divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds five kinds:
 
-- a sum;
+- a sum over samples;
 - a sum divided by something else than the samples or the summed elements;
 - a mean over targets of which some are ignored or weighted by class;
-- a mean over outputs that a mask, or their order, selected.
+- a mean over outputs that a mask, or their order, selected;
+- a norm or a standard deviation over all samples of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,17 +24,23 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.log import get_logger
-from lockstep.parallel.losses import GATHERED, RESCALED
+from lockstep.parallel.loss_graph import (
+    MEAN,
+    GraphPlace,
+    adds_up_samples,
+    nodes_behind,
+    norms_of_samples,
+    numels_of_outputs,
+    places_until_outputs,
+    scalar_of,
+    summed_sizes,
+    sums_inside,
+)
 
 __all__ = ["OtherDivisor", "find_other_divisor", "warn_of_other_divisor"]
 
 
-# What torch's losses have saved under `reduction`.
-_MEAN, _SUM = 1, 2
 _MASK_DTYPES = (torch.bool, torch.uint8)
-_DIVISIONS = ("DivBackward0", "DivBackward1")  # by a tensor; by a number, as torch's own losses divide
-_MAX_NODES = 2000
-_ENDS = (RESCALED, GATHERED)
 _found: dict[str, str] = {}  # lines of which was warned, and what they are
 
 
@@ -76,8 +85,8 @@ def find_other_divisor(
 ) -> OtherDivisor | None:
     """What the loss is, if it is seen to be no mean over this rank's samples; None where it may be one. Local.
 
-    Sums are looked for between the loss and the model's outputs; a mean over targets inside the model, too, as models
-    compute it that are handed the labels.
+    All kinds are looked for between the loss and the model's outputs; a mean over targets and a plain sum inside the
+    model, too, as models return them that are handed the labels.
 
     Args:
         loss: 0-dim, with a graph.
@@ -87,73 +96,26 @@ def find_other_divisor(
     Raises:
         RuntimeError: the graph was walked backward before.
     """
-    outputs: list[Node] = []
-    for node, divisor in _nodes_until_outputs(loss, is_output, outputs):
-        found = (
-            _of_reduction(node, divisor)
-            or _of_sum(node, divisor, local_samples)
-            or _of_selection(node, is_output, local_samples)
-        )
-        if found is not None and any(is_output(behind) for behind in _nodes_behind(node, is_output)):
+    between, outputs = places_until_outputs(loss, is_output)
+    numels = numels_of_outputs(outputs)
+    for place in between:
+        node = place.node
+        found = _of_sum(place, local_samples, numels)
+        if found is not None and adds_up_samples(node, local_samples, is_output):
             return found
-    inside = (_of_reduction(node, 0.0) for output in outputs for node in _nodes_behind(output))
-    return next((found for found in inside if found is not None), None)
+        found = _of_targets(node) or _of_selection(node, is_output, local_samples)
+        if found is not None and any(is_output(behind) for behind in nodes_behind(node, is_output)):
+            return found
+    norms = map(_of_norm, norms_of_samples(between, local_samples, is_output))
+    targets = (_of_targets(node) for output in outputs for node in nodes_behind(output.node))
+    sums = (_of_sum(place, local_samples, numels) for place in sums_inside(outputs, local_samples))
+    return next((found for found in chain(norms, targets, sums) if found is not None), None)
 
 
-def _nodes_until_outputs(
-    loss: Tensor, is_output: Callable[[Node], bool], outputs: list[Node]
-) -> Iterator[tuple[Node, float | None]]:
-    """The nodes between a loss and the model's outputs, each with the divisor of a sum at that node: None without one.
-
-    Args:
-        loss: 0-dim.
-        is_output: whether a node is that of an output of the model.
-        outputs: receives the nodes of outputs, as the walk reaches them.
-    """
-    stack: list[tuple[Node, float | None]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
-    seen: set[Node] = set()
-    while stack and len(seen) < _MAX_NODES:
-        node, divisor = stack.pop()
-        if node in seen or node.name() in _ENDS:
-            continue
-        if is_output(node):
-            outputs.append(node)
-            continue
-        seen.add(node)
-        yield node, divisor
-        divisor = _divisor_behind(node, divisor)
-        stack.extend((following, divisor) for following, _ in node.next_functions if following is not None)
-
-
-def _divisor_behind(node: Node, divisor: float | None) -> float | None:
-    """The divisor of sums behind a node, given that of sums at the node."""
-    if node.name() in _DIVISIONS:
-        return _scalar(getattr(node, "_saved_other", None)) or divisor
-    if node.name() == "MulBackward0" and divisor is None:
-        return 0.0  # scaled by something: then nobody can tell whether the divisor is right
-    return divisor
-
-
-def _nodes_behind(root: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
-    """The nodes from `root` on, those at the end included, but not what `lockstep.mean` and the like have made."""
-    stack, seen = [root], set[Node]()
-    while stack and len(seen) < _MAX_NODES:
-        node = stack.pop()
-        if node in seen or node.name() in _ENDS:
-            continue
-        seen.add(node)
-        yield node
-        if not is_end(node):
-            stack.extend(following for following, _ in node.next_functions if following is not None)
-
-
-def _of_reduction(node: Node, divisor: float | None) -> OtherDivisor | None:
-    """What a loss of torch's with a `reduction` is, if no mean over all its targets."""
-    reduction = getattr(node, "_saved_reduction", None)
-    if reduction == _SUM:
-        return OtherDivisor("a sum") if divisor is None else None
+def _of_targets(node: Node) -> OtherDivisor | None:
+    """What a mean of torch's over targets is, if some of them are ignored or weighted."""
     total_weight = getattr(node, "_saved_total_weight", None)
-    if reduction == _MEAN and total_weight is not None:
+    if getattr(node, "_saved_reduction", None) == MEAN and total_weight is not None:
         targets: Any = getattr(node, "_saved_target", None)
         weight: Any = getattr(node, "_saved_weight", None)
         value = float(total_weight)
@@ -166,29 +128,54 @@ def _of_reduction(node: Node, divisor: float | None) -> OtherDivisor | None:
     return None
 
 
-def _of_sum(node: Node, divisor: float | None, local_samples: int | None) -> OtherDivisor | None:
-    """What `sum()` divided by `divisor` is, if no mean over all that was summed, nor over samples."""
-    if node.name() == "SumBackward0":
-        sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
-    elif getattr(node, "_saved_reduction", None) == _SUM:
-        sizes = getattr(node, "_saved_self", torch.empty(0, device="cpu")).shape
-    else:
+def _of_sum(place: GraphPlace, local_samples: int | None, numels: Collection[int]) -> OtherDivisor | None:
+    """What a `sum()` with its divisors is, if no mean over all that was summed, over samples or over an output.
+
+    Args:
+        place: of any node.
+        local_samples: of this rank; None where nobody knows.
+        numels: of the model's outputs.
+    """
+    sizes, divisors = summed_sizes(place.node), place.divisors
+    if sizes is None:
         return None
-    if divisor is None:
+    if not divisors:
         return OtherDivisor("a sum")
-    numel = torch.Size(sizes).numel()
-    if divisor == 0 or not numel or not (numel / divisor).is_integer() or divisor != int(divisor):
-        is_judged = divisor != 0
-    else:
-        is_judged = bool(local_samples and divisor % local_samples)
-    return OtherDivisor(f"a sum divided by {divisor:g}", divisor) if is_judged else None
+    nearest, product = divisors[-1], math.prod(filter(None, divisors))
+    is_mean = nearest == 0 or any(
+        _is_count(sizes.numel() / divisor) and _is_count_of(divisor, local_samples) for divisor in (nearest, product)
+    )
+    # Or one term of several, in other widths, of which all are divided by the elements of one output.
+    if is_mean or any(divisor in numels and _is_count_of(divisor, local_samples) for divisor in divisors):
+        return None
+    return OtherDivisor(f"a sum divided by {nearest:g}", nearest)
+
+
+def _is_count(number: float) -> bool:
+    return number >= 1 and float(number).is_integer()
+
+
+def _is_count_of(number: float, local_samples: int | None) -> bool:
+    """Whether it may be a number of elements, equally many of each sample."""
+    return _is_count(number) and not (local_samples and number % local_samples)
+
+
+def _of_norm(node: Node) -> OtherDivisor:
+    """What a norm or a standard deviation over this rank's samples makes of a loss: its gradient is divided by it."""
+    value = scalar_of(getattr(node, "_saved_result", None)) or 0.0
+    if node.name() == "StdBackward0":
+        return OtherDivisor("made of a standard deviation over this rank's samples alone", value)
+    return OtherDivisor(
+        "made of a norm over this rank's samples alone (over those of all: lockstep.sum(x.square().sum()).sqrt())",
+        value,
+    )
 
 
 def _of_selection(node: Node, is_output: Callable[[Node], bool], local_samples: int | None) -> OtherDivisor | None:
     """What a mean is, if it is over what a mask, or a list of positions, has selected from the outputs."""
-    if node.name() != "MeanBackward0" and getattr(node, "_saved_reduction", None) != _MEAN:
+    if node.name() != "MeanBackward0" and getattr(node, "_saved_reduction", None) != MEAN:
         return None
-    between = (behind for behind in _nodes_behind(node, is_output) if not is_output(behind))
+    between = (behind for behind in nodes_behind(node, is_output) if not is_output(behind))
     found = (_of_masks(behind) or _of_extremes(behind) or _of_positions(behind, local_samples) for behind in between)
     return next((one for one in found if one is not None), None)
 
@@ -244,9 +231,3 @@ def _of_positions(node: Node, local_samples: int | None) -> OtherDivisor | None:
 def _indices_of(node: Node) -> list[Any]:
     """What stands in the brackets of `tensor[…]`, where the node is that of such an expression."""
     return list(getattr(node, "_saved_indices", ()) or ()) if node.name() == "IndexBackward0" else []
-
-
-def _scalar(value: object) -> float | None:
-    if isinstance(value, Tensor):
-        return float(value.detach()) if value.dim() == 0 else None
-    return float(value) if isinstance(value, int | float) else None

@@ -37,6 +37,7 @@ __all__ = [
     "set_group_count",
     "set_timeout",
     "start_coalescing",
+    "tell_join_config",
 ]
 
 _IS_BUILT_IN = frozenset({"undefined", "gloo", "nccl", "ucc", "mpi", "xccl"})
@@ -153,6 +154,11 @@ def device_types_of(group: dist.ProcessGroup) -> frozenset[str]:
 def join_config_of(engine: Any) -> Any:
     """What `torch.distributed.algorithms.Join` has told a Joinable: whether it is enabled, and when it raises."""
     return engine._join_config
+
+
+def tell_join_config(engine: Any, config: Any) -> None:
+    """Tell a Joinable what `Join` tells it when the context is made, and never takes back: `config`."""
+    engine._join_config = config
 
 
 def gloo_device(address: str) -> Any:

@@ -121,12 +121,13 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         if len(replicas) == 1 or self.src_device_obj.type != "cpu":
             return parallel_apply(replicas, inputs, kwargs, devices)
         if self.training not in self._draws:
-            self._draws[self.training] = self.training and seems_to_draw(self.module)
+            draws = self.training and seems_to_draw(self.module)
+            self._draws[self.training] = draws and not _may_wait_for_each_other(self.module)
         if self._draws[self.training]:
             return parallel_apply(replicas, inputs, kwargs, devices, in_turn=True)
         before = torch.get_rng_state()
         outputs = parallel_apply(replicas, inputs, kwargs, devices)
-        if not torch.equal(before, torch.get_rng_state()):
+        if not torch.equal(before, torch.get_rng_state()) and not _may_wait_for_each_other(self.module):
             self._draws[self.training] = True
             warn_once(
                 _logger,
@@ -138,6 +139,11 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
     def gather(self, outputs: Any, output_device: Device) -> Any:
         """The outputs in one; override it to join them in another way."""
         return gather(outputs, output_device, self.dim)
+
+
+def _may_wait_for_each_other(module: nn.Module) -> bool:
+    """Whether replicas may wait for each other, and so cannot run in turn: they are told of their replication."""
+    return any(hasattr(each, "__data_parallel_replicate__") for each in module.modules())
 
 
 def data_parallel(

@@ -2,12 +2,18 @@
 
 [Note: what a thread inherits] torch keeps these per thread, so each replica's thread is given the caller's: whether
 gradients are recorded, inference mode, autocast; and Python's context variables.
+
+[Note: replicas that meet] Layers of some libraries wait for the other replicas within the forward pass, as batch
+normalization that threads synchronize does. Where one replica raises, the others wait for it in vain: they are left
+behind after some seconds, in threads that do not keep the process alive.
 """
 
 from __future__ import annotations
 
 import contextvars
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,6 +27,8 @@ from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_devic
 from lockstep.torch_private.modules import ExceptionWrapper
 
 __all__ = ["parallel_apply"]
+
+_SECONDS_FOR_OTHERS = 10.0  # to end in, once a replica has raised; see [Note: replicas that meet]
 
 
 def parallel_apply(
@@ -107,6 +115,10 @@ class _ReplicaCall:
         self._error: BaseException | None = None
         self._wrapped: Any = None
 
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def run_here(self) -> None:
         try:
             self._output = self._module(*self._inputs, **self._kwargs)
@@ -142,18 +154,26 @@ def _run_in_threads(calls: Sequence[_ReplicaCall]) -> None:
     enter = _inherited_state()
     context = contextvars.copy_context()
 
-    def run(call: _ReplicaCall) -> None:
-        with enter():
-            call.run_here()
+    ended: queue.SimpleQueue[_ReplicaCall] = queue.SimpleQueue()
 
-    threads = [
-        threading.Thread(target=context.copy().run, args=(run, call), name=f"replica-{number}")
-        for number, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    def run(call: _ReplicaCall) -> None:
+        try:
+            with enter():
+                call.run_here()
+        finally:
+            ended.put(call)
+
+    for number, call in enumerate(calls):
+        arguments = (run, call)
+        threading.Thread(target=context.copy().run, args=arguments, name=f"replica-{number}", daemon=True).start()
+    deadline: float | None = None
+    for _ in calls:
+        try:
+            call = ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            return
+        if call.has_failed and deadline is None:
+            deadline = time.monotonic() + _SECONDS_FOR_OTHERS
 
 
 def _inherited_state() -> Callable[[], AbstractContextManager[None]]:

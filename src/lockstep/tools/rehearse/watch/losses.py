@@ -50,6 +50,7 @@ def _mark_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 _metadata(tensor.grad_fn)[_OUTPUT] = True
+                batch.note_shape(tensor)
         return output
 
     return forward
