@@ -30,7 +30,7 @@ from lockstep import batch
 from lockstep.batch import BatchShare
 from lockstep.drift.engines import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
-from lockstep.parallel import closures, joined
+from lockstep.parallel import closures
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, Phase, StraySigns
 from lockstep.parallel.buckets import plan_buckets
@@ -48,6 +48,7 @@ from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
+from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
 from lockstep.parallel.loss_watch import LossWatch
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
@@ -207,8 +208,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self._missing = MissingGradients(
             self._backward, self._parameters_to_reduce, self._names, group, self.device, static_graph
         )
-        self._join_divisor: int | None = None
-        self._divide_by_initial_world_size = True
+        self._joined = Steps(group, self.device)
         self._early_passes: EarlyPasses | None = EarlyPasses()
         if self._averages_at_once:
             self._reducer  # noqa: B018  made now, while all ranks are here
@@ -373,7 +373,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
-            syncing = self._agree_on_step(trains=True, averages=syncing)
+            syncing = self._joined.agree_on_step(trains=True, averages=syncing)
         if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
             self._backward.forget_outputs()
             if not self._is_ready:
@@ -461,9 +461,9 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             self._reducer.send_rest()
             unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
             if join_config_of(self).enable:
-                self._sync_buffers_joined(trains=True)
+                self._joined.sync_buffers(self._buffers_to_sync(), trains=True)
                 self._reducer.finish(unused, some_have_joined=True)
-                self._rescale_after_join()
+                self._joined.rescale(self._parameters_to_reduce)
             else:
                 with self._shared.averaging(buffers := self._buffers_to_sync()):
                     self._reducer.finish(unused, buffers, self._backward.take_claims())
@@ -562,7 +562,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             enable: False turns the context off.
             throw_on_early_termination: raise on all ranks as soon as one has no more batches.
         """
-        return joined.RepeatableJoin(
+        return RepeatableJoin(
             self,
             enable,
             throw_on_early_termination,
@@ -571,8 +571,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has joined; called by torch's `Join`."""
-        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return joined.JoinedRank(self, self._ignored)
+        self._joined.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        return JoinedRank(self, self._ignored)
 
     @property
     def join_device(self) -> torch.device:
@@ -584,27 +584,13 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         """Group of the collectives of `Join`."""
         return self.process_group
 
-    def _agree_on_step(self, trains: bool, averages: bool) -> bool:
-        num_training, averages = joined.agree_on_step(self.process_group, self.device, trains, averages)
-        self._join_divisor = None if self._divide_by_initial_world_size else num_training
-        return averages
-
-    def _sync_buffers_joined(self, trains: bool) -> None:
-        buffers = self._buffers_to_sync()
-        if buffers:
-            joined.sync_buffers(buffers, self.process_group, self.device, trains)
-
-    def _rescale_after_join(self) -> None:
-        if self._join_divisor is not None:
-            joined.rescale(self._parameters_to_reduce, self._world_size / self._join_divisor)
-
     def answer_step(self) -> None:
         """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""
-        if not self._agree_on_step(trains=False, averages=False):
+        if not self._joined.agree_on_step(trains=False, averages=False):
             return
         self._missing.join_first_step()
         self._reducer.send_zeros()
         unused = self._missing.on_all_ranks(range(len(self._names)), self.find_unused_parameters)
-        self._sync_buffers_joined(trains=False)
+        self._joined.sync_buffers(self._buffers_to_sync(), trains=False)
         self._reducer.finish(unused, some_have_joined=True)
-        self._rescale_after_join()
+        self._joined.rescale(self._parameters_to_reduce)

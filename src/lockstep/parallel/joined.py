@@ -30,7 +30,7 @@ from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.checks import named_tensors
 from lockstep.torch_private.groups import join_config_of, tell_join_config
 
-__all__ = ["JoinableEngine", "JoinedRank", "RepeatableJoin", "agree_on_step", "rescale", "sync_buffers"]
+__all__ = ["JoinableEngine", "JoinedRank", "RepeatableJoin", "Steps"]
 
 
 class JoinableEngine(Protocol):
@@ -45,26 +45,42 @@ class JoinableEngine(Protocol):
         """Take part in one step of the ranks that still train. Collective."""
 
 
-def agree_on_step(group: dist.ProcessGroup, device: torch.device, trains: bool, averages: bool) -> tuple[int, bool]:
-    """How many ranks train in this step, and whether it averages gradients. Collective."""
-    state = torch.tensor([int(trains), int(averages)], dtype=torch.int64, device=device)
-    dist.all_reduce(state, group=group)
-    num_training, num_averaging = state.tolist()
-    return num_training, num_averaging > 0
+class Steps:
+    """Steps of an engine within `Join`, beside the gradients themselves.
 
+    Args:
+        group: the engine's.
+        device: of the collectives.
 
-def rescale(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    """Multiply the gradients that are there. Local."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    Attributes:
+        divides_by_all: divide gradients by all ranks, and not by those that still train.
+    """
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._num_training = group.size()
+        self.divides_by_all = True
 
-def sync_buffers(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device, trains: bool) -> None:
-    """Give all ranks the buffers of the last rank that still trains. Collective."""
-    source = _highest(group.rank() if trains else -1, group, device)
-    if source >= 0:
-        broadcast_tensors(buffers, group, source)
+    def agree_on_step(self, trains: bool, averages: bool) -> bool:
+        """Whether this step averages gradients on any rank. Collective."""
+        state = torch.tensor([int(trains), int(averages)], dtype=torch.int64, device=self._device)
+        dist.all_reduce(state, group=self._group)
+        self._num_training, num_averaging = state.tolist()
+        return bool(num_averaging > 0)
+
+    def rescale(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide gradients that were divided by all ranks by those that train, if that is asked for. Local."""
+        if self.divides_by_all:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._group.size() / self._num_training)
+
+    def sync_buffers(self, buffers: Sequence[torch.Tensor], trains: bool) -> None:
+        """Give all ranks the buffers of the last rank that still trains. Collective, unless there are none."""
+        source = _highest(self._group.rank() if trains else -1, self._group, self._device) if buffers else -1
+        if source >= 0:
+            broadcast_tensors(buffers, self._group, source)
 
 
 def _highest(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
