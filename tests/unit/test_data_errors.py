@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -114,3 +117,39 @@ def test_set_epoch_wants_a_number(epoch):
 def test_batch_sampler_is_the_loaders_own():
     with pytest.raises(DataError, match="iterate the loader itself"):
         list(DataLoader(range(3)).batch_sampler)
+
+
+class Repeated:
+    """What timm's MultiEpochsDataLoader and ultralytics' InfiniteDataLoader put in place of the batch sampler."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from iter(self.sampler)
+
+
+class WalksOnForEver(DataLoader):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_batches_that_are_repeated_for_ever_are_refused():
+    """From the second epoch on they would be batches behind the end, with weights of nonsense."""
+    with pytest.raises(DataError, match="replaced by a Repeated.*with persistent_workers=True"):
+        list(WalksOnForEver(range(9), 4, rank=0, world_size=2))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_a_loader_has_batches_of_its_own(copied):
+    assert len(list(copied(DataLoader(range(9), 4)))) == 3

@@ -19,6 +19,7 @@ __all__ = [
     "STATE_VERSION",
     "check_dataset",
     "check_integer",
+    "check_own_batches",
     "check_permutation",
     "check_refused",
     "check_same_order",
@@ -105,6 +106,17 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
         )
     if len(sampler) < 1:
         raise DataError(f"sampler {name} is empty: expected at least one index")
+
+
+def check_own_batches(batch_sampler: object, own: object) -> None:
+    """The loader's batches come from its own `batch_sampler`: each belongs to one place of one epoch."""
+    if batch_sampler is not own:
+        raise DataError(
+            f"the loader's batch_sampler was replaced by a {type(batch_sampler).__name__}. Where that repeats batches, "
+            "to keep worker processes from one epoch to the next (timm's MultiEpochsDataLoader, ultralytics' "
+            "InfiniteDataLoader), use lockstep.DataLoader itself with persistent_workers=True: it keeps them, and each "
+            "iteration is the next epoch. For an order of your own, pass a sampler"
+        )
 
 
 def check_same_order(mark: int, now: int, sampler: object, epoch: int) -> None:

@@ -15,6 +15,7 @@ from lockstep.data.checks import (
     STATE_VERSION,
     check_dataset,
     check_integer,
+    check_own_batches,
     check_permutation,
     check_refused,
     check_same_order,
@@ -225,6 +226,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         """Begin the next epoch on this rank."""
+        check_own_batches(self.batch_sampler, self._rank_batches)
         told = self._sampler_epochs.told_by_script()
         if told is not None:
             self._go_to(told)
