@@ -146,7 +146,7 @@ class WalksOnForEver(DataLoader):
 
 def test_batches_that_are_repeated_for_ever_are_refused():
     """From the second epoch on they would be batches behind the end, with weights of nonsense."""
-    with pytest.raises(DataError, match="replaced by a Repeated.*with persistent_workers=True"):
+    with pytest.raises(DataError, match=r"replaced by a Repeated.*with persistent_workers=True"):
         list(WalksOnForEver(range(9), 4, rank=0, world_size=2))
 
 

@@ -38,6 +38,7 @@ from lockstep.data.order import (
     seed_keys,
     shuffled_order,
 )
+from lockstep.data.own_parts import check_no_own_part
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
@@ -205,6 +206,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
+        self._has_compared_order = False  # see `own_parts.py`
         self._sampler_epochs = SamplerEpochs(told)
         self._lost_rows = LostRows(self.collate_fn)
         self._thread = threading.get_ident()
@@ -237,6 +239,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
+        self._compare_order(order, epoch, rank, world_size)
         progress = self._begin_progress(order, epoch, start)
         plan = self._plan(start)
         schedule = Schedule(
@@ -262,6 +265,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             has_workers=self.num_workers > 0,
             lost_rows=self._lost_rows,
         )
+
+    def _compare_order(self, order: Order, epoch: int, rank: int, world_size: int) -> None:
+        if self._ordered_by_sampler and not self._has_compared_order:
+            self._has_compared_order = True
+            check_no_own_part(self.sampler, order, check_dataset(self.dataset), epoch, rank, world_size)
 
     def _begin_progress(self, order: Order, epoch: int, start: int) -> EpochProgress:
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
