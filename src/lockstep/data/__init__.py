@@ -20,7 +20,7 @@ General layout, from the bottom up:
 * `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `sampler_epochs`: who tells a sampler its epoch.
-* `fingerprints`: numbers by which ranks notice that they hold different data; `own_parts`: orders that are a rank's own.
+* `fingerprints`: numbers by which ranks notice that they hold different data; `own_parts`: orders that differ.
 * `worker_warnings`: says in the training process what workers warn of.
 * `own_generators`: warns of what draws from generators of its own.
 * `source`: fetches a sample with its own seed.

@@ -29,8 +29,9 @@ __all__ = [
 ]
 
 STATE_VERSION = 1
-_SIBLINGS = (
-    ". If its order matters, as by length or by class, pass the sampler that makes it for one process, as "
+_OF_ONE_RANK = (
+    ". If its order matters, as by length, by class or with repeated samples, make it for one rank, as by "
+    "num_replicas=1 and rank=0, and the loader splits that; or pass the sampler that makes it for one process, as "
     "LengthGroupedSampler instead of DistributedLengthGroupedSampler"
 )
 
@@ -91,13 +92,12 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
     name = type(sampler).__name__
     if shuffle:
         raise DataError(f"shuffle=True together with sampler {name}: the sampler gives the order. Drop one of the two")
-    # torch's is refused on one process, too, where it would be right: on several it is not.
-    splits = num_ranks_of(sampler) > 1 or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
-    if splits and world_size != 1:
-        siblings = "" if type(sampler) is DistributedSampler else _SIBLINGS
+    if num_ranks_of(sampler) > 1 and world_size != 1:
+        to_keep = ". To keep its order, give it num_replicas=1 and rank=0: the loader splits that"
         raise DataError(
             f"sampler {name} gives each rank its own part already. The loader splits the global order by itself, "
-            f"without padding: drop the sampler and pass shuffle=True and the global batch_size{siblings}"
+            "without padding: drop the sampler and pass shuffle=True and the global batch_size"
+            f"{to_keep if type(sampler) is DistributedSampler else _OF_ONE_RANK}"
         )
     if not isinstance(sampler, Iterable) or not isinstance(sampler, Sized):
         raise DataError(
