@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
-from loader_cases import Numbers, run_ranks_in_turn
+from loader_cases import Drawing, Numbers, run_ranks_in_turn
 from lockstep import log
 from lockstep.data import DataLoader
 
@@ -112,6 +113,55 @@ def test_workers_have_the_training_process_say_it_once(
         assert len(list(loader)) == 4
     assert [text in each.getMessage() for each in caplog.records] == [True]
     assert capfd.readouterr().err.count(text) == 1, "no worker has said it beside"
+
+
+# ---- seeds of a worker --------------------------------------------------------------------------------
+
+
+class SeedsItself(Numbers):
+    """As RAFT's datasets: once in each worker, by its number, or by torch's seed for it."""
+
+    is_seeded = False
+
+    def __init__(self, length, name):
+        super().__init__(length)
+        self.name = name
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        if not self.is_seeded and info is not None:
+            torch.manual_seed(getattr(info, self.name))
+            self.is_seeded = True
+        return super().__getitem__(index) + torch.rand(())
+
+
+class SeedsEachSample(Numbers):
+    def __getitem__(self, index):
+        torch.manual_seed(index)
+        return super().__getitem__(index) + torch.rand(())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [
+        (SeedsItself(8, "id"), "SeedsItself"),
+        (SeedsItself(8, "seed"), "SeedsItself"),
+        (SeedsItself(4, "id") + SeedsItself(4, "id"), "ConcatDataset"),
+        (SeedsEachSample(8), None),
+        (SeedsEachSample(4) + Drawing(4), None),
+        (Drawing(8), None),
+    ],
+)
+def test_a_dataset_that_seeds_itself_once_in_a_worker_is_warned_of(
+    dataset, named, batch_size, num_workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    log._warned.clear()
+    collate_fn = list if "Concat" in str(type(dataset)) else None
+    list(DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=collate_fn))
+    told = [each.getMessage().split(" seeds torch's generator in the first")[0] for each in caplog.records]
+    assert told == ([f"the dataset ({named})"] if named and num_workers else [])
 
 
 # ---- what the warnings advise -------------------------------------------------------------------------

@@ -4,6 +4,10 @@ The process-wide generators are seeded before each sample, a `random.Random(0)` 
 a transform holds is not. What a sample draws from it depends on how many samples this rank has fetched before, and so
 on the number of ranks; what a collate function draws, on the batches that its process has made before. So the states of
 what can be found in the first attributes are compared, and in what a function is bound to.
+
+[Note: seeds of a worker] Others seed the process-wide generators by the number of their worker, when that fetches its
+first sample (RAFT and what is built on it). It was the way to have other numbers in each worker; here that sample draws
+what depends on who fetches it first. A dataset that seeds each sample by its index is as good as the loader.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from lockstep.data.worker_warnings import warn
 from lockstep.log import get_logger
 
-__all__ = ["OwnGenerators"]
+__all__ = ["OwnGenerators", "OwnSeeds"]
 
 _DEPTH = 4
 _MOST_OBJECTS = 200
@@ -79,6 +84,36 @@ class OwnGenerators:
         elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
             for attribute, item in [*getattr(value, "__dict__", {}).items(), *_bound(value)]:
                 self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)
+
+
+class OwnSeeds:
+    """Looks whether a dataset seeds torch's generator once in each worker. See [Note: seeds of a worker].
+
+    Args:
+        called: what a warning calls the dataset.
+    """
+
+    def __init__(self, called: str) -> None:
+        self._called = called
+        self._begins_seeded: bool | None = None  # the first sample was; None before it
+
+    def look(self, given: int) -> None:
+        """A sample was fetched, behind `given` as torch's seed. Local."""
+        info, now = get_worker_info(), torch.initial_seed()
+        if info is None or self._begins_seeded is False:
+            return
+        if now != given:
+            self._begins_seeded = now in (info.id, info.seed)
+        elif self._begins_seeded:
+            self._begins_seeded = False  # once is enough
+            warn(
+                _logger,
+                f"{self._called} seeds torch's generator in the first sample that a worker fetches, so what is drawn "
+                "for that sample depends on the number of ranks and workers. Leave that out: the loader seeds the "
+                "process-wide generators of torch, numpy and random for each sample",
+            )
+        else:
+            self._begins_seeded = False
 
 
 def _bound(function: Any) -> Iterator[tuple[str, Any]]:
