@@ -81,6 +81,55 @@ class OwnGenerator(Numbers):
         return super().__getitem__(index) + self.rng.random()
 
 
+class Compose:
+    """As torchvision's and MONAI's."""
+
+    def __init__(self, *transforms) -> None:
+        self.transforms = transforms
+
+    def __call__(self, sample):
+        return functools.reduce(lambda value, transform: transform(value), self.transforms, sample)
+
+
+class Jitter:
+    def __init__(self, rng) -> None:
+        self.rng = rng
+
+    def __call__(self, sample):
+        return sample + self.rng.random()
+
+
+class Transformed(Numbers):
+    """Has many records, which are looked at before its transform."""
+
+    def __init__(self, transform):
+        super().__init__(8)
+        self.records = [(f"{index}.png", Numbers(index)) for index in range(1000)]
+        self.labels = {index: [index] for index in range(1000)}
+        self.transform = transform
+
+    def __getitem__(self, index):
+        return self.transform(super().__getitem__(index)) if callable(self.transform) else self.transform["x"](index)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (Compose(float, Jitter(random.Random(0))), "transform.transforms[1].rng"),
+        ({"x": Jitter(np.random.RandomState(0))}, "transform['x'].rng"),
+        (Jitter(np.random.RandomState(np.random.PCG64(0))), "transform.rng"),
+    ],
+)
+def test_a_generator_is_found_in_a_split_of_a_dataset_with_many_records(
+    transform, name, caplog: pytest.LogCaptureFixture
+) -> None:
+    log._warned.clear()
+    train, _ = torch.utils.data.random_split(Transformed(transform), [6, 2])
+    list(DataLoader(torch.utils.data.ConcatDataset([train]), 2))
+    (warning,) = caplog.records
+    assert f"draws from a generator of its own, datasets[0].dataset.{name}: " in warning.getMessage()
+
+
 class Batches(Numbers):
     """Draws for a batch in one go, as a transform of Hugging Face's datasets does; for one sample, too."""
 

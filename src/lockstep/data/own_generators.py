@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePath
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
@@ -29,10 +30,11 @@ from lockstep.log import get_logger
 
 __all__ = ["OwnGenerators", "OwnSeeds"]
 
-_DEPTH = 4
-_MOST_OBJECTS = 200
+_DEPTH = 7  # such as ConcatDataset.datasets[0].dataset.transform.transforms[0].rng
+_MOST_OBJECTS = 400
+_MOST_ITEMS = 20  # of a list or dictionary: those of transforms are short, those of records are long
 
-_LEAVES = frozenset(map(id, (str, bytes, int, float, bool, type(Path()))))
+_LEAVES = (torch.Tensor, np.ndarray, type, str, bytes, int, float, PurePath, type(None))
 
 _logger = get_logger(__name__)
 
@@ -72,18 +74,14 @@ class OwnGenerators:
         if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
             self._found[name] = value
             return
-        if not depth or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
+        if not depth or isinstance(value, _LEAVES) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return
         self._seen.add(id(value))
-        if type(value) in (list, tuple):
-            for index, item in enumerate(value[:_MOST_OBJECTS]):
-                if id(type(item)) not in _LEAVES:  # of which lists are long
-                    self._find(item, f"{name}[{index}]", depth - 1)
-        elif isinstance(value, MethodType | BuiltinMethodType):
+        if isinstance(value, MethodType | BuiltinMethodType):
             self._find(value.__self__, name, depth)
-        elif not isinstance(value, torch.Tensor | np.ndarray | type | str | bytes | int | float):
-            for attribute, item in [*getattr(value, "__dict__", {}).items(), *_bound(value)]:
-                self._find(item, f"{name}.{attribute}" if name else attribute, depth - 1)
+            return
+        for part, item in _parts(value):
+            self._find(item, (name + part).removeprefix("."), depth - 1)
 
 
 class OwnSeeds:
@@ -116,6 +114,18 @@ class OwnSeeds:
             self._begins_seeded = False
 
 
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What may be found in it, and how that is written behind its name."""
+    if type(value) in (list, tuple):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value[:_MOST_ITEMS]))
+    elif isinstance(value, dict):
+        for key, item in [*itertools.islice(dict.items(value), _MOST_ITEMS)]:
+            yield f"[{key!r}]" if isinstance(key, str | int) else "[…]", item
+    else:
+        for attribute, item in [*getattr(value, "__dict__", {}).items(), *_bound(value)]:
+            yield f".{attribute}", item
+
+
 def _bound(function: Any) -> Iterator[tuple[str, Any]]:
     """What a function is called with beside its arguments, by name: a partial's own, or names of an outer function."""
     if isinstance(function, functools.partial):
@@ -139,5 +149,6 @@ def _state(generator: Any) -> Any:
         return generator.getstate()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
-    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-    return repr(state)
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state(legacy=False))
