@@ -129,9 +129,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     Raises:
         DataError: an argument that cannot work, when it is made or when an iteration begins; it
-            names the argument and what to pass instead.
+            names the argument and what to pass instead. Or a sampler that gives each rank its own part.
 
-    Local: no call communicates.
+    Local: no call waits for other ranks. An order of a sampler that is as long as a rank's part of the data is compared
+    with those of two other ranks in the store, in passing (`own_parts.py`); nothing else communicates.
 
         >>> loader = DataLoader(range(10), batch_size=4, rank=1, world_size=2)
         >>> [batch.tolist() for batch in loader]
