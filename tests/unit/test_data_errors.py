@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -54,7 +57,7 @@ class Lengthless(Dataset):
         ({"sampler": []}, "sampler list is empty"),
         (
             {"sampler": torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)},
-            "DistributedSampler gives each rank its own part already.*global batch_size$",
+            "DistributedSampler gives each rank its own part already.*global batch_size.*num_replicas=1 and rank=0",
         ),
         ({"batch_sampler": [[0, 1]]}, "batch_sampler is not supported.*one size.*several sizes.*with model.samples"),
         ({"generator": torch.Generator()}, r"generator is not supported.*seed=generator.initial_seed\(\)"),
@@ -92,7 +95,9 @@ class Splits(torch.utils.data.Sampler):
 )
 def test_a_sampler_that_splits_by_rank_is_refused(size_name, rank_name):
     sampler = Splits(size_name, 2, rank_name, 1)
-    with pytest.raises(DataError, match=r"Splits gives each rank its own part already.*as LengthGroupedSampler"):
+    with pytest.raises(
+        DataError, match=r"Splits gives each rank its own part already.*num_replicas=1 and rank=0.*as LengthGr"
+    ):
         DataLoader(range(10), sampler=sampler)
     alone = DataLoader(range(10), 5, sampler=sampler, rank=0, world_size=1)
     assert [batch.tolist() for batch in alone] == [[1, 3, 5, 7, 9]], "a rank may have data of its own"
@@ -114,3 +119,39 @@ def test_set_epoch_wants_a_number(epoch):
 def test_batch_sampler_is_the_loaders_own():
     with pytest.raises(DataError, match="iterate the loader itself"):
         list(DataLoader(range(3)).batch_sampler)
+
+
+class Repeated:
+    """What timm's MultiEpochsDataLoader and ultralytics' InfiniteDataLoader put in place of the batch sampler."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from iter(self.sampler)
+
+
+class WalksOnForEver(DataLoader):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_batches_that_are_repeated_for_ever_are_refused():
+    """From the second epoch on they would be batches behind the end, with weights of nonsense."""
+    with pytest.raises(DataError, match=r"replaced by a Repeated.*with persistent_workers=True"):
+        list(WalksOnForEver(range(9), 4, rank=0, world_size=2))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_a_loader_has_batches_of_its_own(copied):
+    assert len(list(copied(DataLoader(range(9), 4)))) == 3

@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
-from loader_cases import Numbers, run_ranks_in_turn
+from loader_cases import Drawing, Numbers, run_ranks_in_turn
 from lockstep import log
 from lockstep.data import DataLoader
 
@@ -80,6 +81,55 @@ class OwnGenerator(Numbers):
         return super().__getitem__(index) + self.rng.random()
 
 
+class Compose:
+    """As torchvision's and MONAI's."""
+
+    def __init__(self, *transforms) -> None:
+        self.transforms = transforms
+
+    def __call__(self, sample):
+        return functools.reduce(lambda value, transform: transform(value), self.transforms, sample)
+
+
+class Jitter:
+    def __init__(self, rng) -> None:
+        self.rng = rng
+
+    def __call__(self, sample):
+        return sample + self.rng.random()
+
+
+class Transformed(Numbers):
+    """Has many records, which are looked at before its transform."""
+
+    def __init__(self, transform):
+        super().__init__(8)
+        self.records = [(f"{index}.png", Numbers(index)) for index in range(1000)]
+        self.labels = {index: [index] for index in range(1000)}
+        self.transform = transform
+
+    def __getitem__(self, index):
+        return self.transform(super().__getitem__(index)) if callable(self.transform) else self.transform["x"](index)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (Compose(float, Jitter(random.Random(0))), "transform.transforms[1].rng"),
+        ({"x": Jitter(np.random.RandomState(0))}, "transform['x'].rng"),
+        (Jitter(np.random.RandomState(np.random.PCG64(0))), "transform.rng"),
+    ],
+)
+def test_a_generator_is_found_in_a_split_of_a_dataset_with_many_records(
+    transform, name, caplog: pytest.LogCaptureFixture
+) -> None:
+    log._warned.clear()
+    train, _ = torch.utils.data.random_split(Transformed(transform), [6, 2])
+    list(DataLoader(torch.utils.data.ConcatDataset([train]), 2))
+    (warning,) = caplog.records
+    assert f"draws from a generator of its own, datasets[0].dataset.{name}: " in warning.getMessage()
+
+
 class Batches(Numbers):
     """Draws for a batch in one go, as a transform of Hugging Face's datasets does; for one sample, too."""
 
@@ -112,6 +162,55 @@ def test_workers_have_the_training_process_say_it_once(
         assert len(list(loader)) == 4
     assert [text in each.getMessage() for each in caplog.records] == [True]
     assert capfd.readouterr().err.count(text) == 1, "no worker has said it beside"
+
+
+# ---- seeds of a worker --------------------------------------------------------------------------------
+
+
+class SeedsItself(Numbers):
+    """As RAFT's datasets: once in each worker, by its number, or by torch's seed for it."""
+
+    is_seeded = False
+
+    def __init__(self, length, name):
+        super().__init__(length)
+        self.name = name
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        if not self.is_seeded and info is not None:
+            torch.manual_seed(getattr(info, self.name))
+            self.is_seeded = True
+        return super().__getitem__(index) + torch.rand(())
+
+
+class SeedsEachSample(Numbers):
+    def __getitem__(self, index):
+        torch.manual_seed(index)
+        return super().__getitem__(index) + torch.rand(())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [
+        (SeedsItself(8, "id"), "SeedsItself"),
+        (SeedsItself(8, "seed"), "SeedsItself"),
+        (SeedsItself(4, "id") + SeedsItself(4, "id"), "ConcatDataset"),
+        (SeedsEachSample(8), None),
+        (SeedsEachSample(4) + Drawing(4), None),
+        (Drawing(8), None),
+    ],
+)
+def test_a_dataset_that_seeds_itself_once_in_a_worker_is_warned_of(
+    dataset, named, batch_size, num_workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    log._warned.clear()
+    collate_fn = list if "Concat" in str(type(dataset)) else None
+    list(DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=collate_fn))
+    told = [each.getMessage().split(" seeds torch's generator in the first")[0] for each in caplog.records]
+    assert told == ([f"the dataset ({named})"] if named and num_workers else [])
 
 
 # ---- what the warnings advise -------------------------------------------------------------------------

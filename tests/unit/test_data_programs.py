@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     TensorDataset,
@@ -120,6 +121,30 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     twin = copy.deepcopy(sampler)
     twin.set_epoch(3)
     assert (twin.now, sampler.now) == (3, 7)
+
+
+class Repeating(DistributedSampler[Any]):
+    """Each sample three times, and so many of these as there are samples: as DeiT's RASampler and timm's."""
+
+    def __iter__(self) -> Any:
+        order = [index for index in super().__iter__() for _ in range(3)]
+        return iter(order[: len(self)])
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, Repeating])
+def test_a_sampler_of_one_replica_is_an_order_of_all_samples(kind: Any) -> None:
+    def run(world_size: int) -> Any:
+        sampler = kind(range(12), num_replicas=1, rank=0, seed=5)
+        return run_ranks_in_turn(Drawing(12), world_size, batch_size=4, sampler=sampler, epochs=2)
+
+    expected = run(1)
+    order = [int(sample[0]) for batch in expected for sample in batch]
+    assert len(set(order)) == (12 if kind is DistributedSampler else 4)
+    second = kind(range(12), num_replicas=1, rank=0, seed=5)
+    second.set_epoch(1)
+    assert order == list(second), "it was told the epoch"
+    for world_size in WORLDS[1:]:
+        assert run(world_size) == expected
 
 
 class ByLength(BatchSampler):

@@ -7,7 +7,7 @@ promises, and which file keeps the promise:
   split contiguously over the ranks; an epoch can be entered at any sample      (`order`, `feistel`)
 - whatever a sample draws at random is a function of (seed, epoch, index)       (`seeding`, `source`, `drawing`)
   or is warned of                                                               (`source`, `own_generators`)
-- all ranks hold the same data in the same order, or raise                      (`fingerprints`)
+- all ranks hold the same data in the same order, or raise                      (`fingerprints`, `own_parts`)
 - every batch is tagged with the share of it that this rank holds, so that the engine and the
   metrics weight it exactly                                                     (`iteration`)
 - torch's arguments go on working, or are refused with the way to do it here    (`checks`, `loader`)
@@ -20,7 +20,8 @@ General layout, from the bottom up:
 * `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `sampler_epochs`: who tells a sampler its epoch.
-* `columns`: what a dataset keeps for each sample; `fingerprints`: numbers by which ranks see that they hold other data.
+* `columns`: what a dataset keeps for each sample; `fingerprints`: numbers by which ranks see that they hold other data;
+  `own_parts`: orders that differ.
 * `worker_warnings`: says in the training process what workers warn of.
 * `own_generators`: warns of what draws from generators of its own.
 * `source`: fetches a sample with its own seed.

@@ -19,6 +19,7 @@ __all__ = [
     "STATE_VERSION",
     "check_dataset",
     "check_integer",
+    "check_own_batches",
     "check_permutation",
     "check_refused",
     "check_same_order",
@@ -28,8 +29,9 @@ __all__ = [
 ]
 
 STATE_VERSION = 1
-_SIBLINGS = (
-    ". If its order matters, as by length or by class, pass the sampler that makes it for one process, as "
+_OF_ONE_RANK = (
+    ". If its order matters, as by length, by class or with repeated samples, make it for one rank, as by "
+    "num_replicas=1 and rank=0, and the loader splits that; or pass the sampler that makes it for one process, as "
     "LengthGroupedSampler instead of DistributedLengthGroupedSampler"
 )
 
@@ -90,13 +92,12 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
     name = type(sampler).__name__
     if shuffle:
         raise DataError(f"shuffle=True together with sampler {name}: the sampler gives the order. Drop one of the two")
-    # torch's is refused on one process, too, where it would be right: on several it is not.
-    splits = num_ranks_of(sampler) > 1 or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
-    if splits and world_size != 1:
-        siblings = "" if type(sampler) is DistributedSampler else _SIBLINGS
+    if num_ranks_of(sampler) > 1 and world_size != 1:
+        to_keep = ". To keep its order, give it num_replicas=1 and rank=0: the loader splits that"
         raise DataError(
             f"sampler {name} gives each rank its own part already. The loader splits the global order by itself, "
-            f"without padding: drop the sampler and pass shuffle=True and the global batch_size{siblings}"
+            "without padding: drop the sampler and pass shuffle=True and the global batch_size"
+            f"{to_keep if type(sampler) is DistributedSampler else _OF_ONE_RANK}"
         )
     if not isinstance(sampler, Iterable) or not isinstance(sampler, Sized):
         raise DataError(
@@ -105,6 +106,17 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
         )
     if len(sampler) < 1:
         raise DataError(f"sampler {name} is empty: expected at least one index")
+
+
+def check_own_batches(batch_sampler: object, own: object) -> None:
+    """The loader's batches come from its own `batch_sampler`: each belongs to one place of one epoch."""
+    if batch_sampler is not own:
+        raise DataError(
+            f"the loader's batch_sampler was replaced by a {type(batch_sampler).__name__}. Where that repeats batches, "
+            "to keep worker processes from one epoch to the next (timm's MultiEpochsDataLoader, ultralytics' "
+            "InfiniteDataLoader), use lockstep.DataLoader itself with persistent_workers=True: it keeps them, and each "
+            "iteration is the next epoch. For an order of your own, pass a sampler"
+        )
 
 
 def check_same_order(mark: int, now: int, sampler: object, epoch: int) -> None:

@@ -15,6 +15,7 @@ from lockstep.data.checks import (
     STATE_VERSION,
     check_dataset,
     check_integer,
+    check_own_batches,
     check_permutation,
     check_refused,
     check_same_order,
@@ -37,6 +38,7 @@ from lockstep.data.order import (
     seed_keys,
     shuffled_order,
 )
+from lockstep.data.own_parts import check_no_own_part
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
@@ -127,9 +129,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     Raises:
         DataError: an argument that cannot work, when it is made or when an iteration begins; it
-            names the argument and what to pass instead.
+            names the argument and what to pass instead. Or a sampler that gives each rank its own part.
 
-    Local: no call communicates.
+    Local: no call waits for other ranks. An order of a sampler that is as long as a rank's part of the data is compared
+    with those of two other ranks in the store, in passing (`own_parts.py`); nothing else communicates.
 
         >>> loader = DataLoader(range(10), batch_size=4, rank=1, world_size=2)
         >>> [batch.tolist() for batch in loader]
@@ -204,6 +207,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
+        self._has_compared_order = False  # see `own_parts.py`
         self._sampler_epochs = SamplerEpochs(told)
         self._lost_rows = LostRows(self.collate_fn)
         self._thread = threading.get_ident()
@@ -225,6 +229,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         """Begin the next epoch on this rank."""
+        check_own_batches(self.batch_sampler, self._rank_batches)
         told = self._sampler_epochs.told_by_script()
         if told is not None:
             self._go_to(told)
@@ -235,6 +240,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
+        self._compare_order(order, epoch, rank, world_size)
         progress = self._begin_progress(order, epoch, start)
         plan = self._plan(start)
         schedule = Schedule(
@@ -260,6 +266,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             has_workers=self.num_workers > 0,
             lost_rows=self._lost_rows,
         )
+
+    def _compare_order(self, order: Order, epoch: int, rank: int, world_size: int) -> None:
+        if self._ordered_by_sampler and not self._has_compared_order:
+            self._has_compared_order = True
+            check_no_own_part(self.sampler, order, check_dataset(self.dataset), epoch, rank, world_size)
 
     def _begin_progress(self, order: Order, epoch: int, start: int) -> EpochProgress:
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0

@@ -33,7 +33,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 
 from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
-from lockstep.data.own_generators import OwnGenerators
+from lockstep.data.own_generators import OwnGenerators, OwnSeeds
 from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
 from lockstep.data.worker_warnings import warn
 from lockstep.log import get_logger
@@ -197,12 +197,14 @@ class SeededDataset:
         self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
         self._has_drawn = False
         self._looks_left = _LOOKS if seed_samples else 0
+        self._called = f"the dataset ({name_of(type(dataset))})"
+        self._own_seeds = OwnSeeds(self._called)
 
     def __getitems__(self, fetch: Fetch) -> list[Any]:
         if self._looks_left:
-            self._looks_left -= 1
-            with OwnGenerators(self.dataset, f"the dataset ({name_of(type(self.dataset))})", _ADVICE_TO_DATASETS):
+            with OwnGenerators(self.dataset, self._called, _ADVICE_TO_DATASETS):
                 samples = self._samples(fetch)
+            self._looks_left -= 1
         else:
             samples = self._samples(fetch)
         if self.seed_collate:
@@ -226,7 +228,10 @@ class SeededDataset:
         for index, value in zip(indices, seeds, strict=True):
             assert value is not None
             seed_global_rngs(value)
+            given = torch.initial_seed() if self._looks_left else None
             samples.append(dataset[index])
+            if given is not None:
+                self._own_seeds.look(given)
         return samples
 
     def _generated(self, seeds: Sequence[int | None], own_seeds: Sequence[int], indices: Sequence[int]) -> list[Any]:
@@ -251,10 +256,9 @@ class SeededDataset:
         fetched: list[Any] = self.dataset.__getitems__(indices)
         if before is not None and not before.are_as_now():
             self._has_drawn = True
-            kind = type(self.dataset).__qualname__
             warn(
                 _logger,
-                f"the dataset ({kind}) draws random numbers in __getitems__, which fetches a batch in one go: so its "
+                f"{self._called} draws random numbers in __getitems__, which fetches a batch in one go: so its "
                 "samples depend on the number of ranks. Leave __getitems__ out, or take a `generator` in __getitem__; "
                 "where the class is not yours, as with a transform of Hugging Face's datasets, wrap it in a Dataset "
                 "whose __getitem__(index) returns dataset[index], and __len__ len(dataset)",

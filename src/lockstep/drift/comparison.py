@@ -15,12 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.comm.backend import engine_of, nonce_of
+from lockstep.comm.backend import nonce_of
 from lockstep.comm.group_nonce import agree_on_nonce
-from lockstep.comm.group_setup import BootstrapStore
+from lockstep.comm.group_stores import store_of
 from lockstep.errors import ModelError
-from lockstep.torch_private.groups import default_store
-from lockstep.torch_private.stores import PrefixStore
 from lockstep.world import World
 
 __all__ = ["Suspect", "compare", "digest"]
@@ -109,16 +107,13 @@ def _exchange(text: str, world: World) -> list[Any] | None:
     """What each rank says; None where one of them says nothing soon, or what no rank says. Collective."""
     try:
         group = world.process_group
-        store: Any = group.get_group_store() if engine_of(group) is not None else default_store()
-        if store is None:
+        sealed = store_of(group, "drift")
+        if sealed is None:
             return None
-        name = group.group_name
-        below, scope = PrefixStore(f"lockstep/drift/{name}", store), ("drift", name)
-        nonce = nonce_of(group)
-        if nonce is None:
-            unsealed = BootstrapStore(below, *scope)
-            nonce = agree_on_nonce(unsealed, world.rank, range(world.world_size), _PATIENCE_S)
-        sealed = BootstrapStore(below, *scope, nonce=nonce)
+        if nonce_of(group) is None:
+            nonce = agree_on_nonce(sealed, world.rank, range(world.world_size), _PATIENCE_S)
+            sealed = store_of(group, "drift", nonce)
+            assert sealed is not None  # it was there
         said = sealed.share("parameters", world.rank, world.world_size, text, _PATIENCE_S)
         found = None if said is None else [_read_summaries(one) for one in said]
     except (RuntimeError, AttributeError, ValueError):
