@@ -362,6 +362,22 @@ def test_accumulation_under_no_sync_over_gloo() -> None:
     run_ranks(accumulate_under_no_sync, 2, "torch", "O0", backend="gloo")
 
 
+def train_beside_a_half_made_engine() -> None:
+    """torch refused it, and somebody has kept the error, and with its traceback the engine."""
+    with pytest.raises(RuntimeError, match="requires a gradient") as kept:
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
+    net = nn.Linear(2, 2)
+    with clean_amp():
+        model, optimizer = amp.initialize(net, make_sgd(net), opt_level="O1", verbosity=0)
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    del kept
+
+
+def test_amp_beside_a_half_made_engine() -> None:
+    run_ranks(train_beside_a_half_made_engine, 1)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_amp_under_an_engine(level: str) -> None:
     alone = run_ranks(train_with_amp, 1, level)[0]
