@@ -149,6 +149,14 @@ class OptimizerState:
                 self._held[parameter] = parameter.grad.clone()
                 parameter.grad = None
 
+    def undo(self) -> None:
+        """Instead of `finish`, for a pass that an error has ended: put back what `prepare` took away."""
+        for parameter in self.all_fp16_params:
+            parameter.grad = None
+        for parameter in self._own_params():
+            parameter.grad = self._held.get(parameter)
+        self._held.clear()
+
     def num_unreduced(self) -> int:
         """Gradients that Horovod's optimizer has seen and not reduced yet; 0 for every other optimizer. Local."""
         found: int = getattr(self._optimizer, "num_unreduced", 0)
