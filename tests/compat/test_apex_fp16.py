@@ -541,3 +541,20 @@ def test_normalization_has_the_dtype_of_the_weights(name: str, of_inputs: torch.
     torch.testing.assert_close(result.float(), plain(inputs.float()), rtol=2e-2, atol=2e-2)
     bare = getattr(normalization, name)(8, elementwise_affine=False)(inputs)
     assert bare.dtype == of_inputs
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"])
+def test_normalization_can_be_compiled(name: str) -> None:
+    for options in ({}, {"elementwise_affine": False}):
+        for of_weights in (torch.float32, torch.bfloat16):
+            norm = getattr(normalization, name)(8, **options).to(of_weights)
+            compiled: Any = torch.jit.script(norm)  # type: ignore[no-untyped-call]
+            for inputs in (torch.randn(3, 8), torch.randn(3, 8, dtype=torch.bfloat16)):
+                assert torch.equal(compiled(inputs), norm(inputs))
+
+
+def test_layer_norm_with_float32_weights_is_one_kernel() -> None:
+    """16-bit inputs come with every forward pass of opt level O1."""
+    norm, inputs = normalization.FusedLayerNorm(8), torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    assert norm(inputs).grad_fn.name() == "NativeLayerNormBackward0"

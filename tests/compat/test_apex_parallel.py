@@ -362,6 +362,43 @@ def test_accumulation_under_no_sync_over_gloo() -> None:
     run_ranks(accumulate_under_no_sync, 2, "torch", "O0", backend="gloo")
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_pass_that_fails_leaves_nothing_behind(level: str, forgets: bool) -> None:
+    """As where CUDA runs out of memory, and the program tries again, or forgets gradients and takes the next batch."""
+    with clean_amp():
+        net = nn.Linear(2, 1, bias=False)
+        model, optimizer = amp.initialize(net, make_sgd(net), opt_level=level, loss_scale=8.0, verbosity=0)
+        inputs = torch.ones(1, 2)
+        with amp.scale_loss(model(inputs).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        with contextlib.suppress(MemoryError), amp.scale_loss(model(inputs).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            raise MemoryError
+        if forgets:
+            optimizer.zero_grad()
+        with amp.scale_loss(model(inputs).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        (weight,) = amp.master_params(optimizer)
+        assert torch.equal(weight.grad, inputs if forgets else 2 * inputs)
+
+
+def train_beside_a_half_made_engine() -> None:
+    """torch refused it, and somebody has kept the error, and with its traceback the engine."""
+    with pytest.raises(RuntimeError, match="requires a gradient") as kept:
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
+    net = nn.Linear(2, 2)
+    with clean_amp():
+        model, optimizer = amp.initialize(net, make_sgd(net), opt_level="O1", verbosity=0)
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    del kept
+
+
+def test_amp_beside_a_half_made_engine() -> None:
+    run_ranks(train_beside_a_half_made_engine, 1)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_amp_under_an_engine(level: str) -> None:
     alone = run_ranks(train_with_amp, 1, level)[0]

@@ -479,7 +479,9 @@ def accumulate_with_amp(level: str, reduces: str, late: bool) -> None:
                 scaled_loss.backward()
                 if last and reduces == "inside":
                     optimizer.synchronize()
-        with optimizer.skip_synchronize() if reduces == "inside" else contextlib.nullcontext():
+        if reduces == "behind":
+            optimizer.synchronize()
+        with contextlib.nullcontext() if reduces == "at the step" else optimizer.skip_synchronize():
             optimizer.step()
         reference = sgd(plain.parameters())
         reference.step()
@@ -496,6 +498,7 @@ def accumulate_with_amp(level: str, reduces: str, late: bool) -> None:
         ("O0", "inside", True),
         ("O2", "inside", True),
         ("O0", "at the step", False),  # nothing has been reduced before the sum is there
+        ("O0", "behind", False),
     ],
 )
 def test_accumulation_with_amp(level: str, reduces: str, late: bool, world_size: int) -> None:
@@ -509,6 +512,8 @@ def test_accumulation_with_amp(level: str, reduces: str, late: bool, world_size:
         ("O2", "inside", False, "Pass delay_unscale=True"),
         ("O2", "at the step", False, "Call optimizer.synchronize() inside"),
         ("O2", "at the step", True, "Call optimizer.synchronize() inside"),
+        ("O2", "behind", False, "Call optimizer.synchronize() inside"),
+        ("O2", "behind", True, "Call optimizer.synchronize() inside"),
     ],
 )
 def test_accumulation_with_amp_that_leaves_gradients_out(level: str, reduces: str, late: bool, advice: str) -> None:

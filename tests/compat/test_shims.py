@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from launching import Launches
 from lockstep.after_import import call_after_import
-from lockstep.compat import finder
+from lockstep.compat import asking, finder
 from lockstep.testing import limit_s
 
 SHIM = {
@@ -139,6 +140,10 @@ ASKING = {
     "else:\n    sys.exit('no oldpack')": True,
     "from importlib.util import find_spec\ndef ask():\n    found = find_spec('oldpack')\n    if found is None:\n"
     "        raise ImportError\n    from oldpack.amp import Scaler\n    return found\nfound = ask()": True,
+    "from importlib.util import find_spec\nfound = find_spec('oldpack')\ntry:\n    from oldpack import amp\n"
+    "except ImportError:\n    raise ImportError('install oldpack')": True,
+    "import contextlib\nfrom importlib.util import find_spec\nfound = find_spec('oldpack')\n"
+    "with contextlib.nullcontext():\n    from oldpack import amp": True,
 }
 
 
@@ -157,6 +162,56 @@ def test_who_only_asks_has_a_way_without(
         sys.modules.pop("doorway_asks", None)
     assert importlib.import_module("oldpack.amp").value == 3
     assert importlib.util.find_spec("oldpack") is not None, "it is there now"
+
+
+def test_who_asks_from_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper of a program whose main file imports it in any case."""
+    monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
+    text = (
+        "from importlib.util import find_spec\nfound = find_spec('oldpack')\nif found:\n    from oldpack import amp\n"
+    )
+    write(folder, {"doorway_helper": text, "doorway_main": "import doorway_helper\nfrom oldpack import amp"})
+    try:
+        assert importlib.import_module("doorway_helper").found is None
+        sys.modules.pop("doorway_helper")
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "doorway_main.py"), raising=False)
+        assert importlib.import_module("doorway_helper").found is not None
+    finally:
+        sys.modules.pop("doorway_helper", None)
+
+
+def test_who_asks_from_a_zip_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
+    with zipfile.ZipFile(folder / "all.zip", "w") as archive:
+        archive.writestr(
+            "doorway_zipped.py",
+            "from importlib.util import find_spec\nfound = find_spec('oldpack')\nfrom oldpack import amp",
+        )
+    monkeypatch.syspath_prepend(str(folder / "all.zip"))
+    try:
+        assert importlib.import_module("doorway_zipped").found is not None
+    finally:
+        sys.modules.pop("doorway_zipped", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_about_it"),
+    [
+        ("has_oldpack = found is not None\nassert has_oldpack", True),
+        ("if found:\n    from oldpack import amp\namp.initialize()", True),
+        ("amp = None\nif found:\n    from oldpack import amp\namp.initialize()", True),
+        ("import sys\nsys.exit('Please install OldPack.')", True),
+        ("from oldpack import amp\namp.initialize()", False),
+        ("if found:\n    from oldpack import amp\nother", False),
+    ],
+)
+def test_errors_of_who_was_told_no(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_about_it: bool) -> None:
+    monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
+    monkeypatch.setattr(asking, "_told", set())
+    write(folder, {"doorway_fails": f"from importlib.util import find_spec\nfound = find_spec('oldpack')\n{text}"})
+    with pytest.raises((Exception, SystemExit)) as caught:
+        importlib.import_module("doorway_fails")
+    assert asking.hint_for_told(caught.value) == ("oldpack" if is_about_it else None)
 
 
 @pytest.mark.core
@@ -188,6 +243,10 @@ def test_a_script_that_asks_for_apex(launches: Launches) -> None:
     assert "with `--compat` it finds lockstep.compat.apex" in refused.stderr
     done = launches.run("--nproc", "1", "--compat", insists)
     assert (done.returncode, done.stdout) == (0, "[0] goes on\n"), done.stderr
+    exits = launches.script("import importlib.util\nimportlib.util.find_spec('apex') or exit('Please install Apex.')")
+    refused = launches.run("--nproc", "1", exits)
+    assert refused.returncode == 1
+    assert "with `--compat` it finds lockstep.compat.apex" in refused.stderr
 
 
 def test_the_real_package_wins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def run(words: list[str]) -> None:
         install(choose(rest[0], is_module, rest[1:]))
     try:
         (run_module if is_module else run_script)(rest[0], rest[1:])
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         explain(error)
         raise
 

@@ -220,14 +220,19 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
         is_quiet = _report(error, trace, rank, Path(folder)) and is_quiet
     error = error.with_traceback(trace)
     _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
+    _explain(error)
+    sys.exit(1)
+
+
+def _explain(error: BaseException) -> None:
     shims = sys.modules.get(_SHIMS)
     if shims is not None:
         shims.explain(error)
-    sys.exit(1)
 
 
 def _report_cause_of(end: SystemExit) -> None:
     """Report the exception that the program has made an exit of, as hydra does. What it printed was its affair."""
+    _explain(end)
     error = error_behind(end)
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
     if error is not None and rank is not None and folder is not None:

@@ -91,13 +91,20 @@ def scaled(
                 "and use what comes back"
             )
     stashes = [optimizer._amp_stash for optimizer in optimizers]
+    prepared = []
     for stash in stashes:
         if delay_unscale:
             stash.init_masters()
         elif not stash.params_have_scaled_gradients:
             stash.prepare()
-    with casts_off():
-        yield _widened(loss) * scaler.loss_scale()
+            prepared.append(stash)
+    try:
+        with casts_off():
+            yield _widened(loss) * scaler.loss_scale()
+    except BaseException:
+        for stash in prepared:
+            stash.undo()
+        raise
     if delay_unscale:
         for stash in stashes:
             stash.params_have_scaled_gradients = True

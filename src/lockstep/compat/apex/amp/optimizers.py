@@ -43,9 +43,9 @@ _UNREDUCED = (
     "over ranks and leave those out. Pass delay_unscale=True to scale_loss in all passes but the last before a step"
 )
 _NOT_SYNCHRONIZED = (
-    "the master weights hold gradients of this rank alone: Horovod's optimizer has not reduced those of the model yet, "
-    "and step() would do so too late. Call optimizer.synchronize() inside `with amp.scale_loss(...)`, behind "
-    "backward(), and step() inside `with optimizer.skip_synchronize()`"
+    "the master weights hold gradients of this rank alone: Horovod's optimizer had not reduced those of the model when "
+    "the block of scale_loss ended, and later is too late. Call optimizer.synchronize() inside `with "
+    "amp.scale_loss(...)`, behind backward(), and step() inside `with optimizer.skip_synchronize()`"
 )
 _NO_CLOSURE = (
     "Amp cannot run an optimizer with a closure here: call backward inside `with amp.scale_loss(...)`, then step() "
@@ -80,6 +80,7 @@ class OptimizerState:
         # See [Note: unreduced gradients].
         self._is_unreduced = False  # what the last backward pass brought is this rank's own, and unscaled
         self._holds_unreduced = False  # the same, with Horovod's optimizer, of what there was before this pass
+        self._are_masters_unreduced = False  # the same, with Horovod's optimizer, of what the masters have
         self._has_looked_for_engines = False
 
     def changes_steps(self) -> bool:
@@ -148,6 +149,14 @@ class OptimizerState:
                 self._held[parameter] = parameter.grad.clone()
                 parameter.grad = None
 
+    def undo(self) -> None:
+        """Instead of `finish`, for a pass that an error has ended: put back what `prepare` took away."""
+        for parameter in self.all_fp16_params:
+            parameter.grad = None
+        for parameter in self._own_params():
+            parameter.grad = self._held.get(parameter)
+        self._held.clear()
+
     def num_unreduced(self) -> int:
         """Gradients that Horovod's optimizer has seen and not reduced yet; 0 for every other optimizer. Local."""
         found: int = getattr(self._optimizer, "num_unreduced", 0)
@@ -177,6 +186,18 @@ class OptimizerState:
         if any(map(_has_values, there)):
             raise AmpError(_UNREDUCED.format(where="which Horovod's optimizer did not reduce"))
 
+    def check_masters(self) -> None:
+        """Before a step: the masters must have what Horovod's optimizer has reduced. See [Note: unreduced gradients].
+
+        Raises:
+            AmpError: it reduces in this step, or has reduced since the masters got theirs.
+        """
+        is_open = self.num_unreduced() > 0
+        if is_open and self.has_masters and self._optimizer.synchronizes_at_step():
+            raise AmpError(_NOT_SYNCHRONIZED)
+        if self._are_masters_unreduced and not is_open:
+            raise AmpError(_NOT_SYNCHRONIZED)
+
     def finish(self, scaler: LossScaler) -> None:
         """Unscale the gradients that a backward pass has brought, and add those there were before.
 
@@ -186,6 +207,7 @@ class OptimizerState:
         self.init_masters()
         self._check_synchronized()
         self._is_unreduced = self._accumulates()
+        self._are_masters_unreduced = self.has_masters and self.num_unreduced() > 0
         pairs = [
             (master, model.grad)
             for model, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
@@ -225,6 +247,7 @@ class OptimizerState:
 
     def clear_master_gradients(self) -> None:
         """`model.zero_grad()` does not know of masters."""
+        self._are_masters_unreduced = False
         for master in self.all_fp32_from_fp16_params:
             master.grad = None
 
@@ -292,8 +315,7 @@ def _make_step(plain_step: Any) -> Any:
             mark_as_stepped(getattr(self, "optim", self))
             return None
         stash.init_masters()
-        if stash.has_masters and stash.num_unreduced() > 0 and self.synchronizes_at_step():
-            raise AmpError(_NOT_SYNCHRONIZED)
+        stash.check_masters()
         with casts_off():
             result = plain_step(**kwargs) if closure is None else plain_step(closure, **kwargs)
         if stash.has_masters:

@@ -3,7 +3,10 @@
 [Note: dtypes that mix] Apex's kernels normalize in float32, round to the dtype of the weights, and scale in that. torch
 rounds to the dtype of the inputs, and once, behind the scaling. Hugging Face's T5 takes `FusedRMSNorm` in the place of
 its own layer where it finds one, and computes as Apex does; it hands float32 to 16-bit weights, and counts on 16 bits
-to come out. So root mean squares are Apex's, bit for bit, wherever there are 16 bits; means where dtypes mix.
+to come out. So root mean squares are Apex's, bit for bit, wherever there are 16 bits; means where dtypes mix. Means
+with float32 weights, as under opt level O1, take torch's one kernel: there is nothing to round between.
+
+As Apex's, the layers can be compiled by `torch.jit.script`, which knows no `super()`.
 """
 
 from __future__ import annotations
@@ -51,8 +54,12 @@ class FusedLayerNorm(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize `input`. See [Note: dtypes that mix]."""
         weight = self.weight
-        if weight is None or input.dtype == weight.dtype or not (_is_narrow(input) or _is_narrow(weight)):
-            return super().forward(input)
+        if not self.elementwise_affine:
+            return functional.layer_norm(input, self.normalized_shape, None, None, self.eps)
+        if input.dtype == weight.dtype or not (_is_narrow(input) or _is_narrow(weight)):
+            return functional.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
+        if not _is_narrow(weight):
+            return functional.layer_norm(input.to(weight.dtype), self.normalized_shape, weight, self.bias, self.eps)
         result = functional.layer_norm(_widened(input), self.normalized_shape, None, None, self.eps)
         return result.to(weight.dtype) * weight + self.bias
 
@@ -69,8 +76,10 @@ class FusedRMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `x`. See [Note: dtypes that mix]."""
         weight = self.weight
-        if weight is None or not (_is_narrow(x) or _is_narrow(weight)):
-            return super().forward(x)
+        if not self.elementwise_affine:
+            return functional.rms_norm(x, self.normalized_shape, None, self.eps)
+        if not (_is_narrow(x) or _is_narrow(weight)):
+            return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
         return functional.rms_norm(_widened(x), self.normalized_shape, None, self.eps).to(weight.dtype) * weight
 
 

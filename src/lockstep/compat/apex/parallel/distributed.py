@@ -166,7 +166,8 @@ def accumulates(parameters: Iterable[Tensor]) -> bool:
 
 def _is_paused(engine: Any) -> bool:
     is_told = isinstance(engine, DistributedDataParallel) and engine._is_paused
-    return (is_told or not engine.require_backward_grad_sync) and engine.process_group.size() > 1
+    reduces = getattr(engine, "require_backward_grad_sync", True)  # one that torch has refused has none
+    return (is_told or not reduces) and engine.process_group.size() > 1
 
 
 _torchs_engines: weakref.WeakSet[Any] = weakref.WeakSet()
