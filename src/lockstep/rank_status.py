@@ -8,7 +8,7 @@ stays, however the process ends. The file is memory that the launcher holds, und
 
 Layout of the file, all integers 64 bit in the order of the machine::
 
-    0        magic, pid, whether the rank ever joined a group      HEADER_BYTES
+    0        magic, pid, who ever joined a group (see the note)    HEADER_BYTES
     4096     section 0, section 1, …                               SECTION_BYTES each
 
     section:
@@ -22,6 +22,10 @@ Layout of the file, all integers 64 bit in the order of the machine::
 
 A text is a 16-bit length and UTF-8 bytes, cut to its field. `start` is a double: seconds on the monotonic clock, which
 all processes of a host share.
+
+[Note: who joined] Three words, each set by a process that joins: the rank itself; a child that it has started to be it,
+with its rank among as many; a child with another rank, which belongs to a job of the script's own. A script that spawns
+such ranks runs whole in every rank of the launcher.
 
 [Note: what it costs] Texts are written once and then named by an index, so a collective stores seven words at most, and
 three where it repeats the last but one.
@@ -80,9 +84,10 @@ _STATE = 8
 _FREE, _OPEN, _CLOSED = range(3)
 
 _MAGIC = 0x4C6F636B73746570
-_HEADER = struct.Struct("=3q")
-_JOINED = struct.Struct("=q")
-_JOINED_OFFSET = 16
+_HEADER = struct.Struct("=5q")
+_WORD = struct.Struct("=q")
+_BY_ITSELF, _BY_CHILD, _BY_OTHERS = 16, 24, 32
+"""Offsets of the words of [Note: who joined]."""
 _WORDS = struct.Struct("=2qd4q")
 _NAME = (128, 384)
 _WAITING = (512, 512)
@@ -184,7 +189,7 @@ class _StatusFile:
             if os.fstat(fd).st_size > 0:
                 raise FileExistsError("another process of this rank has written here")
             os.posix_fallocate(fd, 0, HEADER_BYTES)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid(), 0), 0)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid(), 0, 0, 0), 0)
         finally:
             os.close(fd)
         self._num_sections = 0
@@ -263,17 +268,25 @@ def note_torch() -> None:
         _file_of_process()
 
 
-def note_joined() -> None:
-    """Let the launcher know that this rank has joined a process group, or a child that it has started. Local."""
-    with _lock, contextlib.suppress(OSError):
+def note_joined(rank: int, world_size: int) -> None:
+    """Let the launcher know that this rank has joined a process group, or a child that it has started. Local.
+
+    Args:
+        rank: of this process in the group.
+        world_size: of the group.
+    """
+    with _lock, contextlib.suppress(OSError, struct.error):
         owner = _owner()
         if owner is None:
             return
         _file_of_process()
         fd = os.open(_path(Path(owner[0]), owner[1]), os.O_RDWR | os.O_CLOEXEC)  # of another process, maybe
         try:
-            if os.pread(fd, _JOINED.size, 0) == _JOINED.pack(_MAGIC):
-                os.pwrite(fd, _JOINED.pack(1), _JOINED_OFFSET)
+            magic, pid, *_ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+            is_it = (rank, world_size) == (owner[1], env.WORLD_SIZE.get())
+            word = _BY_ITSELF if pid == os.getpid() else _BY_CHILD if is_it else _BY_OTHERS
+            if magic == _MAGIC and (word != _BY_OTHERS or world_size > 1):
+                os.pwrite(fd, _WORD.pack(1), word)
         finally:
             os.close(fd)
 
@@ -368,12 +381,12 @@ def find_unjoined(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def _has_joined(folder: Path, rank: int) -> bool | None:
-    """None for a rank that has not imported torch, so that nobody can tell what it is for."""
+    """See [Note: who joined]. None for a rank that has not imported torch, so that nobody can tell what it is for."""
     try:
-        magic, _, joined = _HEADER.unpack(_path(folder, rank).read_bytes()[: _HEADER.size])
+        magic, _, itself, child, others = _HEADER.unpack(_path(folder, rank).read_bytes()[: _HEADER.size])
     except (OSError, struct.error):
         return None
-    return bool(joined) if magic == _MAGIC else None
+    return bool(itself or (child and not others)) if magic == _MAGIC else None
 
 
 def _path(folder: Path, rank: int) -> Path:
@@ -383,7 +396,7 @@ def _path(folder: Path, rank: int) -> Path:
 def _read_file(folder: Path, rank: int) -> list[Position]:
     try:
         with open(_path(folder, rank), "rb") as file:
-            magic, pid, _ = _HEADER.unpack(file.read(_HEADER.size))
+            magic, pid, *_ = _HEADER.unpack(file.read(_HEADER.size))
             size = os.fstat(file.fileno()).st_size
             starts = range(HEADER_BYTES, size - SECTION_BYTES + 1, SECTION_BYTES)
             positions = [_read_section(file.fileno(), start, rank, pid) for start in starts]

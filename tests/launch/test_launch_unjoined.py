@@ -61,6 +61,38 @@ def test_is_silent_where_somebody_joined_or_nobody_trains(launches: Launches, te
     assert TOLD not in done.stderr
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_says_that_children_are_a_job_of_their_own(launches: Launches, count: int) -> None:
+    """Each rank spawns all ranks again."""
+    done = run(
+        launches,
+        f"""
+        import multiprocessing, socket
+        import torch
+        import torch.distributed as dist
+
+        def learn(rank, port):
+            dist.init_process_group("gloo", f"tcp://127.0.0.1:{{port}}", rank=rank, world_size={count})
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            spawn = multiprocessing.get_context("spawn")
+            children = [spawn.Process(target=learn, args=(rank, port)) for rank in range({count})]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+                assert child.exitcode == 0
+        """,
+        "--nproc",
+        "2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(TOLD) == 1
+
+
 def test_is_silent_when_one_rank_of_two_joined_alone(launches: Launches) -> None:
     done = run(
         launches,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from ddp_checks import warnings_of_lockstep
 from failing import Caught, attempt, expect, group_works, line_of, ranks_named
 from lockstep import checkpoint, metrics
 from lockstep.errors import CollectiveMismatch
@@ -243,6 +244,34 @@ def test_shapes_that_may_not_meet(world_size: int) -> None:
         expect(second, CollectiveMismatch, culprits, *texts)
 
 
+def meet_in_a_branch() -> tuple[float, list[str]]:
+    """Rank 0 takes a branch of its own, to another tensor of as many elements; before, all come from one line."""
+    is_first = dist.get_rank() == 0
+    with warnings_of_lockstep() as told:
+        dist.all_reduce(ones(6) if is_first else torch.ones(2, 3))
+        if is_first:
+            dist.broadcast(torch.ones(2, 3), 0)
+        else:
+            dist.broadcast(ones(6), 0)
+        assert not told
+        if is_first:
+            dist.all_reduce(total := ones(6))
+        else:
+            dist.all_reduce(total := torch.ones(2, 3))
+    return total.sum().item(), told
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_tensors_that_may_be_different_ones_are_warned_of(world_size: int) -> None:
+    flat, matrix = "all_reduce(float32[6], SUM)", "all_reduce(float32[2, 3], SUM)"
+    for rank, (total, told) in enumerate(run_ranks(meet_in_a_branch, world_size)):
+        own, other = (flat, matrix) if rank == 0 else (matrix, flat)
+        assert total == 6.0 * world_size
+        (text,) = told
+        assert text.startswith(f"{own} of the default group at ")
+        assert f"another rank has come with {other} from {__file__}:" in text
+
+
 def call_in_swapped_order() -> list[Caught]:
     calls = [
         lambda: dist.all_reduce(ones(4), dist.ReduceOp.SUM),
@@ -350,7 +379,7 @@ def test_layer_that_needs_all_ranks_is_named() -> None:
     ("function", "name", "advice"),
     [
         (save_alone, "checkpoint.save (in its broadcast(int64[2], root=0)) at ", "rank 0 alone writes"),
-        (synchronize_alone, "metrics.synchronize (in its all_reduce(float64[4], SUM)) at ", "each gets the values"),
+        (synchronize_alone, "metrics.synchronize (in its all_reduce(float64[", "each gets the values"),
     ],
 )
 def test_functions_for_all_ranks_are_called_what_users_call_them(

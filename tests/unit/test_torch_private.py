@@ -323,6 +323,35 @@ def changed_by_importing_lockstep(**variables: str) -> set[str]:
     return set(done.stdout.split())
 
 
+COMPILED = """
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives
+import lockstep
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+@torch.compile(backend="eager")
+def send(tensor):
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor * 2, 0)])
+
+try:
+    send(torch.ones(1))
+except (RuntimeError, ValueError) as error:
+    print(type(error))
+dist.destroy_process_group()
+"""
+
+
+def test_compiler_knows_what_is_patched_where_it_has_listed_functions_before() -> None:
+    """Else `torch.compile` fails at `dist.batch_isend_irecv`; here gloo does, at a send to oneself."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILED], capture_output=True, text=True, timeout=limit_s(120)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in ("<class 'RuntimeError'>\n", "<class 'ValueError'>\n")
+
+
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_import_changes_what_the_table_says(is_launched: bool, tmp_path: Path) -> None:
     """Every attribute of every module and class of torch, before `import lockstep` and after."""

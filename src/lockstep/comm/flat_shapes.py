@@ -56,7 +56,7 @@ class FlatShapes:
         """Judge a collective for which not all ranks came with the same fingerprint.
 
         Args:
-            fingerprints: that of each rank's description.
+            fingerprints: that of each rank's description and line.
             texts: the description that each rank wrote, whole.
         """
         places = _sides_of(texts)

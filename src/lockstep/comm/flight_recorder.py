@@ -6,6 +6,10 @@ compares fingerprints: a mismatch raises on all of them, before any rank has rea
 dimensions of size 1 alone match, as they do for sends and receives; so do flat ones with others of as many elements
 (`flat_shapes.py`). When a wait cannot end, the same records say where each rank is.
 
+[Note: two branches] Tensors of other shapes, from other lines, may also be two different ones that a branch has brought
+together. That is right in programs where each rank has a branch of its own for the same call, so it is a warning, once;
+and nothing where a root has other code than the rest, as it often does.
+
 [Note: cost] Calls and call sites repeat, so their texts are written once and then named by an
 index. A collective writes nine words, five of them for the launcher (`lockstep.rank_status`), and compares one for each
 peer. `benchmarks/case_record.py` measures what that comes to.
@@ -218,12 +222,12 @@ class FlightRecorder:
     def _compare(self) -> None:
         """Find out why fingerprints differ: other calls, reordered calls, or only other lines or shapes."""
         found = [self._words[words[self.number & 1]] for words in self._fingerprint_words]
-        calls, lines = tuple(one & ~_LINE_MASK for one in found), [one & _LINE_MASK for one in found]
-        if len(set(calls)) > 1:
-            if not self._flat_shapes.knows(calls):
-                self._compare_shapes(calls)
+        calls, lines = {one & ~_LINE_MASK for one in found}, [one & _LINE_MASK for one in found]
+        if len(calls) > 1:
+            if not self._flat_shapes.knows(tuple(found)):
+                self._compare_shapes(tuple(found))
             return
-        order = self._reorder_detector.judge(self.number, calls[0], lines)
+        order = self._reorder_detector.judge(self.number, calls.pop(), lines)
         if order is Order.REORDERED:
             raise self._damaged() or self._reordered(lines)
         if order is Order.SUSPICIOUS:
@@ -234,18 +238,27 @@ class FlightRecorder:
                 "the other order. If that is not on purpose, the results are made of unrelated tensors",
             )
 
-    def _compare_shapes(self, calls: tuple[int, ...]) -> None:
-        """Raise unless the ranks came for the same but for shapes that fit each other."""
+    def _compare_shapes(self, found: tuple[int, ...]) -> None:
+        """Raise unless the ranks came for the same but for shapes that fit each other. See [Note: two branches]."""
         damage = self._damaged()
         if damage is not None:
             raise damage
-        texts = [self._blocks.record(rank, self.number).call for rank in range(self._team.world_size)]
-        are_whole = all(
-            fingerprint(without_ones(text)) & ~_LINE_MASK == call for text, call in zip(texts, calls, strict=True)
+        records = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
+        texts = [record.call for record in records]
+        are_whole = not any(
+            (fingerprint(without_ones(text)) ^ one) & ~_LINE_MASK for text, one in zip(texts, found, strict=True)
         )
-        shapes = self._flat_shapes.judge(calls, texts) if are_whole else Shapes.DIFFERENT
+        shapes = self._flat_shapes.judge(found, texts) if are_whole else Shapes.DIFFERENT
         if shapes is not Shapes.AGREE:
             raise self._mismatch(_SWAPPED if shapes is Shapes.SWAPPED else "")
+        own = records[self._rank]
+        if "root=" not in own.call and len({one & _LINE_MASK for one in found}) > 1:
+            other = next(one for one in records if (one.fingerprint ^ own.fingerprint) & ~_LINE_MASK)
+            warn_once(
+                _logger,
+                f"{own.call} of {self.group_name} at {own.site}: another rank has come with {other.call} from "
+                f"{other.site}. If these are not the same tensors, the results are made of unrelated ones",
+            )
 
     def _damaged(self) -> CollectiveError | None:
         """The error if a record of this collective is none that a rank writes; breaks the group. None otherwise."""

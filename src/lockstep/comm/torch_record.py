@@ -149,7 +149,8 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def init_process_group(*values: Any, **options: Any) -> Any:
         result = original(*values, **options)
-        rank_status.note_joined()
+        assert _module is not None
+        rank_status.note_joined(_module.get_rank(), _module.get_world_size())
         return result
 
     return init_process_group

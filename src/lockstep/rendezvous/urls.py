@@ -118,7 +118,7 @@ class _TcpHandler:
 def _noted(met: _Met) -> _Met:
     """Tells the launcher that this rank has met others: torch's RPC meets by these URLs, and makes no process group."""
     for each in met:
-        rank_status.note_joined()
+        rank_status.note_joined(*each[1:])
         yield each
 
 

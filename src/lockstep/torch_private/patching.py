@@ -2,25 +2,31 @@
 
 What is replaced has a record in the table with `Use.PATCH` or `Use.ADD`. A name that torch lacks is not patched: one
 warning says what is off, and torch stays as it is.
+
+[Note: what the compiler knows] Dynamo lists functions of torch.distributed that it compiles in its own way, when the
+module with that list is first imported. A function that takes the place of a listed one takes its entry, too, as if it
+had been there then; Dynamo would trace into it otherwise, and fail at the listed one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
 
-from lockstep.torch_private.lookup import MISSING, owner_of, warn_missing
+from lockstep.torch_private.lookup import MISSING, owner_of, resolve, warn_missing
 from lockstep.torch_private.record import Use
 from lockstep.torch_private.table import record_of
 
 __all__ = ["add", "add_module", "patch", "replace_attribute", "wrap", "wrap_once"]
 
 _MARK = "knows_lockstep"
+_LISTING = "torch.distributed._functional_collectives"
 
 
 def patch(name: str, value: object, alias: str | None = None) -> bool:
@@ -41,10 +47,20 @@ def patch(name: str, value: object, alias: str | None = None) -> bool:
         warn_missing(name)
         return False
     setattr(owner, last, value)
+    _take_entry(original, value)
     package = None if alias is None else sys.modules.get(alias)
     if package is not None and getattr(package, last, None) is original:
         setattr(package, last, value)
     return True
+
+
+def _take_entry(original: object, value: object) -> None:
+    """See [Note: what the compiler knows]. Older releases list less, or nothing, so that nobody is warned."""
+    name = f"{_LISTING}.traceable_collective_remaps"
+    listed = resolve(name) if _LISTING in sys.modules else MISSING
+    if isinstance(listed, dict) and inspect.isfunction(original) and original in listed:
+        record_of(name, Use.PATCH)
+        listed[value] = listed.pop(original)
 
 
 def wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], alias: str | None = None) -> bool:

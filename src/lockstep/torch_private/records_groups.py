@@ -51,6 +51,12 @@ _PATCHES = (
         "ranks that send large tensors to each other in such a batch may wait for each other",
     ),
     NameRecord(
+        "torch.distributed._functional_collectives.traceable_collective_remaps",
+        Use.PATCH,
+        "Dynamo lists functions that it compiles in its own way; what takes the place of one takes its entry",
+        "none: Dynamo leaves all functions of torch.distributed out",
+    ),
+    NameRecord(
         f"{_C10D}._set_pg_timeout",
         Use.PATCH,
         "dist.breakpoint and Megatron-LM set timeouts by it, and it knows gloo and nccl alone; so are those of groups "
