@@ -778,6 +778,36 @@ def test_a_loss_that_the_model_computes_is_noticed() -> None:
     assert none == []
 
 
+def two_loaders() -> dict[str, str]:
+    """One loss of two batches, as semi-supervised training has it."""
+    loss_kinds._found.clear()
+    model = lockstep.DistributedDataParallel(make_model())
+    few, more = (Site(alone=False).loader(4 * size, size) for size in (8, 12))
+    for (x, y), (other, labels) in zip(few, more, strict=True):
+        loss = cross_entropy(model(x)[:, 0], y[:, 0].clamp(min=0))
+        scores = model(other)
+        (loss + cross_entropy(scores[:, 0], labels[:, 0].clamp(min=0)) + scores.square().sum() / len(other)).backward()
+    return dict(loss_kinds._found)
+
+
+def test_samples_of_one_of_several_batches_are_not_those_of_the_loss() -> None:
+    assert run_ranks(two_loaders, 2) == [{}, {}]
+
+
+def forward_three_times() -> dict[str, str]:
+    """What is found in the second loss, where each has several forward passes."""
+    loss_kinds._found.clear()
+    model = lockstep.DistributedDataParallel(make_model())
+    for number, (x, _) in enumerate(Site(alone=False).loader(12, 6)):
+        views = [model(x + each) for each in range(3)]
+        (sum(view.mean() for view in views) if number == 0 else views[0].sum()).backward()  # type: ignore[union-attr]
+    return dict(loss_kinds._found)
+
+
+def test_several_forward_passes_of_one_loss_are_one_look() -> None:
+    assert list(run_ranks(forward_three_times, 2)[0].values()) == ["a sum"]
+
+
 class Returning(nn.Module):
     """A model whose forward() returns what a function makes of its logits."""
 
