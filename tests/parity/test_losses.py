@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -538,6 +539,7 @@ def plain_ways() -> dict[str, dict[str, str]]:
     found = {}
     weight = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
     scaler = torch.amp.GradScaler("cpu")
+    numbers = itertools.count(16)
 
     def masked(logits: Tensor, y: Tensor) -> Tensor:
         mask = (y != IGNORED).double()
@@ -553,6 +555,7 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "selected by positions": lambda logits, y: cross_entropy(
             logits.flatten(0, 1)[(y.flatten() != IGNORED).nonzero()[:, 0]], y[y != IGNORED]
         ),
+        "a count of whole numbers": lambda logits, y: logits.square().sum() / (len(y) * next(numbers)),
         "hardest by topk": lambda logits, y: logits.square().sum((1, 2)).topk(2).values.mean(),
         "hardest by sort": lambda logits, y: logits.square().sum((1, 2)).sort(descending=True)[0][:1].mean(),
         "hardest of each sample": lambda logits, y: logits.square().flatten(1).topk(2).values.mean(),
@@ -581,13 +584,51 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "divided before the sum": lambda logits, y: (logits.square() / 2 / len(y)).sum(),
         "scaled to the whole data": lambda logits, y: (12 / len(y)) * logits.square().sum(),
     }
-    for name, way in (ways | sums_of_losses() | norms() | norms_beside()).items():
+    for name, way in (ways | constants() | sums_of_losses() | norms() | norms_beside()).items():
         loss_kinds._found.clear()
         model = lockstep.DistributedDataParallel(make_model())
         for x, y in Site(alone=False).loader(12, 6):
             way(model(x), y).backward()
         found[name] = dict(loss_kinds._found)
     return found
+
+
+def constants() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Means over samples, times a constant; and what has as many words of each sample."""
+    patches = torch.arange(6) < 4
+
+    def pairs(logits: Tensor, y: Tensor) -> Tensor:
+        """As lightly's DINOLoss: a sum over samples for each of six pairs of views."""
+        views = torch.stack([logits[:, 0], logits[:, 1], logits[:, 2]])
+        return torch.einsum("tbd,sbd->ts", views[:2].detach(), views).sum() / (4 * len(y))
+
+    def of_patches(logits: Tensor, y: Tensor) -> Tensor:
+        """As IBOTPatchLoss: each patch under the mask is divided by how many its sample has."""
+        mask = torch.arange(6) <= torch.arange(len(y))[:, None]
+        return (logits.square().mean(-1)[mask] / mask.sum(1)[mask.nonzero()[:, 0]]).sum() / len(y)
+
+    def masked_patches(logits: Tensor, y: Tensor) -> Tensor:
+        """As in masked autoencoders, which hide as many patches of each picture."""
+        mask = patches.expand(len(y), 6).double()
+        return (logits.square().mean(-1) * mask).sum() / mask.sum()
+
+    def without_diagonal(logits: Tensor, y: Tensor) -> Tensor:
+        """As lightly's NTXentLoss."""
+        scores = logits[:, 0] @ logits[:, 0].T
+        return scores[~torch.eye(len(y), dtype=torch.bool)].view(len(y), -1).logsumexp(1).mean()
+
+    return {
+        "pairs of views": pairs,
+        "patches": of_patches,
+        "masked patches": masked_patches,
+        "selected patches": lambda logits, y: logits[patches.expand(len(y), 6)].square().mean(),
+        "without the diagonal": without_diagonal,
+        "greatest length": lambda logits, y: logits.square().sum() / (len(y) * 64),  # as Dr. GRPO
+        "variation": lambda logits, y: (logits[:, 1:] - logits[:, :-1]).square().sum() / logits.numel(),
+        "mean with an epsilon": lambda logits, y: (
+            logits.square().mean((1, 2)).sum() / (torch.ones(len(y)).sum() + 1e-6)
+        ),
+    }
 
 
 def norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -688,9 +729,11 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",
         "selected by positions": "selected positions",
+        "a count of whole numbers": "a sum divided by",
         "hardest by topk": "first 2 of 3 in their order",
         "hardest by sort": "first 1 of 3 in their order",
     }.items():
+        assert found[name], name
         ((line, text),) = found.pop(name).items()
         assert line.startswith("test_losses.py:")
         assert what in text

@@ -44,6 +44,7 @@ class LossWatch:
 
     def __init__(self, own: frozenset[int], is_on: bool) -> None:
         self._own = own
+        self._constants: dict[str, float] = {}
         self._looks_left, self._uneven_looks_left = (_LOOKS, _UNEVEN_LOOKS) if is_on else (0, 0)
 
     def forward_ends(self, feed: Feed, roots: Collection[Node]) -> None:
@@ -67,7 +68,7 @@ class LossWatch:
             sys.setprofile(_BackwardHook(checks))
 
     def _warn_of_divisor(self, loss: Tensor, line: str) -> None:
-        warn_of_other_divisor(loss, _samples_behind(loss), line)
+        warn_of_other_divisor(loss, _samples_behind(loss), line, self._constants)
 
 
 class _BackwardHook:
