@@ -5,7 +5,7 @@ divisor, so `loss_watch.py` hands the loss of the first steps to this check. It 
 
 - a sum over samples;
 - a sum divided by something else than the samples or the summed elements;
-- a mean over targets of which some are ignored or weighted by class;
+- a mean over targets of which some are ignored or weighted by class, or of which samples have more or fewer;
 - a mean over outputs that a mask, or their order, selected;
 - a norm or a standard deviation over all samples of this rank.
 
@@ -28,7 +28,9 @@ from torch.autograd.graph import Node
 from lockstep import batch
 from lockstep.log import get_logger
 from lockstep.parallel.loss_graph import (
+    DIVISIONS,
     MEAN,
+    SUM,
     GraphPlace,
     adds_up_samples,
     is_scalar_output,
@@ -126,7 +128,7 @@ def _all_found(loss: Tensor, local_samples: int | None, is_output: Callable[[Nod
         found = _of_sum(place, local_samples)
         if found is not None and adds_up_samples(node, local_samples, is_output):
             yield found
-        found = _of_targets(node) or _of_selection(node, is_output, local_samples)
+        found = _of_selection(node, is_output, local_samples) or _of_targets(node, local_samples)
         if found is not None and any(is_output(behind) for behind in nodes_behind(node, is_end=is_output)):
             yield found
     yield from map(_of_norm, norms_of_samples(between, local_samples, is_output))
@@ -136,19 +138,34 @@ def _all_found(loss: Tensor, local_samples: int | None, is_output: Callable[[Nod
     yield from (found for found in chain(targets, sums) if found is not None)
 
 
-def _of_targets(node: Node) -> OtherDivisor | None:
-    """What a mean of torch's over targets is, if some of them are ignored or weighted."""
-    total_weight = getattr(node, "_saved_total_weight", None)
-    if getattr(node, "_saved_reduction", None) == MEAN and total_weight is not None:
-        targets: Any = getattr(node, "_saved_target", None)
-        weight: Any = getattr(node, "_saved_weight", None)
-        value = float(total_weight)
-        if value == targets.numel():
-            return None
-        if weight is not None:
-            return OtherDivisor("a mean over targets weighted by class (weight=)", value)
-        counted = f"{int(value)} of {targets.numel()} targets"
-        return OtherDivisor(f"a mean over {counted}, the others being ignored (ignore_index=)", value)
+def _of_targets(node: Node, local_samples: int | None = None) -> OtherDivisor | None:
+    """What a mean of torch's over targets is, if some are ignored or weighted, or samples have more or fewer of them.
+
+    Args:
+        node: any, such as that of a sum over targets that is divided by their number.
+        local_samples: of this rank; None where nobody knows.
+    """
+    is_division = node.name() in DIVISIONS
+    loss = node.next_functions[0][0] if is_division else node
+    if getattr(loss, "_saved_reduction", None) != (SUM if is_division else MEAN):
+        return None
+    total_weight: Any = getattr(loss, "_saved_total_weight", None)
+    if total_weight is None:
+        return None
+    saved: list[Any] = [getattr(loss, f"_saved_{name}", None) for name in ("target", "weight", "ignore_index")]
+    targets, weight, ignored = saved
+    # In 16 bits the node's own count of targets is rounded.
+    valid, is_weighted = int((targets != signed(ignored)).count_nonzero()), weight is not None
+    value = float(total_weight) if is_weighted else valid
+    if is_division and scalar_of(getattr(node, "_saved_other", None)) != value:
+        return None
+    if is_weighted and value != valid:
+        return OtherDivisor("a mean over targets weighted by class (weight=)", value)
+    if valid != targets.numel():
+        counted = f"{valid} of {targets.numel()} targets"
+        return OtherDivisor(f"a mean over {counted}, the others being ignored (ignore_index=)", valid)
+    if local_samples and valid > local_samples and valid % local_samples:
+        return OtherDivisor(f"a mean over {valid} targets of {local_samples} samples", valid)
     return None
 
 
@@ -176,6 +193,8 @@ def _of_sum(place: GraphPlace, local_samples: int | None) -> OtherDivisor | None
 
 def _is_count(number: float) -> bool:
     """Whether it is a whole number, to which what keeps from a division by zero may have been added."""
+    if not math.isfinite(number):
+        return False
     return round(number) >= 1 and math.isclose(number, round(number), rel_tol=0, abs_tol=_EPSILON)
 
 
@@ -210,17 +229,18 @@ def _of_masks(node: Node) -> OtherDivisor | None:
     for mask in masks:
         if isinstance(mask, Tensor) and mask.dtype in _MASK_DTYPES:
             count = int(mask.count_nonzero())
-            if count != mask.numel() and not _is_alike_in_rows(mask):
-                return OtherDivisor(f"a mean over {count} of {mask.numel()} that a mask has selected", count)
+            is_alike = _is_alike_in_rows(mask)
+            if count != mask.numel() and not (is_alike and len(mask) > 1):
+                return OtherDivisor(f"a mean over {count} of {mask.numel()} that a mask has selected", count, is_alike)
     return None
 
 
 def _is_alike_in_rows(mask: Tensor) -> bool:
-    """Whether a mask leaves as many elements in each of several rows, as one that leaves out its diagonal."""
-    if mask.dim() < 2 or len(mask) < 2:
+    """Whether a mask leaves as many elements in each row, as one that leaves out its diagonal; true of one row."""
+    if mask.dim() < 2:
         return False
     counts = mask.flatten(1).count_nonzero(1)
-    return bool((counts == counts[0]).all())
+    return bool((counts == counts[:1]).all())
 
 
 def _of_extremes(node: Node) -> OtherDivisor | None:
