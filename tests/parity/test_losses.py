@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -538,6 +539,7 @@ def plain_ways() -> dict[str, dict[str, str]]:
     found = {}
     weight = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
     scaler = torch.amp.GradScaler("cpu")
+    numbers = itertools.count(16)
 
     def masked(logits: Tensor, y: Tensor) -> Tensor:
         mask = (y != IGNORED).double()
@@ -553,6 +555,9 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "selected by positions": lambda logits, y: cross_entropy(
             logits.flatten(0, 1)[(y.flatten() != IGNORED).nonzero()[:, 0]], y[y != IGNORED]
         ),
+        "packed": lambda logits, y: cross_entropy(*pack(logits, y, 2 + torch.arange(len(y)) % 2)),
+        "a count of whole numbers": lambda logits, y: logits.square().sum() / (len(y) * next(numbers)),
+        "a count that overflows": lambda logits, y: logits.square().sum() / torch.full((9,), 6e4).half().sum(),
         "hardest by topk": lambda logits, y: logits.square().sum((1, 2)).topk(2).values.mean(),
         "hardest by sort": lambda logits, y: logits.square().sum((1, 2)).sort(descending=True)[0][:1].mean(),
         "hardest of each sample": lambda logits, y: logits.square().flatten(1).topk(2).values.mean(),
@@ -581,13 +586,67 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "divided before the sum": lambda logits, y: (logits.square() / 2 / len(y)).sum(),
         "scaled to the whole data": lambda logits, y: (12 / len(y)) * logits.square().sum(),
     }
-    for name, way in (ways | sums_of_losses() | norms() | norms_beside()).items():
+    for name, way in (ways | constants() | sums_of_losses() | norms() | norms_beside()).items():
         loss_kinds._found.clear()
         model = lockstep.DistributedDataParallel(make_model())
         for x, y in Site(alone=False).loader(12, 6):
             way(model(x), y).backward()
         found[name] = dict(loss_kinds._found)
     return found
+
+
+def pack(logits: Tensor, y: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and targets of sequences that are laid in a row, as `pack_padded_sequence` does for image captions."""
+    packed = (
+        nn.utils.rnn.pack_padded_sequence(each, lengths, batch_first=True, enforce_sorted=False).data
+        for each in (logits, y.clamp(min=0))
+    )
+    scores, targets = packed
+    return scores, targets
+
+
+def constants() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Means over samples, times a constant; and what has as many words of each sample."""
+    patches = torch.arange(6) < 4
+
+    def pairs(logits: Tensor, y: Tensor) -> Tensor:
+        """As lightly's DINOLoss: a sum over samples for each of six pairs of views."""
+        views = torch.stack([logits[:, 0], logits[:, 1], logits[:, 2]])
+        return torch.einsum("tbd,sbd->ts", views[:2].detach(), views).sum() / (4 * len(y))
+
+    def of_patches(logits: Tensor, y: Tensor) -> Tensor:
+        """As IBOTPatchLoss: each patch under the mask is divided by how many its sample has."""
+        mask = torch.arange(6) <= torch.arange(len(y))[:, None]
+        return (logits.square().mean(-1)[mask] / mask.sum(1)[mask.nonzero()[:, 0]]).sum() / len(y)
+
+    def masked_patches(logits: Tensor, y: Tensor) -> Tensor:
+        """As in masked autoencoders, which hide as many patches of each picture."""
+        mask = patches.expand(len(y), 6).double()
+        return (logits.square().mean(-1) * mask).sum() / mask.sum()
+
+    def without_diagonal(logits: Tensor, y: Tensor) -> Tensor:
+        """As lightly's NTXentLoss."""
+        scores = logits[:, 0] @ logits[:, 0].T
+        return scores[~torch.eye(len(y), dtype=torch.bool)].view(len(y), -1).logsumexp(1).mean()
+
+    def many_targets(logits: Tensor, y: Tensor) -> Tensor:
+        """More than bfloat16 can count."""
+        return cross_entropy(logits.repeat(1, 235, 1).flatten(0, 1).bfloat16(), y.clamp(min=0).repeat(1, 235).flatten())
+
+    return {
+        "pairs of views": pairs,
+        "patches": of_patches,
+        "masked patches": masked_patches,
+        "selected patches": lambda logits, y: logits[patches.expand(len(y), 6)].square().mean(),
+        "without the diagonal": without_diagonal,
+        "greatest length": lambda logits, y: logits.square().sum() / (len(y) * 64),  # as Dr. GRPO
+        "variation": lambda logits, y: (logits[:, 1:] - logits[:, :-1]).square().sum() / logits.numel(),
+        "mean with an epsilon": lambda logits, y: (
+            logits.square().mean((1, 2)).sum() / (torch.ones(len(y)).sum() + 1e-6)
+        ),
+        "packed, all of one length": lambda logits, y: cross_entropy(*pack(logits, y, torch.full((len(y),), 3))),
+        "many targets in 16 bits": many_targets,
+    }
 
 
 def norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -688,9 +747,13 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",
         "selected by positions": "selected positions",
+        "packed": "a mean over 7 targets of 3 samples",
+        "a count of whole numbers": "a sum divided by",
+        "a count that overflows": "a sum divided by inf",
         "hardest by topk": "first 2 of 3 in their order",
         "hardest by sort": "first 1 of 3 in their order",
     }.items():
+        assert found[name], name
         ((line, text),) = found.pop(name).items()
         assert line.startswith("test_losses.py:")
         assert what in text
@@ -749,21 +812,23 @@ def test_one_process_divides_by_what_it_likes() -> None:
 class WithLoss(nn.Module):
     """A model that is handed the labels, and returns its loss."""
 
-    def __init__(self, divides: bool) -> None:
+    def __init__(self, divides: str) -> None:
         super().__init__()
         self.inner = make_model()
         self.divides = divides
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.inner(x / x.square().sum())  # a sum that is no loss
-        if self.divides:
+        if self.divides == "of all ranks":
             return lockstep.mean(sum_of_words(logits, y), (y != IGNORED).sum())
+        if self.divides == "by hand":  # as models of Hugging Face do with `num_items_in_batch`
+            return sum_of_words(logits, y) / (y != IGNORED).sum()
         return cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
 
 
 def losses_inside() -> list[dict[str, str]]:
     found = []
-    for divides in (False, True):
+    for divides in ("", "by hand", "of all ranks"):
         loss_kinds._found.clear()
         model = lockstep.DistributedDataParallel(WithLoss(divides))
         for x, y in Site(alone=False).loader(12, 6):
@@ -773,9 +838,67 @@ def losses_inside() -> list[dict[str, str]]:
 
 
 def test_a_loss_that_the_model_computes_is_noticed() -> None:
-    (text,), none = (list(found.values()) for found in run_ranks(losses_inside, 2)[0])
-    assert "the others being ignored (ignore_index=)" in text
+    (text,), (by_hand,), none = (list(found.values()) for found in run_ranks(losses_inside, 2)[0])
+    for found in (text, by_hand):
+        assert "the others being ignored (ignore_index=)" in found
     assert none == []
+
+
+def two_loaders() -> dict[str, str]:
+    """One loss of two batches, as semi-supervised training has it."""
+    loss_kinds._found.clear()
+    model = lockstep.DistributedDataParallel(make_model())
+    few, more = (Site(alone=False).loader(4 * size, size) for size in (8, 12))
+    for (x, y), (other, labels) in zip(few, more, strict=True):
+        loss = cross_entropy(model(x)[:, 0], y[:, 0].clamp(min=0))
+        scores = model(other)
+        (loss + cross_entropy(scores[:, 0], labels[:, 0].clamp(min=0)) + scores.square().sum() / len(other)).backward()
+    return dict(loss_kinds._found)
+
+
+def test_samples_of_one_of_several_batches_are_not_those_of_the_loss() -> None:
+    assert run_ranks(two_loaders, 2) == [{}, {}]
+
+
+def with_one_sample_each() -> dict[str, dict[str, str]]:
+    """What is warned of where any whole number may be that of samples: constants are quiet, counts speak."""
+    numbers = itertools.count(2)
+    patches = torch.arange(6)[None]
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "greatest length": lambda logits: logits.square().sum() / 64,
+        "patches": lambda logits: logits[patches < 4].mean(),
+        "count": lambda logits: logits.square().sum() / (19 + next(numbers)),
+        "mask": lambda logits: logits[patches < next(numbers) % 5 + 1].mean(),
+    }
+    found = {}
+    for name, way in ways.items():
+        loss_kinds._found.clear()
+        model = lockstep.DistributedDataParallel(make_model())
+        for x, _ in Site(alone=False).loader(6, 2):
+            way(model(x)).backward()
+        found[name] = dict(loss_kinds._found)
+    return found
+
+
+def test_constants_and_counts_where_ranks_hold_one_sample() -> None:
+    found = run_ranks(with_one_sample_each, 2)[0]
+    assert found["greatest length"] == found["patches"] == {}
+    assert "a sum divided by 22" in "".join(found["count"].values())
+    assert "that a mask has selected" in "".join(found["mask"].values())
+
+
+def forward_three_times() -> dict[str, str]:
+    """What is found in the second loss, where each has several forward passes."""
+    loss_kinds._found.clear()
+    model = lockstep.DistributedDataParallel(make_model())
+    for number, (x, _) in enumerate(Site(alone=False).loader(12, 6)):
+        views = [model(x + each) for each in range(3)]
+        (sum(view.mean() for view in views) if number == 0 else views[0].sum()).backward()  # type: ignore[union-attr]
+    return dict(loss_kinds._found)
+
+
+def test_several_forward_passes_of_one_loss_are_one_look() -> None:
+    assert list(run_ranks(forward_three_times, 2)[0].values()) == ["a sum"]
 
 
 class Returning(nn.Module):
@@ -861,7 +984,7 @@ def returned_means() -> dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]]
         "weighted": weighted,
         "balanced": balanced,
         "divided before": lambda model, logits, y: (logits.square() / 2 / len(y)).sum(),
-        "of one rank's count": lambda model, logits, y: sum_of_words(logits, y) / (y != IGNORED).sum(),
+        "of another's count": lambda model, logits, y: sum_of_words(logits, y) / ((y != IGNORED).sum() + 1),
         "lockstep.sum": lambda model, logits, y: lockstep.sum(sum_of_words(logits, y)),
     }
 

@@ -25,20 +25,17 @@ __all__ = [
     "DIVISIONS",
     "MEAN",
     "SUM",
-    "Divisors",
     "GraphPlace",
     "adds_up_samples",
     "is_scalar_output",
     "nodes_behind",
     "norms_of_samples",
-    "numels_of_outputs",
     "places_until_outputs",
     "scalar_of",
+    "signed",
     "summed_sizes",
     "sums_inside",
 ]
-
-Divisors = tuple[float, ...]
 
 # What torch's losses have saved under `reduction`.
 MEAN, SUM = 1, 2
@@ -76,7 +73,7 @@ class GraphPlace:
     """
 
     node: Node
-    divisors: Divisors = ()
+    divisors: tuple[float, ...] = ()
     is_term: bool = True
 
     def behind(self, is_root: bool) -> list[GraphPlace]:
@@ -160,9 +157,12 @@ def _factor(node: Node) -> float | None:
     return scalar_of(getattr(node, "_saved_self", None)) if factor is None and node.name() == "MulBackward0" else factor
 
 
-def nodes_behind(root: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
-    """The nodes from `root` on, those at the end included, but not what `lockstep.mean` and the like have made."""
-    stack, seen = [root], set[Node]()
+def nodes_behind(*roots: Node, is_end: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """The nodes from the last root on, and so forth, each once. Those at the end are among them.
+
+    What `lockstep.mean` and the like have made is not.
+    """
+    stack, seen = [*roots], set[Node]()
     while stack and len(seen) < _MAX_NODES:
         node = stack.pop()
         if node in seen or node.name() in _ENDS:
@@ -184,15 +184,15 @@ def scalar_of(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+def signed(number: int) -> int:
+    """What a node has saved, of which it shows a negative number as an unsigned one."""
+    return number - 2**64 if number >= 2**63 else number
+
+
 def is_scalar_output(node: Node) -> bool:
     """Whether the outputs with this node are known to have no dimensions: parts of a loss."""
     shapes = batch.shapes_at(node)
     return bool(shapes) and all(not shape for shape in shapes)
-
-
-def numels_of_outputs(outputs: Iterable[GraphPlace]) -> frozenset[int]:
-    """How many elements the outputs at these places have, as far as that was noted."""
-    return frozenset(shape.numel() for output in outputs for shape in batch.shapes_at(output.node))
 
 
 def summed_sizes(node: Node) -> torch.Size | None:
@@ -224,7 +224,7 @@ def adds_up_samples(node: Node, local_samples: int | None, is_output: Callable[[
 
 def _takes_rows_apart(node: Node, is_source: Callable[[Node], bool]) -> bool:
     """Whether some of what the node was computed from are pieces of others, along the first dimension."""
-    behind = nodes_behind(node, is_source)
+    behind = nodes_behind(node, is_end=is_source)
     return any(each.name() in _CUTS and getattr(each, "_saved_dim", None) == 0 for each in behind)
 
 
@@ -319,6 +319,6 @@ def _reduces_samples(node: Node, is_divided: bool, local_samples: int | None) ->
         return False
     dims: Any = getattr(node, "_saved_dim", None)
     sizes: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ())
-    if not dims or {0, 2**64 - len(sizes), -len(sizes)}.intersection(dims):
+    if not dims or {0, -len(sizes)}.intersection(map(signed, dims)):
         return True
     return bool(local_samples and sizes and sizes[0] % local_samples)  # samples are not first

@@ -16,6 +16,7 @@ from types import FrameType
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lockstep import batch
 from lockstep.comm.callsite import is_users
 from lockstep.parallel.bypasses import warn_of_bypass, warn_of_collective
 from lockstep.parallel.feeding import Feed
@@ -43,6 +44,7 @@ class LossWatch:
 
     def __init__(self, own: frozenset[int], is_on: bool) -> None:
         self._own = own
+        self._constants: dict[str, float] = {}
         self._looks_left, self._uneven_looks_left = (_LOOKS, _UNEVEN_LOOKS) if is_on else (0, 0)
 
     def forward_ends(self, feed: Feed, roots: Collection[Node]) -> None:
@@ -52,17 +54,21 @@ class LossWatch:
             feed: what went through.
             roots: the nodes of its outputs.
         """
+        if sys.getprofile() is not None:  # such as ours, of an earlier forward pass of this loss
+            return
         checks: list[Check] = []
         if self._looks_left:
             self._looks_left -= 1
-            local_samples = None if feed.share is None else feed.share.local_samples
-            checks.append(lambda loss, line: warn_of_other_divisor(loss, local_samples, line))
+            checks.append(self._warn_of_divisor)
         if self._uneven_looks_left and feed.is_uneven:
             self._uneven_looks_left -= 1
             checks.append(lambda loss, line: warn_of_bypass(loss, roots, self._own, line))
             checks.append(warn_of_collective)
-        if checks and sys.getprofile() is None:
+        if checks:
             sys.setprofile(_BackwardHook(checks))
+
+    def _warn_of_divisor(self, loss: Tensor, line: str) -> None:
+        warn_of_other_divisor(loss, _samples_behind(loss), line, self._constants)
 
 
 class _BackwardHook:
@@ -92,6 +98,13 @@ class _BackwardHook:
             if isinstance(loss, Tensor) and loss.dim() == 0:
                 for check in self._checks:
                     check(loss, _users_line(frame))
+
+
+def _samples_behind(loss: Tensor) -> int | None:
+    """How many samples of this rank a loss is of; None where nobody knows, or its forward passes had different ones."""
+    shares = [forward.feed.share for forward in batch.find_marks(loss)]
+    samples = {None if share is None else share.local_samples for share in shares}
+    return samples.pop() if len(samples) == 1 else None
 
 
 def _users_line(frame: FrameType | None) -> str:
