@@ -3,6 +3,11 @@
 [Note: comparison at the end] When the world is left without an error, ranks that suspect optimizers compare their
 parameters, and raise `ModelError` if those differ. They meet in the store, not in a collective: a rank that has left
 already, or suspects nothing, must neither hang the others nor make their call a mismatch.
+
+[Note: rounding at the end] An engine's parameters may follow those of another one, as a momentum teacher's do, and
+these may differ in the last bits on processors of different kinds ([Note: rounding] in `parallel/divergence.py`). So
+such suspects also say some values of each parameter, in short: their sum with signs at random, which is as far from
+that of another rank as the values are from each other. What is no farther than rounding is no other model.
 """
 
 from __future__ import annotations
