@@ -588,7 +588,7 @@ def parsers(folder: Path) -> dict[str, Parser]:
         ),
         "drift": Parser(
             text_of(comparison._read_summaries),
-            [b'[{"shapes": [[2, 3]], "now": "ab", "synced": ["cd"]}]'],
+            [b'[{"shapes": [[2, 3]], "now": "ab", "synced": ["cd"], "about": [[1.0, 0.5]]}]'],
             (ValueError,),
         ),
         "questions": Parser(read_questions, [f" {'0' * 32}  {'a' * 32} ".encode()]),

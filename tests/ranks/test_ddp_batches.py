@@ -340,6 +340,13 @@ def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
     assert sizes_of(((packed,), {})).telling == {3}
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_hold_as_many_samples_as_there_are_tensors_in_them(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.rand(length, 3) for length in (5, 2, 4)], layout=layout)
+    assert sizes_of(((nested,), {"targets": torch.rand(3, 2)})).telling == {3}
+
+
 def differentiate_by_inputs(batch_size: int) -> list[float]:
     """The norms of the gradients of this rank's inputs, one of each batch of 6 samples."""
     model = DistributedDataParallel(nn.Linear(3, 2))

@@ -33,6 +33,7 @@ from ddp_checks import (
 from lockstep import DataLoader, DistributedDataParallel, batch, global_loss
 from lockstep.errors import InputError, ModelError
 from lockstep.parallel import loss_kinds
+from lockstep.parallel.by_hand import AccumulatedGradients
 from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.testing import run_ranks
 
@@ -275,6 +276,44 @@ def test_steps_by_what_no_sync_has_accumulated_are_warned_of() -> None:
 def test_those_that_the_script_averages_itself_are_not(between: Callable[..., None], backend: str) -> None:
     told = run_ranks(step_behind_no_sync, 2, False, between, backend=backend)
     assert [len(each) for each in told] == [between in (show_and_clip, add_noise), 0]
+
+
+def count_comparisons() -> int:
+    """How often a script that averages every time is asked whether it did: each time waits for a GPU."""
+    model = DistributedDataParallel(mlp().double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    looks: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        were_averaged = AccumulatedGradients.were_averaged
+
+        def look(own: AccumulatedGradients) -> bool:
+            looks.append(own)
+            return were_averaged(own)
+
+        patch.setattr(AccumulatedGradients, "were_averaged", look)
+        for _ in range(6):
+            with model.no_sync():
+                model(data(2, 4)).mean().backward()
+            average_each(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(looks)
+
+
+def test_a_script_that_always_averages_is_asked_a_few_times() -> None:
+    assert run_ranks(count_comparisons, 2) == [3, 3]
+
+
+def test_they_are_looked_at_once_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with each bucket."""
+    looks: list[object] = []
+    monkeypatch.setattr(AccumulatedGradients, "note", lambda self: looks.append(self))
+    with lockstep.init(device="cpu"):
+        model = DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), bucket_cap_mb=0)
+        with model.no_sync():
+            for _ in range(3):
+                model(torch.rand(2, 4)).sum().backward()
+    assert len(looks) == 3
 
 
 def penalise(num_samples: int) -> str:

@@ -203,6 +203,17 @@ def train_a_model_of_each_rank(averages: bool) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("body", [look_at_checkpoints, share_now_and_then, train_a_model_of_each_rank])
+def follow(averages: bool) -> nn.Module:
+    """A teacher that follows a student, who was stepped on another kind of processor by each rank."""
+    assert not averages
+    teacher = lockstep.DistributedDataParallel(make_model())
+    for parameter in teacher.parameters():
+        parameter.requires_grad_(False)
+        parameter.mul_(1 + 2e-7 * dist.get_rank())
+    teacher(own_batches()[0])
+    return teacher
+
+
+@pytest.mark.parametrize("body", [look_at_checkpoints, share_now_and_then, train_a_model_of_each_rank, follow])
 def test_engines_that_average_nothing_on_purpose_are_not(body: Callable[..., nn.Module]) -> None:
     assert run_ranks(past_the_engine, 2, body, False, "lockstep", init=False) == [([], "")] * 2

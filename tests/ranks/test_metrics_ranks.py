@@ -221,6 +221,21 @@ def test_values_of_data_that_are_alike_or_a_ranks_own_are(how):
     assert run_ranks(evaluate_apart, 3, how) == [""] * 3
 
 
+def evaluate_a_rare_class():
+    """Two data sets with one sample of it each: rank 0 holds the first's, rank 1 the second's."""
+    mean = Mean()
+    for first in (0.0, 10.0):
+        for values in DataLoader(torch.arange(first, first + 4), 4, evaluation=True):
+            if ((values == 0) | (values == 13)).any():
+                mean.update(values.mean())
+    (value,) = synchronize(mean)
+    return value
+
+
+def test_metrics_that_are_not_updated_with_every_batch():
+    assert run_ranks(evaluate_a_rare_class, 2) == [6.5] * 2
+
+
 def merge_and_load():
     """Whose metrics have other sums than those that they have seen themselves."""
     data = torch.utils.data.TensorDataset(torch.arange(8.0), torch.arange(8) + dist.get_rank())

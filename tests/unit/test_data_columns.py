@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from lockstep.data.fingerprints import fingerprint_of_data
 
@@ -208,6 +209,28 @@ BUSINESS: dict[str, Callable[[int], Any]] = {
 def test_what_is_a_ranks_own_business_is_not_looked_at(kind: str) -> None:
     first, second = (fingerprint_of_data(BUSINESS[kind](rank)) for rank in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("kind", ["visits", "captions"])
+def test_of_a_dataset_in_use_only_what_told_at_first_is_looked_at(kind: str) -> None:
+    """Another loader is made over it for each fold, when each rank has used it."""
+    found = []
+    for rank in range(2):
+        data = Own(visits=[0] * COUNT, captions=[None] * COUNT)
+        before = fingerprint_of_data(Subset(data, range(50)))
+        if kind == "visits":
+            data.visits[:] = [1 + (number + rank) % 5 for number in range(COUNT)]
+        elif rank == 1:
+            data.captions[:] = [f"caption {number}" for number in range(COUNT)]
+        found.append((before, fingerprint_of_data(Subset(data, range(50)))))
+    assert found[0] == found[1]
+
+
+def test_what_told_at_first_is_looked_at_again() -> None:
+    data = Own(files=[f"{number}.png" for number in range(COUNT)])
+    before = fingerprint_of_data(data)
+    data.files.reverse()
+    assert fingerprint_of_data(data) != before
 
 
 def test_no_code_of_other_objects_runs() -> None:

@@ -268,7 +268,7 @@ def test_segment_that_is_removed_once_it_was_seen_is_read() -> None:
 def test_ranks_that_compare_models_believe_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """What he wrote in the place of a rank was the end of a good run, by a ModelError or a raw one."""
     monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
-    shared, said = dist.HashStore(), json.dumps([{"shapes": [[2]], "now": "same", "synced": []}])
+    shared, said = dist.HashStore(), json.dumps([{"shapes": [[2]], "now": "same", "synced": [], "about": []}])
     forged = said.replace("same", "other")
     for key in ("lockstep/drift/g/1", "lockstep/drift/g/attempt0/parameters1", "lockstep/drift/g/attempt0/parameters0"):
         shared.set(key, forged)
@@ -305,7 +305,9 @@ def test_a_loader_that_compares_orders_believes_no_stranger(monkeypatch: pytest.
     assert look(1, "18") == 0, "that of a rank counts"
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '[{"a": 1}]', '[{"shapes": [], "now": 1, "synced": []}]', "[" * 9000])
+@pytest.mark.parametrize(
+    "text", ["{}", "[1]", '[{"a": 1}]', '[{"shapes": [], "now": 1, "synced": [], "about": []}]', "[" * 9000]
+)
 def test_summary_that_no_rank_makes_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         comparison._read_summaries(text)

@@ -35,8 +35,10 @@ __all__ = [
     "held",
     "hold",
     "in_hand",
+    "latest_evaluation",
     "latest_forward",
     "latest_iteration",
+    "note_evaluation",
     "note_forward",
     "of_a_value",
     "reset",
@@ -144,6 +146,7 @@ _local = _Local()
 _forward: tuple[int, BatchShare | None] = (0, None)  # when the last forward pass of an engine was, and of which batch
 # Of the forward passes since the last event, by number of samples: the latest is the last.
 _forwards: dict[int, BatchShare] = {}
+_evaluation = (0, 0)  # see `latest_evaluation`
 _last_event = 0  # when an iteration yielded or was over
 
 
@@ -229,11 +232,22 @@ def current() -> BatchShare | None:
 
 def reset() -> None:
     """Forget iterations that were left open, and the last forward pass. Local."""
-    global _forward
+    global _forward, _evaluation
     Iteration._open.clear()
     Iteration._closed = None
-    _forward = (0, None)
+    _forward, _evaluation = (0, None), (0, 0)
     _forwards.clear()
+
+
+def note_evaluation(fingerprint: int, world_size: int) -> None:
+    """An iteration of a loader with `evaluation=True` begins; of which data, and how many ranks share it. Local."""
+    global _evaluation
+    _evaluation = (fingerprint, world_size)
+
+
+def latest_evaluation() -> tuple[int, int]:
+    """What `note_evaluation` was told last; zeros before."""
+    return _evaluation
 
 
 def latest_iteration() -> Iteration | None:

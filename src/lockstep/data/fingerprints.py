@@ -10,6 +10,10 @@ What is looked at is a sample of indices, of tensors, and of what a dataset keep
 Other attributes of a dataset are its own business: a cache, say, which a rank fills for itself. So are lists in which
 not every sample has a text yet. Of floating-point numbers the sign and the magnitude count: what each rank has computed
 for itself, such as features of a frozen model, may differ in the last bits.
+
+[Note: datasets in use] Loaders are made again and again over one dataset: for each fold, for each trial of a search.
+By then each rank has used it, and caches and counts of visits may look like what a dataset keeps. So of one dataset
+only those attributes are looked at that told something when the first loader asked.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.data.columns import TellingColumn, is_table, roughly, telling_column
 from lockstep.data.order import Order
@@ -29,6 +34,7 @@ __all__ = ["fingerprint_of_data", "fingerprint_of_order"]
 
 _SAMPLES = 64
 _BITS = 48
+_told_at_first: Any = WeakIdKeyDictionary()  # names of attributes, by dataset; see [Note: datasets in use]
 
 
 def fingerprint_of_data(dataset: Any) -> int:
@@ -104,13 +110,21 @@ def _contents_of(dataset: Any) -> Iterator[str]:
         length = len(dataset)
     except Exception:  # code of the user's
         return
-    found = {name: _column_of(values, length) for name, values in attributes.items()}
+    first = _told_at_first.get(dataset) if _may_be_noted(dataset) else None
+    found = {name: _column_of(values, length) for name, values in attributes.items() if first is None or name in first}
     columns = {name: column for name, column in found.items() if column is not None}
     texts = {name: column for name, column in columns.items() if column.is_text}
-    for name, column in (texts or dict(list(columns.items())[:1])).items():
+    chosen = texts or dict(list(columns.items())[:1])
+    if _may_be_noted(dataset):
+        _told_at_first.setdefault(dataset, frozenset(chosen))
+    for name, column in chosen.items():
         yield from (
             f"{name} {position} {part}" for position, part in zip(_positions(length), column.parts, strict=True)
         )
+
+
+def _may_be_noted(dataset: Any) -> bool:
+    return not is_table(dataset) and hasattr(dataset, "__dict__") and type(dataset).__weakrefoffset__ != 0
 
 
 def _column_of(values: Any, length: int) -> TellingColumn | None:

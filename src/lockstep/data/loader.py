@@ -248,6 +248,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             fingerprint=self._fingerprint(order, progress.order_mark) if world_size > 1 else 0,
             keys=seed_keys(cast(Any, order)) if self._ordered_by_sampler else None,
         )
+        if self.evaluation:
+            batch.note_evaluation(schedule.fingerprint, world_size)
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
         batch.register(self._batch_source, rank, schedule.divisions())

@@ -3,6 +3,11 @@
 [Note: comparison at the end] When the world is left without an error, ranks that suspect optimizers compare their
 parameters, and raise `ModelError` if those differ. They meet in the store, not in a collective: a rank that has left
 already, or suspects nothing, must neither hang the others nor make their call a mismatch.
+
+[Note: rounding at the end] An engine's parameters may follow those of another one, as a momentum teacher's do, and
+these may differ in the last bits on processors of different kinds ([Note: rounding] in `parallel/divergence.py`). So
+such suspects also say some values of each parameter, in short: their sum with signs at random, which is as far from
+that of another rank as the values are from each other. What is no farther than rounding is no other model.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ __all__ = ["Suspect", "compare", "digest"]
 _PATIENCE_S = 5.0
 # How long rank 0, which may be the host of the store, stays for others to read it.
 _STAY_S = 2.0
+_COMPARED_VALUES = 4096  # of each parameter; see [Note: rounding at the end]
+# Times the distance from 1.0 to the next number, relative to the norm of the values; and at most.
+_ROUNDING, _MOST_ROUNDING = 1000, 0.01
 
 
 class Suspect(Protocol):
@@ -36,6 +44,7 @@ class Suspect(Protocol):
         parameters: that it steps.
         label: its class and the user's line.
         synced: hashes of the parameters at points where somebody may have averaged them.
+        may_round: see [Note: rounding at the end].
         advice: what to write instead.
         undo: what to write where each rank is to train a model of its own.
     """
@@ -43,6 +52,7 @@ class Suspect(Protocol):
     parameters: list[torch.Tensor]
     label: str
     synced: Any
+    may_round: bool
 
     @property
     def advice(self) -> str:
@@ -83,7 +93,7 @@ def compare(world: World, suspects: Sequence[Suspect]) -> None:
     for number, record in enumerate(suspects):
         entries = [other[number] for other in by_rank]
         was_averaged = set.intersection(*(set(entry["synced"]) for entry in entries))
-        if len({entry["now"] for entry in entries}) > 1 and not was_averaged:
+        if len({entry["now"] for entry in entries}) > 1 and not was_averaged and not _are_close(entries):
             raise ModelError(
                 f"the {world.world_size} ranks have trained different models: {record.label} stepped "
                 f"{len(record.parameters)} parameter(s) that nobody averaged, and they differ between ranks now. "
@@ -96,7 +106,25 @@ def _summary(record: Suspect) -> dict[str, Any]:
         "shapes": [list(parameter.shape) for parameter in record.parameters],
         "now": digest(record.parameters),
         "synced": list(record.synced),
+        "about": [_about(parameter) for parameter in record.parameters] if record.may_round else [],
     }
+
+
+def _about(tensor: torch.Tensor) -> list[float]:
+    """Of some values their sum with signs at random, and how far rounding may take it. Local."""
+    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _COMPARED_VALUES)].cpu()
+    values = (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).double()
+    signs = torch.randint(2, values.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 2 - 1
+    share = min(_ROUNDING * torch.finfo(tensor.dtype).eps, _MOST_ROUNDING)
+    return [float((values * signs).sum()), float(values.norm()) * share]
+
+
+def _are_close(entries: list[dict[str, Any]]) -> bool:
+    """Whether the parameters of one suspect differ between ranks by rounding alone, as far as is known."""
+    by_parameter = list(zip(*(entry["about"] for entry in entries), strict=False))
+    sums = [[total for total, _ in ranks] for ranks in by_parameter]
+    bounds = [max(bound for _, bound in ranks) for ranks in by_parameter]
+    return bool(sums) and all(max(each) - min(each) <= bound for each, bound in zip(sums, bounds, strict=True))
 
 
 def _shapes(summaries: list[Any]) -> list[Any]:
@@ -142,6 +170,8 @@ def _read_summaries(text: str) -> list[Any]:
         and isinstance(one.get("now"), str)
         and isinstance(one.get("synced"), list)
         and all(isinstance(digest, str) for digest in one["synced"])
+        and isinstance(one.get("about"), list)
+        and all(isinstance(pair, list) and list(map(type, pair)) == [float, float] for pair in one["about"])
         for one in found
     )
     if not is_known:

@@ -80,8 +80,11 @@ class OptimizerRecord:
         num_steps: that it has made.
         was_quiet: one of them was; see [Note: quiet steps] in `watch.py`.
         num_weighed: how often the script had asked how samples count, at its last step.
+        may_round: False.
         lone: looks whether its gradients are this rank's alone; None where they are an engine's, or in parts.
     """
+
+    may_round = False
 
     def __init__(self, splitter: Splitter, engine_steps: int, has_engine: bool) -> None:
         self.splitter = splitter
@@ -137,6 +140,7 @@ class IdleEngine:
     Attributes:
         label: what has stepped them.
         synced: empty.
+        may_round: True.
         advice: what to write instead.
         undo: what to write where each rank is to train a model of its own.
     """
@@ -146,6 +150,7 @@ class IdleEngine:
         "its work (gradients of torch.autograd.grad, or of another copy of the model), before it changes parameters"
     )
     undo = "do not wrap it in lockstep.DistributedDataParallel"
+    may_round = True
 
     def __init__(self, module: torch.nn.Module, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters

@@ -2,8 +2,9 @@
 
 [Note: data of an evaluation] Ranks whose loaders hold other data would add up parts of different evaluations. So a
 metric notes which data its values are of, and `synchronize` compares them, where that is certain: where all are of
-one iteration of a loader with `evaluation=True`, which splits over the ranks that synchronize. Batches for training
-are compared with the gradients.
+one iteration of a loader with `evaluation=True`, which splits over the ranks that synchronize, and no other such
+iteration has begun since. Else a metric that is not updated with every batch (of a rare class, say) may hold values of
+one loader on this rank and of another on that. Batches for training are compared with the gradients.
 """
 
 from __future__ import annotations
@@ -143,8 +144,9 @@ class Metric(ABC):
         Args:
             world_size: of the group that compares; data that others share are not certain.
         """
-        fingerprint, ranks = next(iter(self._data)) if len(self._data) == 1 else _OTHER
-        return fingerprint if ranks == world_size else 0
+        latest = batch.latest_evaluation()
+        is_certain = self._data == {latest} and latest[1] == world_size
+        return latest[0] if is_certain else 0
 
     def compute(self) -> float:
         """The value over what this rank has seen. Local; waits for the device.

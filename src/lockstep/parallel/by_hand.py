@@ -32,7 +32,7 @@ class AccumulatedGradients:
         self._communication: object = None
 
     def note(self) -> None:
-        """Gradients have come that are not to be averaged."""
+        """A backward pass is over whose gradients are not to be averaged."""
         self._values, self._communication = self._some_values(), communication()
 
     def were_averaged(self) -> bool:

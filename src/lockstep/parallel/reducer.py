@@ -53,7 +53,7 @@ from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
 from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import version_of
+from lockstep.torch_private.autograd import current_graph_task_id, queue_callback, version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["CommHook", "Reducer"]
@@ -120,6 +120,7 @@ class Reducer:
         self._claim_check = ClaimCheck(group, device)  # with a communication hook
         self._divergence = DivergenceCheck(names, parameters, group, device)
         self.accumulated = AccumulatedGradients(self._parameters)
+        self._accumulating_task = -1  # the last backward pass whose gradients are not to be averaged
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         # The sentinels', by bucket; behind them each parameter without a bucket is its own.
         self._handles: list[_HookBehindAll | None] = [None] * (len(plans) + len(self._sparse))
@@ -293,10 +294,13 @@ class Reducer:
         self._backward.accumulate()
 
     def note_accumulated(self) -> None:
-        """A gradient has come that is not to be averaged. Local."""
+        """A gradient has come that is not to be averaged. Local; within a backward pass."""
         self._backward.has_accumulated = True
-        self.accumulated.note()
         self._divergence.note_accumulated()
+        task = current_graph_task_id()
+        if task != self._accumulating_task:  # each bucket comes here
+            self._accumulating_task = task
+            queue_callback(self.accumulated.note)
 
     @property
     def averages_nothing(self) -> bool:

@@ -143,7 +143,7 @@ def _sizes_in(inputs: dict[Any, Any]) -> set[int]:
 
 
 def _size(tensor: _Rows) -> int:
-    return int(tensor.shape[0])
+    return int(tensor.size(0) if isinstance(tensor, torch.Tensor) else tensor.shape[0])  # nested ones have no shape
 
 
 def _said_by(value: Any) -> int | None:

@@ -43,6 +43,7 @@ _COMPARISONS = 3
 
 _comparisons: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _warned: WeakSet[Any] = WeakSet()
+_averaged_by_hand: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # in how many steps
 
 
 @functools.cache
@@ -101,7 +102,12 @@ def _is_suspicious(optimizer: Optimizer) -> bool:
 
 
 def _warn_of_accumulated(engine: Any, optimizer: Optimizer) -> None:
-    if engine in _warned or not _has_gradients(engine, optimizer) or engine.has_averaged_by_hand():
+    if engine in _warned or not _has_gradients(engine, optimizer):
+        return
+    if engine.has_averaged_by_hand():  # which waits for a GPU
+        _averaged_by_hand[engine] = _averaged_by_hand.get(engine, 0) + 1
+        if _averaged_by_hand[engine] == _COMPARISONS:
+            _warned.add(engine)  # it always does
         return
     _warned.add(engine)
     if dist.get_world_size(engine.process_group) == 1 or dist.get_rank(engine.process_group) != 0:
