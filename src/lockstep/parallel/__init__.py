@@ -18,6 +18,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets; `by_hand`: what looks
   like one.
+* `early_draws`: from when on a rank draws its own random numbers.
 * `copying`: copies of an engine.
 * `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.

@@ -14,7 +14,7 @@ import torch
 from lockstep import seeding
 from lockstep.drift.engines import note_engine
 from lockstep.drift.watch import watch_beside_engine
-from lockstep.parallel import closures, parameter_changes, strays
+from lockstep.parallel import closures, early_draws, parameter_changes, strays
 from lockstep.parallel.undivided import warn_of_undivided_data
 
 __all__ = ["EarlyPasses", "watch_engine"]
@@ -25,6 +25,7 @@ def watch_engine(engine: Any) -> None:
     note_engine(engine)
     seeding.begin_rank_streams_of_engine()
     if engine.process_group.size() > 1:
+        early_draws.install()
         parameter_changes.install()  # Before strays: what it finds looks like one.
         strays.install()
         closures.install()

@@ -222,6 +222,13 @@ _MODULES = (
 
 _LOADER = (
     NameRecord(
+        "torch.utils.data.DataLoader.__iter__",
+        Use.PATCH,
+        "before a loader of torch's draws, the rank's own random numbers begin",
+        "the first epoch of such a loader has the same order and seeds of workers on all ranks",
+        "lockstep.init(seed=...)",
+    ),
+    NameRecord(
         "torch.utils.data.DataLoader._get_iterator",
         Use.OVERRIDE,
         "torch's iterators are made over a view of the loader whose data are seeded per sample",
