@@ -215,9 +215,9 @@ def init(
         seed: seeds the process-wide generators of torch (CPU and CUDA), numpy and `random`, alike on all ranks, so that
             they draw the same initial weights. `lockstep.DistributedDataParallel` then moves every rank but the first
             to streams of its own, derived from seed and rank: dropout masks differ between ranks, and those of rank 0
-            are what one process draws. The first engine that is made moves numpy's and `random`'s; torch's move when
-            the first forward pass of an engine begins, or a loader is iterated behind it, so that models made behind
-            the first engine are alike, too; and stay where the script has seeded torch by another number in between. None seeds nothing, now or then.
+            are what one process draws. The first engine that is made moves numpy's and `random`'s. Torch's move when an
+            engine's first forward pass begins, or a loader is iterated behind it, so that models made in between are
+            alike, too; and stay where the script has seeded torch by another number. None seeds nothing, now or then.
 
     Returns:
         The world; a context manager.

@@ -25,5 +25,5 @@ def _moving_stream(torchs_own: Callable[[Any], Iterator[Any]]) -> Callable[[Any]
 
 
 def install() -> None:
-    """Move torch's stream when a loader of torch's is iterated, if that is still to come. Local; may be called again."""
+    """Move torch's stream when a loader is iterated, if that is still to come. Local; may be called again."""
     wrap_once("torch.utils.data.DataLoader.__iter__", _moving_stream)

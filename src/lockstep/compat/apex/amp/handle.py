@@ -84,13 +84,7 @@ def scaled(
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
     """`scale_loss` with a given scaler."""
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "_amp_stash"):
-            raise AmpError(
-                f"amp.scale_loss: this {type(optimizer).__name__} did not go through amp.initialize. Give it there, "
-                "and use what comes back"
-            )
-    stashes = [optimizer._amp_stash for optimizer in optimizers]
+    stashes = _stashes_of(optimizers)
     prepared = []
     for stash in stashes:
         if delay_unscale:
@@ -98,13 +92,8 @@ def scaled(
         elif not stash.params_have_scaled_gradients:
             stash.prepare()
             prepared.append(stash)
-    try:
-        with casts_off():
-            yield _widened(loss) * scaler.loss_scale()
-    except BaseException:
-        for stash in prepared:
-            stash.undo()
-        raise
+    with _undone_by_an_error(prepared), casts_off():
+        yield _widened(loss) * scaler.loss_scale()
     if delay_unscale:
         for stash in stashes:
             stash.params_have_scaled_gradients = True
@@ -117,6 +106,28 @@ def scaled(
     if not delay_overflow_check and scaler.update_scale():
         for stash in stashes:
             stash.skipped_by = stash.skipped_by or (loss_id, scaler)
+
+
+def _stashes_of(optimizers: Sequence[Any]) -> list[Any]:
+    """What `amp.initialize` has left at each of them."""
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_amp_stash"):
+            raise AmpError(
+                f"amp.scale_loss: this {type(optimizer).__name__} did not go through amp.initialize. Give it there, "
+                "and use what comes back"
+            )
+    return [optimizer._amp_stash for optimizer in optimizers]
+
+
+@contextmanager
+def _undone_by_an_error(prepared: Sequence[Any]) -> Iterator[None]:
+    """An error inside, such as a lack of memory, gives back the gradients that `prepare` has taken away."""
+    try:
+        yield
+    except BaseException:
+        for stash in prepared:
+            stash.undo()
+        raise
 
 
 def _widened(loss: Tensor) -> Tensor:
