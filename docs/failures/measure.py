@@ -49,12 +49,13 @@ What errors can name, in the table above: the culprit's **rank**, its **host and
 **number**, **what each passed** (shape, dtype, reduce op, root; or the exception), the **lines of both**: where in the
 user's code the waiting rank and the culprit were, or were last seen.
 
-Collectives, sends and receives must agree in dtype and shape; dimensions of size 1 do not count, and flat tensors may
-meet others of as many elements: a matrix that is broadcast into a vector, but not `[2, 3]` against `[3, 2]`. Where they
-meet from different lines in a collective without a root, they may be two tensors that a branch has mixed up, which is
-a warning. A message that is shorter than the tensor it is received into is a `CollectiveMismatch` here, where gloo and
-MPI fill the front of the tensor and say nothing: send the size first, or receive into `tensor[:size]`. A rank that
-leaves in good order ends the messages with it by `RankLost`, and no others; a rank that fails or dies breaks the group.
+Collectives, sends and receives must agree in dtype and shape. Dimensions of size 1 do not count, and a flat tensor
+matches another one of as many elements: a matrix may be broadcast into a vector, but `[2, 3]` does not match `[3, 2]`.
+A flat tensor and another one that come from different lines, in a collective without a root, may be two tensors that a
+branch has mixed up: a warning. A message that is shorter than the tensor it is received into is a `CollectiveMismatch`
+here, where gloo and MPI fill the front of the tensor and say nothing: send the size first, or receive into
+`tensor[:size]`. A rank that leaves in good order ends the messages with it by `RankLost`, and no others; a rank that
+fails or dies breaks the group.
 
 Ranks that wait for each other in several groups are found at once, unless one of them runs a thread of the script's
 own, which may be about to call what the others wait for: then they wait for the timeout.

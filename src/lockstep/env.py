@@ -308,7 +308,7 @@ LOCKSTEP_COMPAT = Variable(
     "LOCKSTEP_COMPAT",
     _flag,
     "0 keeps `import horovod` and `import apex` from finding Lockstep's shims, and torch as it is; 1 changes torch for "
-    "old scripts whatever the script says, and tells who asks that Apex is installed. Set by "
+    'old scripts whatever the script says, and lets find_spec("apex") find the shim for every program. Set by '
     "`lockstep run --no-compat` and `--compat`.",
 )
 LOCKSTEP_OLD_TORCH = Variable(

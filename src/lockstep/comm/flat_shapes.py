@@ -4,7 +4,7 @@ A program may broadcast a matrix from one rank into a flat tensor of the others,
 gloo and NCCL go by the number of elements, in every collective. A matrix against its transpose stays a mismatch.
 
 [Note: sides] Two tensors of as many elements, one flat and one not, may also be two different ones, which the ranks
-came to in different order. Where all ranks make the same calls, in whatever order, a rank that came with the flat one
+reduce in different order. Where all ranks make the same calls, in whatever order, a rank that came with the flat one
 while another had the matrix comes with the matrix later, while the other has the flat one. So it is a mismatch where
 two ranks change sides: in the later call, for the earlier one looks like a program that is right. Calls that differ in
 operation, dtype, root or number of elements are told apart.

@@ -3,12 +3,14 @@
 [Note: who only asks] Apex is a choice of many programs, and `find_spec("apex") is not None` makes it. Told yes, a
 program takes another way than it takes without Lockstep: other optimizers, other layers, its own branch for Apex, which
 nobody may have run for years. Without Apex it has a way, and that is the one that it takes under `python`, too. So it
-is told no. But a program that has no other way must run: one whose code that asks, or whose file as a whole, or whose
-main file, imports Apex in any case. It is told yes; so is everybody with `--compat`. Who was told no, and ends with an
-error about that, hears of `--compat`. An import finds the shim whatever was asked before.
+is told no. But a program that has no other way must run: one in which the function that asks, the module-level code of
+its file or that of the main file imports Apex in any case. It is told yes; so is every program with `--compat`. A
+program that was told no, and ends with an error about that, gets a line that names `--compat`. An import finds the shim
+whatever was asked before.
 
-In any case means: not in a function, in a branch, or in a `try` that goes on without. A `try` or a branch counts whose
-other ways raise or exit. Text comes by `linecache`, which has that of zip files and of cells of notebooks, too.
+In any case means: not in a function that is called, in a branch, or in a `try` that goes on without. A `try` or a
+branch counts whose other ways raise or exit. The text comes by `linecache`, which has that of zip files and of cells of
+notebooks, too.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ so only claims that go by a size are compared there. The check does not wait for
 step at the end of a later step, when it has arrived.
 
 The ranks also compare which batches of a loader their gradients come from (`fingerprint_of`): in shared memory with
-each averaging, on other groups with the parameters, in the first averaging, the fourth, the sixteenth and so on
-(`divergence.py`). So they find data that are not the same on all ranks, and a rank that left out a backward pass:
-without the comparison its gradients would be averaged with those of another batch from then on. A rank whose batches
-have lost their tags takes no part in this comparison.
+each averaging, on other groups with the parameters, in the first averaging, the fourth, the sixteenth and so on, and
+with a communication hook in the first alone (`divergence.py`). So they find data that are not the same on all ranks,
+and a rank that left out a backward pass: without the comparison its gradients would be averaged with those of another
+batch from then on. A rank whose batches have lost their tags takes no part in this comparison.
 
 [Note: open forward passes] Batches of other loaders, such as torch's, have no tag. There it tells that a rank which
 skips a backward pass has made a forward pass that no gradient came to. Such a pass is open, until a gradient comes. The

@@ -2,7 +2,8 @@
 
 A loader draws the order of its samples and the seeds of its workers when it is iterated, which is before the first
 forward pass ([Note: streams of ranks] in `seeding.py`). Drawn alike, an endless loader without a sampler for the ranks
-would give all of them the same batches for ever. So the first iteration of a loader moves the stream, too.
+would give all of them the same batches for ever. So the first iteration of a loader behind an engine moves the stream,
+too; of ours as of torch's.
 """
 
 from __future__ import annotations

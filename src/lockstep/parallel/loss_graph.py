@@ -115,8 +115,8 @@ def places_until_outputs(loss: Tensor, is_output: Callable[[Node], bool]) -> tup
 def sums_inside(outputs: Iterable[GraphPlace], local_samples: int | None) -> Iterator[GraphPlace]:
     """Of outputs without dimensions, the sums over samples that they are, or are made of by additions alone.
 
-    What is divided or scaled within the model is left out: a model knows by which count it divides. So is what depends
-    on parameters alone.
+    A sum that is divided or scaled within the model is left out: the model may know by which count it divides (of
+    torch's losses over targets `loss_kinds.py` sees the count). So is what depends on parameters alone.
     """
     stack = [place for place in outputs if place.is_term and is_scalar_output(place.node)]
     seen: set[Node] = set()

@@ -46,21 +46,21 @@ _PATCHES = (
     NameRecord(
         f"{_C10D}.batch_isend_irecv",
         Use.PATCH,
-        "messages between GPUs in mixed groups are NCCL's, which begins all of a batch in one; torch 2.13 does not ask "
-        "our group whether they may be",
+        "NCCL begins all messages of a batch together; torch 2.13 has it do so for groups of its own class alone, so "
+        "messages of a mixed group are handed to the group behind it first",
         "ranks that send large tensors to each other in such a batch may wait for each other",
     ),
     NameRecord(
         "torch.distributed._functional_collectives.traceable_collective_remaps",
         Use.PATCH,
-        "Dynamo lists functions that it compiles in its own way; what takes the place of one takes its entry",
+        "Dynamo has a table of functions that it compiles as others; a patch takes the entry of what it replaces",
         "none: Dynamo leaves all functions of torch.distributed out",
     ),
     NameRecord(
         f"{_C10D}._set_pg_timeout",
         Use.PATCH,
-        "dist.breakpoint and Megatron-LM set timeouts by it, and it knows gloo and nccl alone; so are those of groups "
-        "behind a mixed one set, where they have no set_timeout()",
+        "dist.breakpoint and Megatron-LM set timeouts by it, and torch's knows gloo and nccl alone; mixed groups call "
+        "it for groups behind them that have no set_timeout()",
         "such a call warns, and the timeout of our groups stays; group.set_timeout() works",
     ),
     NameRecord(
@@ -79,7 +79,7 @@ _PATCHES = (
     NameRecord(
         "torch.nn.parallel.distributed.DistributedDataParallel._register_builtin_comm_hook",
         Use.PATCH,
-        "torch's built-in FP16 hook wants a future of C++'s, so its DDP gets the same hook of Python",
+        "torch's built-in FP16 hook needs a future made in C++; torch's DDP gets torch's hook in Python instead",
         "that hook ends in an internal error of torch; register_comm_hook(None, fp16_compress_hook) works",
         _GROUP,
     ),

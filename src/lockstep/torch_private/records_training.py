@@ -224,8 +224,8 @@ _LOADER = (
     NameRecord(
         "torch.utils.data.DataLoader.__iter__",
         Use.PATCH,
-        "before a loader of torch's draws, the rank's own random numbers begin",
-        "the first epoch of such a loader has the same order and seeds of workers on all ranks",
+        "the rank's own random numbers begin before a loader draws, if one is iterated before the first forward pass",
+        "the first epoch of torch's loaders has the same order and seeds of workers on all ranks",
         "lockstep.init(seed=...)",
     ),
     NameRecord(
