@@ -460,13 +460,14 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         with profiler_range("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
             unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
-            if join_config_of(self).enable:
+            claims = self._backward.take_claims()
+            if join_config_of(self).enable:  # ranks may differ
                 self._joined.sync_buffers(self._buffers_to_sync(), trains=True)
                 self._reducer.finish(unused, some_have_joined=True)
                 self._joined.rescale(self._parameters_to_reduce)
             else:
                 with self._shared.averaging(buffers := self._buffers_to_sync()):
-                    self._reducer.finish(unused, buffers, self._backward.take_claims())
+                    self._reducer.finish(unused, buffers, claims)
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over."""
