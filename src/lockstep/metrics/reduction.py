@@ -77,7 +77,7 @@ def _synchronize(metrics: list[Metric], names: list[str], process_group: dist.Pr
     parts += [metric.state().to(device) for metric in metrics]
     data = [metric.data_seen(world_size) & _DATA_MASK for metric in metrics]
     seen = [[float(each > 0), float(each), float(each) ** 2] for each in data]
-    parts.append(torch.tensor(seen, dtype=torch.float64).flatten().to(device))
+    parts.append(torch.tensor(seen, dtype=torch.float64, device=device).flatten())
     reduced = torch.cat(parts)
     dist.all_reduce(reduced, group=group)
     fingerprint_sum, square_sum, *sums = reduced.tolist()
