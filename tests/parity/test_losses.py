@@ -586,7 +586,8 @@ def plain_ways() -> dict[str, dict[str, str]]:
         "divided before the sum": lambda logits, y: (logits.square() / 2 / len(y)).sum(),
         "scaled to the whole data": lambda logits, y: (12 / len(y)) * logits.square().sum(),
     }
-    for name, way in (ways | constants() | sums_of_losses() | norms() | norms_beside()).items():
+    ways_of_all = ways | constants() | sums_of_losses() | norms() | norms_beside() | ratios() | ratios_beside()
+    for name, way in ways_of_all.items():
         loss_kinds._found.clear()
         model = lockstep.DistributedDataParallel(make_model())
         for x, y in Site(alone=False).loader(12, 6):
@@ -693,6 +694,45 @@ def norms_beside() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     }
 
 
+def ratios() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Of sums over all samples of a rank for each class, as dice losses of a whole batch have them."""
+
+    def dice(logits: Tensor, y: Tensor) -> Tensor:
+        """As segmentation_models_pytorch has it, and MONAI with `batch=True`."""
+        chances, wanted = logits.sigmoid().transpose(1, 2), (logits.detach() > 0).double().transpose(1, 2)
+        both = (chances * wanted).sum(dim=(0, 2))
+        scores = (2 * both + 1) / ((chances + wanted).sum(dim=(0, 2)) + 1).clamp_min(1e-7)
+        return ((1 - scores) * (wanted.sum((0, 2)) > 0)).mean()
+
+    return {
+        "dice": dice,
+        "share of each sample": lambda logits, y: (logits.exp() / logits.exp().sum(0)).square().sum() / len(y),
+    }
+
+
+def ratios_beside() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Ratios that are right as they are."""
+    own = torch.ones(6, CLASSES, dtype=torch.float64, requires_grad=True)
+
+    def dice_of_each(logits: Tensor, y: Tensor) -> Tensor:
+        chances, wanted = logits.sigmoid(), (logits.detach() > 0).double()
+        return 1 - ((2 * (chances * wanted).sum(1) + 1) / ((chances + wanted).sum(1) + 1)).mean()
+
+    def places_first(logits: Tensor, y: Tensor) -> Tensor:
+        scores = logits.exp().transpose(0, 1)  # of 6 places, and 3 samples
+        return (scores / scores.sum(0)).mean()
+
+    return {
+        "dice of each sample": dice_of_each,
+        "places before samples": places_first,
+        "share without a gradient": lambda logits, y: (logits / logits.detach().exp().sum(0)).mean(),
+        "ratio of parameters": lambda logits, y: (logits / own.square().sum(0)).mean(),
+        "ratio of what was gathered": lambda logits, y: lockstep.global_loss(
+            1 - lockstep.sum(logits.sigmoid().sum()) / lockstep.sum(logits.exp().sum())
+        ),
+    }
+
+
 def sums_of_losses() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """Sums that add up no samples, as programs have them: means over samples, all of them."""
     spread, scales = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True), torch.linspace(0.5, 2, CLASSES)
@@ -743,6 +783,7 @@ def test_losses_that_are_no_mean_over_samples_are_noticed() -> None:
         "sum times a number": "a sum",
         **dict.fromkeys(norms(), "made of a norm over this rank's samples alone"),
         "deviation": "made of a standard deviation",
+        **dict.fromkeys(ratios(), "made of a ratio, by sums over this rank's samples alone"),
         "masked": "a sum divided by",
         "selected by a mask": "that a mask has selected",
         "selected by masked_select": "that a mask has selected",

@@ -154,6 +154,7 @@ def test_ranks_with_other_data_are_told(what: str, backend: str) -> None:
     for message in run_ranks(split_by_itself, 2, what, backend=backend):
         assert "samples 0 … of epoch 0, but of different data" in message
         assert "random_split a generator" in message
+        assert "let a dataset draw its records (negatives, mixtures) from np.random.default_rng(epoch)" in message
 
 
 @backends

@@ -121,7 +121,8 @@ def check_fingerprints(fingerprints: Sequence[int]) -> None:
             f"the ranks averaged gradients of {known.popitem()[1]}, but of different data: their loaders hold other "
             "samples, or the same in another order. After lockstep.init each rank draws random numbers of its own: "
             "give random_split a generator=torch.Generator().manual_seed(0), shuffle with random.Random(0), sort what "
-            "os.listdir or glob has found, and give each loader the same seed. A lockstep.DataLoader splits its "
+            "os.listdir or glob has found, let a dataset draw its records (negatives, mixtures) from "
+            "np.random.default_rng(epoch), and give each loader the same seed. A lockstep.DataLoader splits its "
             "data over the ranks: give it all of it, not what a script has split by rank, and no sampler that splits. "
             "Data that is a rank's own goes into a loader with rank=0 and world_size=1"
         )

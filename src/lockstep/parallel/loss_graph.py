@@ -31,6 +31,7 @@ __all__ = [
     "nodes_behind",
     "norms_of_samples",
     "places_until_outputs",
+    "ratios_of_samples",
     "scalar_of",
     "signed",
     "summed_sizes",
@@ -295,6 +296,36 @@ def norms_of_samples(
             continue
         if _comes_by_samples(node, local_samples, is_output, False) and not _takes_rows_apart(node, is_output):
             yield node
+
+
+def ratios_of_samples(
+    between: Iterable[GraphPlace], local_samples: int | None, is_output: Callable[[Node], bool]
+) -> Iterator[Node]:
+    """Of the places before the model's outputs, divisions by what has added up several samples in some dimensions.
+
+    Not such whose divisor has no gradient, nor of sizes by which nobody can tell that samples come first. What is
+    divided by a sum in full is among the sums.
+    """
+    for node in (place.node for place in between if place.node.name() == "DivBackward0"):
+        divisor = node.next_functions[1][0] if len(node.next_functions) == 2 else None
+        if divisor is None or not local_samples or local_samples < 2:
+            continue
+        behind = nodes_behind(divisor, is_end=is_output)
+        if any(
+            _adds_up_first_dim(each, local_samples) and _comes_by_samples(each, local_samples, is_output, False)
+            for each in behind
+        ):
+            yield node
+
+
+def _adds_up_first_dim(node: Node, local_samples: int) -> bool:
+    """Whether the node is of a `sum(dim=…)` over what seem to be the samples, in the first dimension."""
+    dims: Any = getattr(node, "_saved_dim", None)
+    sizes: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ())
+    if node.name() != "SumBackward1" or not dims or not sizes:
+        return False
+    is_first = sizes[0] == local_samples or (sizes[0] % local_samples == 0 and local_samples not in sizes)
+    return is_first and bool({0, -len(sizes)}.intersection(map(signed, dims)))
 
 
 def _is_norm(node: Node) -> bool:

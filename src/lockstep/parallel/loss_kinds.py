@@ -1,13 +1,14 @@
 """Warns of a loss whose autograd graph shows that it is no mean over samples.
 
 Such a loss needs `lockstep.mean` or `lockstep.sum` ([Note: divisors] in `losses.py`). Gradients do not show the
-divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds five kinds:
+divisor, so `loss_watch.py` hands the loss of the first steps to this check. It finds six kinds:
 
 - a sum over samples;
 - a sum divided by something else than the samples or the summed elements;
 - a mean over targets of which some are ignored or weighted by class, or of which samples have more or fewer;
 - a mean over outputs that a mask, or their order, selected;
-- a norm or a standard deviation over all samples of this rank.
+- a norm or a standard deviation over all samples of this rank;
+- a ratio, by sums over all samples of this rank, as a dice loss of a whole batch.
 
 [Note: constants] `(loss * mask).sum() / (len(x) * MAX_LENGTH)` is a mean over samples, times a constant. One loss does
 not tell it from a sum divided by a count of words; the next ones do, since a count for each sample changes.
@@ -37,6 +38,7 @@ from lockstep.parallel.loss_graph import (
     nodes_behind,
     norms_of_samples,
     places_until_outputs,
+    ratios_of_samples,
     scalar_of,
     signed,
     summed_sizes,
@@ -48,6 +50,7 @@ __all__ = ["OtherDivisor", "find_other_divisor", "warn_of_other_divisor"]
 
 _MASK_DTYPES = (torch.bool, torch.uint8)
 _EPSILON = 1e-4
+_RATIO = "made of a ratio, by sums over this rank's samples alone (over those of all: lockstep.all_gather(output))"
 _found: dict[str, str] = {}  # lines of which was warned, and what they are
 
 
@@ -132,6 +135,7 @@ def _all_found(loss: Tensor, local_samples: int | None, is_output: Callable[[Nod
         if found is not None and any(is_output(behind) for behind in nodes_behind(node, is_end=is_output)):
             yield found
     yield from map(_of_norm, norms_of_samples(between, local_samples, is_output))
+    yield from (OtherDivisor(_RATIO) for _ in ratios_of_samples(between, local_samples, is_output))
     # Outputs without dimensions are walked first: losses.
     targets = map(_of_targets, nodes_behind(*sorted((output.node for output in outputs), key=is_scalar_output)))
     sums = (_of_sum(place, local_samples) for place in sums_inside(outputs, local_samples))
