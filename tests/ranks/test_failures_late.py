@@ -87,24 +87,41 @@ def test_late_rank_fails_too(world_size: int, numel: int, tmp_path: Path) -> Non
         expect(second, CollectiveTimeout, (LATE,), "broke earlier on this rank", str(first.error))
 
 
-def stop_between_calls(deadline_s: float) -> Caught:
-    """Rank 1 is stopped before a collective, and continues when rank 0 has given up."""
+def meet_without_late(folder: str, what: str) -> None:
+    """Wait until all ranks but rank 1 are here, which a group of which rank 1 is stopped cannot tell."""
+    rank, others = dist.get_rank(), {*range(dist.get_world_size())} - {LATE}
+    Path(folder, f"{rank} {what}").touch()
+    wait_until(lambda: all(Path(folder, f"{one} {what}").exists() for one in others), what)
+
+
+def continue_when_all_gave_up(folder: str, pid: int) -> None:
+    """Called by all but rank 1 behind their error. Continued earlier, it would meet ranks that still wait for it."""
+    try:
+        meet_without_late(folder, "giving up")
+    finally:
+        if dist.get_rank() == 0:
+            os.kill(pid, signal.SIGCONT)
+
+
+def stop_between_calls(deadline_s: float, folder: str) -> Caught:
+    """Rank 1 is stopped before a collective, and continues when the others have given up."""
     pids = pids_of_ranks()
     set_deadline(deadline_s)
     if dist.get_rank() == LATE:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
         wait_until(lambda: process_state(pids[LATE]) in "Tt", "the stop")
+        meet_without_late(folder, "the call")  # one that came much later than another would be blamed, too
     caught = attempt(lambda: all_reduce(4))
-    if dist.get_rank() == 0:
-        os.kill(pids[LATE], signal.SIGCONT)
+    if dist.get_rank() != LATE:
+        continue_when_all_gave_up(folder, pids[LATE])
     return caught
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_rank_is_stopped_between_calls(world_size: int) -> None:
+def test_rank_is_stopped_between_calls(world_size: int, tmp_path: Path) -> None:
     deadline_s = deadline_of_test_s()
-    outcomes = run_ranks(stop_between_calls, world_size, deadline_s)
+    outcomes = run_ranks(stop_between_calls, world_size, deadline_s, str(tmp_path))
     for rank, outcome in enumerate(outcomes):
         if rank != LATE:
             late = f"rank {LATE} (", f"pid {outcomes[LATE].pid})"
@@ -113,21 +130,21 @@ def test_rank_is_stopped_between_calls(world_size: int) -> None:
     assert outcomes[LATE].error.culprits == (LATE,)
 
 
-def stop_within_calls(delay_s: float, deadline_s: float) -> Caught:
+def stop_within_calls(delay_s: float, deadline_s: float, folder: str) -> Caught:
     """Rank 1 is stopped by rank 0 somewhere in a run of collectives of many steps."""
     pids = pids_of_ranks()
     set_deadline(deadline_s)
     if dist.get_rank() == 0:
         threading.Timer(delay_s, os.kill, (pids[LATE], signal.SIGSTOP)).start()
     caught = attempt(lambda: [all_reduce(2_000_000) for _ in range(10_000)])
-    if dist.get_rank() == 0:
-        os.kill(pids[LATE], signal.SIGCONT)
+    if dist.get_rank() != LATE:
+        continue_when_all_gave_up(folder, pids[LATE])
     return caught
 
 
 @pytest.mark.parametrize("delay_s", [0.02, 0.0307, 0.0411])
-def test_rank_is_stopped_within_a_call(delay_s: float) -> None:
-    for outcome in run_ranks(stop_within_calls, 3, delay_s, deadline_of_test_s()):
+def test_rank_is_stopped_within_a_call(delay_s: float, tmp_path: Path) -> None:
+    for outcome in run_ranks(stop_within_calls, 3, delay_s, deadline_of_test_s(), str(tmp_path)):
         assert type(outcome.error) is CollectiveTimeout, outcome
         assert outcome.error.culprits == (LATE,)
 
