@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -391,13 +392,78 @@ class TestNestedIterations:
         resumed.load_state_dict(state)
         assert [batch_.tolist() for _ in range(2) for batch_ in resumed] == whole[1:]
 
+    def test_a_state_that_is_written_again_before_an_iteration_leads_to_the_same(self):
+        loader = DataLoader(range(11), 4)
+        for _ in loader:
+            list(loader)
+            state = loader.state_dict()
+            break
+        resumed = DataLoader(range(11), 4)
+        resumed.load_state_dict(state)
+        assert (state["next_epoch"], resumed.next_epoch) == (2, 0)
+        assert resumed.state_dict() == {**state, "next_epoch": 0}
+        list(resumed)
+        assert resumed.next_epoch == 2
+
     def test_a_state_of_an_older_release_says_nothing_of_it(self):
         loader = DataLoader(range(11), 4)
         state = loader.state_dict()
-        del state["next_epoch"]
+        del state["next_epoch"], state["epoch_after"]
         loader.load_state_dict(state)
         assert len(list(loader)) == 3
         assert loader.epoch == 1
+
+
+class TestNextEpoch:
+    """`while loader.next_epoch < EPOCHS` trains so many epochs, however iterations begin and end."""
+
+    def run(self, loader, epochs, stop=None):
+        """The epochs of its iterations."""
+        found = []
+        while loader.next_epoch < epochs:
+            found.append(loader.next_epoch)
+            for number, _ in enumerate(loader, start=1):
+                assert loader.epoch == found[-1]
+                if number == stop:
+                    break
+        return found
+
+    @pytest.mark.parametrize("stop", [None, 1, 3])
+    def test_ends(self, stop):
+        assert self.run(DataLoader(range(11), 4), 3, stop) == [0, 1, 2]
+
+    def test_ends_beside_an_iterator_that_is_kept(self):
+        loader = DataLoader(range(11), 4)
+        kept = iter(loader)
+        next(kept)
+        while loader.next_epoch < 3:
+            list(loader)
+        assert loader.state_dict()["next_epoch"] == 3
+        kept.close()
+
+    @pytest.mark.parametrize(
+        ("taken", "expected"), [(1, [0, 1, 2]), (3, [0, 1, 2]), (4, [1, 2]), (7, [1, 2]), (8, [2])]
+    )
+    def test_begins_with_the_epoch_of_a_state(self, taken, expected):
+        """Also with one of which no batch is left; the next one comes after the end of the loop over its batches."""
+        loader = DataLoader(range(11), 4)
+        batches = (each for _ in range(3) for each in itertools.chain(loader, [None]))
+        states = [loader.state_dict() for _ in zip(range(taken), batches, strict=False)]
+        resumed = DataLoader(range(11), 2)
+        resumed.load_state_dict(states[-1])
+        batches.close()
+        assert self.run(resumed, 3) == expected
+
+    def test_is_what_a_script_has_told_the_sampler(self):
+        class Told(list):
+            def set_epoch(self, epoch):
+                pass
+
+        loader = DataLoader(range(11), 4, sampler=Told(range(11)))
+        loader.sampler.set_epoch(5)
+        assert loader.next_epoch == 5
+        list(loader)
+        assert loader.next_epoch == 6
 
 
 class Late(torch.utils.data.Dataset):

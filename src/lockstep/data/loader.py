@@ -63,7 +63,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     batches: a rank that holds nothing of a batch yields one filler sample (the batch's first),
     which the engine and the metrics weight with zero.
 
-    **Epochs** advance by themselves: each new iteration is the next epoch, also after a `break`.
+    **Epochs** advance by themselves: each new iteration is the next epoch, also after a `break`; only the first one
+    after `load_state_dict` continues an epoch. `while loader.next_epoch < EPOCHS:` around the loop over the batches
+    trains as many epochs, whether or not the run was resumed.
     An iterator that is merely made (`next(iter(loader))`) has begun one, so ranks must iterate
     alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
 
@@ -125,7 +127,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     Attributes:
         batch_size: the global batch size.
-        epoch: the epoch under way, or the next one where none is.
 
     Raises:
         DataError: an argument that cannot work, when it is made or when an iteration begins; it
@@ -214,7 +215,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._next_epoch = 0
         self._next_start = 0
         self._resumed_mark = 0  # of the order of the epoch that a state was taken in; see `EpochProgress`
-        self._epoch_after = 0  # the epoch that follows a resumed one, if others had begun within it
+        self._epoch_after = 0  # what follows a resumed epoch, where others had begun within it
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[EpochProgress] = []
         self._data_fingerprint: int | None = None
@@ -301,8 +302,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._progresses.clear()
 
     @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration of this loader begins, or continues after `load_state_dict`. From 0.
+
+        It counts iterations that have begun, however they end: so it tells whether all epochs are done, also where a
+        loop over batches is left by `break`.
+        """
+        told = self._sampler_epochs.told_by_script()
+        return self._next_epoch if told is None else told
+
+    @property
     def epoch(self) -> int:
-        """The epoch under way, or the next one where none is. Counted from 0."""
+        """The epoch that `state_dict` tells of: under way, left by a `break`, or else the next one. From 0."""
         return self._position()[0]
 
     def _position(self) -> tuple[int, int, int]:
@@ -335,7 +346,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "samples_per_epoch": self._samples_per_epoch(),
             "dataset_length": check_dataset(self.dataset),
             "order": self._order_name(),
-            "next_epoch": max(self._next_epoch, self._epoch_after),
+            "next_epoch": self._next_epoch,
+            "epoch_after": max(self._next_epoch, self._epoch_after),
             "order_mark": mark,
         }
 
@@ -357,8 +369,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.seed = numbers["seed"]
         self._sampler_epochs.forget()
         self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
-        # Older states do not say it.
-        self._epoch_after = check_integer("state['next_epoch']", state.get("next_epoch", 0), 0)
+        # Not `next_epoch`: the next iteration of this loader is the rest of the epoch that the state is of.
+        self._epoch_after = check_integer("state['epoch_after']", state.get("epoch_after", 0), 0)
         self._resumed_mark = check_integer("state['order_mark']", state.get("order_mark", 0), 0)
         self._progresses.clear()
 
