@@ -93,25 +93,18 @@ def test_stamps() -> None:
 
 
 def split_by_itself(what: str, hook: Any = None) -> str:
-    """A split, files, values or a seed that are another on each rank."""
+    """A split, values or a seed that are another on each rank."""
     torch.manual_seed(dist.get_rank())
     dataset: Any = TensorDataset(torch.arange(32.0)[:, None].repeat(1, 3))
     seed = 0
     if what == "split":
         dataset, _ = random_split(dataset, [24, 8])
-    elif what == "files":
-        dataset = Files([f"/data/{name}.png" for name in torch.randperm(24).tolist()])
-    elif what == "records":
-        dataset = Records([{"image": f"/data/{name}.png", "label": name % 3} for name in torch.randperm(24).tolist()])
-    elif what == "shards":  # as partition_dataset and split_dataset_by_node make them
-        dataset = Records([{"ids": [name, 7]} for name in range(dist.get_rank(), 48, 2)])
     elif what == "values":
         dataset = TensorDataset(torch.randn(24, 3))
     elif what == "seed":
         seed = dist.get_rank()
     elif what == "nothing":
-        dataset = Files([f"/host{dist.get_rank()}/{name}.png" for name in range(24)])
-        dataset.cache = [dist.get_rank()] * 24
+        dataset = Files(dist.get_rank())
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
     if hook is not None:
         model.register_comm_hook(None, hook)
@@ -124,11 +117,11 @@ def split_by_itself(what: str, hook: Any = None) -> str:
 
 
 class Files:
-    """A dataset of files, whose names it keeps."""
+    """A dataset of files, which each rank has in a folder of its own, and of what it has read so far."""
 
-    def __init__(self, paths: list[str]) -> None:
-        self.paths = paths
-        self.cache: list[Any] = []
+    def __init__(self, rank: int) -> None:
+        self.paths = [f"/host{rank}/{name}.png" for name in range(24)]
+        self.cache = [rank] * 24
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -137,18 +130,8 @@ class Files:
         return (torch.full((3,), float(index)),)
 
 
-class Records(Files):
-    """A dataset of records."""
-
-    def __init__(self, data: list[dict[str, Any]]) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
 @backends
-@pytest.mark.parametrize("what", ["split", "files", "records", "shards", "values", "seed"])
+@pytest.mark.parametrize("what", ["split", "values", "seed"])
 def test_ranks_with_other_data_are_told(what: str, backend: str) -> None:
     """Each trained on samples of another rank's validation set, or on some samples twice and never on others."""
     for message in run_ranks(split_by_itself, 2, what, backend=backend):

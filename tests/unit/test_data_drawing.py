@@ -8,8 +8,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 import lockstep.data.source
-from lockstep import log
 from lockstep.data import DataLoader
 from lockstep.data.drawing import only_looks_up
 from lockstep.data.source import is_deterministic
@@ -512,148 +510,3 @@ def test_rows_with_code_of_their_own_are_collated_seeded() -> None:
         drawn.append([batch[0]["x"].item() for batch in DataLoader(dataset, 1)])
         assert torch.initial_seed() == seed
     assert drawn[0] == drawn[1]
-
-
-class FetchesBatches(Held):
-    def __getitem__(self, index):
-        return self.images[index]
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
-class DrawsBatches(FetchesBatches):
-    def __getitems__(self, indices):
-        return [self[index] + torch.rand(2) for index in indices]
-
-
-class DrawsBatchesWithNumpy(FetchesBatches):
-    def __getitems__(self, indices):
-        return [self[index] + np.random.rand() for index in indices]
-
-
-class DrawsBatchesWithPython(FetchesBatches):
-    def __getitems__(self, indices):
-        return [self[index] + random.random() for index in indices]
-
-
-@pytest.mark.parametrize("kind", [FetchesBatches, DrawsBatches, DrawsBatchesWithNumpy, DrawsBatchesWithPython])
-def test_a_dataset_that_draws_while_it_fetches_a_batch_is_warned_of(kind, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        list(DataLoader(kind(), 2))
-    assert len(caplog.records) == (kind is not FetchesBatches)
-    for record in caplog.records:
-        assert f"({kind.__qualname__}) draws random numbers in __getitems__" in record.getMessage()
-
-
-class HoldsGenerator(Held):
-    def __init__(self, generator: Any, draw: Callable[[Any], float]) -> None:
-        super().__init__()
-        self.transforms = [Holder(generator)]
-        self.draw = draw
-
-    def __getitem__(self, index):
-        return self.images[index] + self.draw(self.transforms[0].generator)
-
-
-class Holder:
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-
-
-def nothing_drawn(_: Any) -> float:
-    return 0.0
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(
-    ("make", "draw"),
-    [
-        (lambda: random.Random(0), random.Random.random),
-        (lambda: np.random.default_rng(0), np.random.Generator.random),
-        (lambda: np.random.RandomState(0), np.random.RandomState.rand),
-        (torch.Generator, lambda generator: float(torch.rand((), generator=generator))),
-        (lambda: random.Random(0), nothing_drawn),
-        (random.SystemRandom, nothing_drawn),  # of which there is no state
-        # The process-wide ones, by another name.
-        (lambda: random, nothing_drawn),
-        (lambda: random._inst, nothing_drawn),
-        (lambda: np.random, nothing_drawn),
-        (lambda: np.random.mtrand._rand, nothing_drawn),
-        (lambda: torch.default_generator, nothing_drawn),
-    ],
-)
-def test_a_dataset_that_draws_from_a_generator_of_its_own_is_warned_of(
-    make, draw, num_workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such draws depend on what a rank has fetched before."""
-    log._warned.clear()
-    for _ in range(2):
-        list(DataLoader(HoldsGenerator(make(), draw), 2, num_workers=num_workers))
-    text = "draws from a generator of its own, transforms[0].generator"
-    assert [text in record.getMessage() for record in caplog.records] == [True] * (draw is not nothing_drawn)
-
-
-class SharesGenerator:
-    generator = np.random.RandomState(0)
-
-
-class HoldsSamples(Held):
-    """Samples before the transform that draws, as MONAI's datasets have them."""
-
-    def __init__(self, samples: list[Any], transform: Any) -> None:
-        super().__init__()
-        del self.transform  # which stood before the samples otherwise
-        self.samples = samples
-        self.transform = Compose([Compose([]), Compose([]), transform])
-
-    def __getitem__(self, index):
-        return self.images[index] + float(self.transform.transforms[2].generator.rand())
-
-
-class Compose:
-    def __init__(self, transforms: list[Any]) -> None:
-        self.transforms = transforms
-
-
-@pytest.mark.parametrize("make", [lambda: Holder(np.random.RandomState(0)), SharesGenerator])
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [{"image": index} for index in range(300)],
-        [(f"{index}.png", index) for index in range(300)],
-        [[(index, each) for each in range(20)] for index in range(300)],
-        [np.zeros(1) for _ in range(300)],
-    ],
-    ids=["dicts", "tuples", "lists", "arrays"],
-)
-def test_a_long_list_hides_no_generator_of_a_dataset(
-    make: Callable[[], Any], samples: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    log._warned.clear()
-    list(DataLoader(HoldsSamples(samples, make()), 2))
-    text = "draws from a generator of its own, transform.transforms[2].generator"
-    (record,) = caplog.records
-    assert text in record.getMessage()
-
-
-class Looks(Held):
-    def __getitem__(self, index):
-        return self.images[index]
-
-
-def collate_and_draw(samples):
-    return torch.stack(samples) * torch.rand(())
-
-
-def collate_only(samples):
-    return torch.stack(samples)
-
-
-@pytest.mark.parametrize("collate", [collate_and_draw, collate_only])
-def test_a_collate_function_that_draws_is_warned_of(collate, caplog: pytest.LogCaptureFixture) -> None:
-    log._warned.clear()
-    for _ in range(2):
-        list(DataLoader(Looks(), 2, collate_fn=collate))
-    told = ["collate_fn (collate_and_draw) draws random numbers" in each.getMessage() for each in caplog.records]
-    assert told == [True] * (collate is collate_and_draw)

@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
     TensorDataset,
     WeightedRandomSampler,
-    default_collate,
 )
 
 from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
@@ -270,141 +267,7 @@ def test_a_sampler_that_cannot_give_its_order_again_is_an_error() -> None:
         iter(loader)
 
 
-# ---- collate functions ---------------------------------------------------------------------------------------
-
-
-class Broken(Dataset[Any]):
-    """Every fourth image cannot be read."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor | None:
-        return None if index % 4 == 3 else torch.ones(2) * index
-
-
-def leave_out_broken(samples: list[Any]) -> Any:
-    return default_collate([sample for sample in samples if sample is not None])
-
-
-def test_samples_that_a_collate_function_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    list(DataLoader(Broken(), 4, collate_fn=leave_out_broken))
-    (record,) = caplog.records
-    assert "collate_fn (leave_out_broken) made fewer rows than there were samples" in record.getMessage()
-    assert "with model.samples(n):" in record.getMessage()
-
-
-def test_as_many_rows_as_samples_or_more_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    def as_detectors_take_them(rows: list[torch.Tensor]) -> Any:
-        return tuple(zip(*[(row, {"boxes": row[:1]}) for row in rows], strict=True))
-
-    def joined(rows: list[torch.Tensor]) -> Any:
-        return torch.cat(rows), torch.tensor(1.0)
-
-    def sequence_first(rows: list[torch.Tensor]) -> Any:
-        return pad_sequence(rows)
-
-    for collate in (default_collate, list, as_detectors_take_them, joined, len, sequence_first):
-        list(DataLoader([torch.ones(3)] * 8, 4, collate_fn=collate))
-    assert not caplog.records
-
-
-TEXTS = [torch.arange(5 + index) for index in range(8)]
-
-
-def flatten(texts: list[torch.Tensor]) -> Any:
-    """As `DataCollatorWithFlattening` of Hugging Face."""
-    ids = torch.cat(texts)[None]
-    positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
-    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
-
-
-def flatten_with_mask(texts: list[torch.Tensor]) -> Any:
-    """Who may look at whom is told by a mask of all tokens."""
-    ids = torch.cat(texts)[None]
-    return ids, torch.block_diag(*[torch.ones(len(text), len(text)) for text in texts]).bool()[None, None]
-
-
-@pytest.mark.parametrize("collate", [flatten, flatten_with_mask])
-def test_texts_that_are_packed_into_one_row_are_not(collate: Any, caplog: pytest.LogCaptureFixture) -> None:
-    list(DataLoader(TEXTS, 4, collate_fn=collate))
-    assert not caplog.records
-
-
-def test_texts_that_are_left_out_are(caplog: pytest.LogCaptureFixture) -> None:
-    def without_short_ones(texts: list[torch.Tensor]) -> Any:
-        return pad_sequence([text for text in texts if len(text) > 6], batch_first=True)
-
-    list(DataLoader(TEXTS, 4, collate_fn=without_short_ones))
-    (record,) = caplog.records
-    assert "If it packs several into a row, none is lost" in record.getMessage()
-
-
-def test_one_row_of_features_is_no_packed_text(caplog: pytest.LogCaptureFixture) -> None:
-    list(DataLoader([torch.ones(9)] * 8, 4, collate_fn=lambda rows: rows[0][None]))
-    assert len(caplog.records) == 1
-
-
-# ---- several loaders -----------------------------------------------------------------------------------------
-
-
-def pair(**options: Any) -> list[DataLoader[Any]]:
-    data = TensorDataset(torch.arange(12.0))
-    return [DataLoader(data, 4, **{"shuffle": True, **options}), DataLoader(data, 3, **{"shuffle": True, **options})]
-
-
-def test_loaders_side_by_side_in_one_random_order_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        list(zip(*pair(), strict=False))
-    (record,) = caplog.records
-    assert "both have seed=0, 12 samples, and are in epoch 0" in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["seeds", "epochs", "samplers", "sequential samplers", "one after the other", "in order", "evaluation", "stopped"],
-)
-def test_other_loaders_are_not(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = pair(**{"in order": {"shuffle": False}, "evaluation": {"evaluation": True}}.get(how, {}))
-    if how == "seeds":
-        second = DataLoader(second.dataset, 3, shuffle=True, seed=1)
-    if how == "epochs":
-        second.set_epoch(1)
-    if "samplers" in how:
-        weights = torch.rand(2, 12) if how == "samplers" else None
-        first, second = (
-            DataLoader(range(12), 4, sampler=range(12) if weights is None else WeightedRandomSampler(weights[i], 12))
-            for i in range(2)
-        )
-    if how == "stopped":
-        for _ in first:
-            break
-    if how == "one after the other":
-        list(first)
-    else:
-        batches = iter(first)
-        next(batches)
-        if how == "stopped":
-            second.set_epoch(0)
-            del batches
-    list(second)
-    assert not caplog.records
-
-
 # ---- data that ranks hold ------------------------------------------------------------------------------------
-
-
-class Texts(Dataset[Any]):
-    def __init__(self, read: int) -> None:
-        self.names = [f"{index}.txt" for index in range(8)]
-        self.cache = [f"text {index}" if index < read else None for index in range(8)]
-
-    def __len__(self) -> int:
-        return 8
-
-
-def test_what_a_rank_has_read_so_far_is_its_own_business() -> None:
-    assert fingerprint_of_data(Texts(0)) == fingerprint_of_data(Texts(3))
 
 
 def test_features_may_differ_in_the_last_bits() -> None:

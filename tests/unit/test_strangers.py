@@ -25,7 +25,6 @@ from lockstep.comm.hosts.handshake import _HELLO, _MAGIC
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.peer_listener import PeerListener
 from lockstep.comm.mpi.group import _local_peers, _Member
-from lockstep.data import own_parts
 from lockstep.drift import comparison
 from lockstep.errors import LaunchError, RendezvousError, SetupError
 from lockstep.launch.hosts.clients import _address, connected_to
@@ -286,23 +285,6 @@ def test_ranks_that_compare_models_believe_no_stranger(monkeypatch: pytest.Monke
     for thread in threads:
         thread.join()
     assert found[0] == found[1] == [json.loads(said)] * 2
-
-
-def test_a_loader_that_compares_orders_believes_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_TOKEN", TOKEN)
-    shared = dist.HashStore()
-    monkeypatch.setattr("lockstep.comm.group_stores.default_store", lambda: shared)
-
-    def look(rank: int, order: str) -> int | None:
-        group = SimpleNamespace(group_name="g", rank=lambda: rank, size=lambda: 2)
-        world = SimpleNamespace(is_available=lambda: True, group=SimpleNamespace(WORLD=group))
-        monkeypatch.setattr(own_parts, "dist", world)
-        return own_parts._find_other("0 0 8", order, rank, 2)
-
-    shared.set("lockstep/orders/g/attempt0/0 0 8 of rank 1", "another")
-    assert look(0, "17") is None
-    assert look(1, "17") is None
-    assert look(1, "18") == 0, "that of a rank counts"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ promises, and which file keeps the promise:
 - the order of samples is a function of (seed, epoch); each global batch is a run of that order,
   split contiguously over the ranks; an epoch can be entered at any sample      (`order`, `feistel`)
 - whatever a sample draws at random is a function of (seed, epoch, index)       (`seeding`, `source`, `drawing`)
-  or is warned of                                                               (`source`, `own_generators`)
-- all ranks hold the same data in the same order, or raise                      (`fingerprints`, `own_parts`)
+- all ranks hold the same data in the same order, or raise                      (`fingerprints`)
 - every batch is tagged with the share of it that this rank holds, so that the engine and the
   metrics weight it exactly                                                     (`iteration`)
 - torch's arguments go on working, or are refused with the way to do it here    (`checks`, `loader`)
@@ -20,15 +19,10 @@ General layout, from the bottom up:
 * `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `sampler_epochs`: who tells a sampler its epoch.
-* `columns`: what a dataset keeps for each sample; `fingerprints`: numbers by which ranks see that they hold other data;
-  `own_parts`: orders that differ.
-* `worker_warnings`: says in the training process what workers warn of.
-* `own_generators`: warns of what draws from generators of its own.
+* `fingerprints`: numbers by which ranks see that they hold other data.
 * `source`: fetches a sample with its own seed.
 * `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
-* `lost_rows`: warns of batches with fewer rows than samples.
 * `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
-* `twin_orders`: warns of two loaders that walk one random order side by side.
 * `loader`: `DataLoader`, which puts these together; `waits`: how long a loop waits for its batches.
 """
 

@@ -5,40 +5,35 @@ Each rank takes its part of every batch, so all need the same samples in the sam
 and so does a folder that two hosts list in different orders. The number travels with the gradients
 (`parallel/claims.py`).
 
-What is looked at is a sample of indices, of tensors, and of what a dataset keeps for each sample
-([Note: columns that tell] in `columns.py`): enough to tell two orders apart, little enough for datasets of any size.
-Other attributes of a dataset are its own business: a cache, say, which a rank fills for itself. So are lists in which
-not every sample has a text yet. Of floating-point numbers the sign and the magnitude count: what each rank has computed
-for itself, such as features of a frozen model, may differ in the last bits.
-
-[Note: datasets in use] Loaders are made again and again over one dataset: for each fold, for each trial of a search.
-By then each rank has used it, and caches and counts of visits may look like what a dataset keeps. So of one dataset
-only those attributes are looked at that told something when the first loader asked.
+What is looked at: some indices of a `Subset`, some values of a `TensorDataset`, a tensor or an array, and some of the
+order: enough to tell two orders apart, little enough for data of any size. Where these differ, so does the training.
+What a dataset of the user's own class keeps is its own business: a cache, say, which a rank fills for itself. Of
+floating-point numbers the sign and the magnitude count: what each rank has computed for itself, such as features of a
+frozen model, may differ in the last bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.data.columns import TellingColumn, is_table, roughly, telling_column
 from lockstep.data.order import Order
 
 __all__ = ["fingerprint_of_data", "fingerprint_of_order"]
 
 _SAMPLES = 64
 _BITS = 48
-_told_at_first: Any = WeakIdKeyDictionary()  # names of attributes, by dataset; see [Note: datasets in use]
+_OFF_ROUND_NUMBERS = 1.37
 
 
 def fingerprint_of_data(dataset: Any) -> int:
-    """A number below 2**48 for the data; of a class of the user's, texts or integers that it has for each sample."""
+    """A number below 2**48 for the data; for a dataset of the user's own class, its class."""
     return _hash(_described(dataset))
 
 
@@ -69,8 +64,6 @@ def _described(dataset: Any) -> Iterator[str]:
             yield from _numbers(tensor)
     elif isinstance(dataset, torch.Tensor | np.ndarray):
         yield from _numbers(dataset)
-    else:
-        yield from _contents_of(dataset)
 
 
 def _positions(length: int) -> list[int]:
@@ -94,7 +87,7 @@ def _numbers(array: Any) -> Iterator[str]:
         flat = array.reshape(-1) if array.ndim > 1 and _is_dense(array) else array
         if flat.ndim == 1:
             yield from (
-                roughly(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
+                _roughly(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
             )
 
 
@@ -103,32 +96,10 @@ def _is_dense(array: Any) -> bool:
     return bool(array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous)
 
 
-def _contents_of(dataset: Any) -> Iterator[str]:
-    """Of what it keeps for each of its samples, all texts; without texts, the first integers."""
-    attributes = {"": dataset} if is_table(dataset) else getattr(dataset, "__dict__", {})
-    try:
-        length = len(dataset)
-    except Exception:  # code of the user's
-        return
-    first = _told_at_first.get(dataset) if _may_be_noted(dataset) else None
-    found = {name: _column_of(values, length) for name, values in attributes.items() if first is None or name in first}
-    columns = {name: column for name, column in found.items() if column is not None}
-    texts = {name: column for name, column in columns.items() if column.is_text}
-    chosen = texts or dict(list(columns.items())[:1])
-    if _may_be_noted(dataset):
-        _told_at_first.setdefault(dataset, frozenset(chosen))
-    for name, column in chosen.items():
-        yield from (
-            f"{name} {position} {part}" for position, part in zip(_positions(length), column.parts, strict=True)
-        )
-
-
-def _may_be_noted(dataset: Any) -> bool:
-    return not is_table(dataset) and hasattr(dataset, "__dict__") and type(dataset).__weakrefoffset__ != 0
-
-
-def _column_of(values: Any, length: int) -> TellingColumn | None:
-    try:
-        return telling_column(values, length, _positions(length))
-    except Exception:  # code of the user's, or of another library
-        return None
+def _roughly(number: object) -> str:
+    """A number, of a float its sign and magnitude."""
+    if not isinstance(number, float):
+        return str(number)
+    # Steps of a factor of two, with no round number at an edge.
+    mantissa, exponent = math.frexp(number * _OFF_ROUND_NUMBERS)
+    return f"{math.copysign(1, mantissa)} {exponent}" if mantissa else "0"

@@ -25,7 +25,6 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lockstep.data.buffers import BufferPool, BufferReader, Place, are_buffers_possible
-from lockstep.data.worker_warnings import Kept, say, take_kept
 from lockstep.errors import DataError, SharedMemoryError
 from lockstep.torch_private.loader import stack_into
 from lockstep.tree import tensors_in
@@ -64,20 +63,18 @@ class _Offer:
 
 
 class _Packed:
-    """A pickled batch, which comes out of the queue as the batch itself. It takes the worker's warnings along."""
+    """A pickled batch, which comes out of the queue as the batch itself."""
 
     def __init__(self, content: bytes, reader: int = 0, retired: Sequence[str] = ()) -> None:
         self._content = content
         self._reader = reader
         self._retired = list(retired)
-        self._warnings = take_kept()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
-        return _unpack, (self._content, self._reader, self._retired, self._warnings)
+        return _unpack, (self._content, self._reader, self._retired)
 
 
-def _unpack(content: bytes, reader: int, retired: list[str], warnings: list[Kept]) -> Any:
-    say(warnings)
+def _unpack(content: bytes, reader: int, retired: list[str]) -> Any:
     if retired and reader in _readers:
         _readers[reader].forget(retired)
     return pickle.loads(content)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.batch import BatchShare, Iteration
-from lockstep.data.lost_rows import LostRows
 from lockstep.data.order import Fetch, Schedule
 from lockstep.data.seeding import restore_if_seeded
 from lockstep.errors import DataError
@@ -97,7 +96,6 @@ class EpochIterator(Iterator[Any]):
             ones of its loader; None when it has workers of its own, or none.
         thread: that made the loader.
         has_workers: processes fetch the batches.
-        lost_rows: looks at each batch.
     """
 
     def __init__(
@@ -109,7 +107,6 @@ class EpochIterator(Iterator[Any]):
         shared_workers: RankBatchSampler | None,
         thread: int,
         has_workers: bool,
-        lost_rows: LostRows,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
@@ -118,7 +115,6 @@ class EpochIterator(Iterator[Any]):
         self._shared_workers = shared_workers
         self._thread = thread
         self._has_workers = has_workers
-        self._lost_rows = lost_rows
         self._number = 0  # of the batch that comes next
 
     @property
@@ -154,9 +150,7 @@ class EpochIterator(Iterator[Any]):
             if not self._is_still_to_come(error):
                 self._number += 1
             raise
-        share = self._schedule.share(self._number)
-        self._iteration.publish(share, loaded)
-        self._lost_rows.look(loaded, share)
+        self._iteration.publish(self._schedule.share(self._number), loaded)
         self._progress.advance(self._schedule.consumed(self._number))
         self._number += 1
         return loaded

@@ -27,23 +27,19 @@ from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
 from lockstep.data.handover import Handover
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
-from lockstep.data.lost_rows import LostRows
 from lockstep.data.order import (
     Order,
     Plan,
     Schedule,
     computed_order,
     draw_order,
-    is_sequential,
     seed_keys,
     shuffled_order,
 )
-from lockstep.data.own_parts import check_no_own_part
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
-from lockstep.data.source import SeededDataset, TensorSource, WatchedCollate, WorkerInit, identity, make_source
-from lockstep.data.twin_orders import Walk, note_walk
+from lockstep.data.source import SeededDataset, TensorSource, WorkerInit, identity, make_source
 from lockstep.drift.watch import watch_optimizers
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
@@ -130,10 +126,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     Raises:
         DataError: an argument that cannot work, when it is made or when an iteration begins; it
-            names the argument and what to pass instead. Or a sampler that gives each rank its own part.
+            names the argument and what to pass instead.
 
-    Local: no call waits for other ranks. An order of a sampler that is as long as a rank's part of the data is compared
-    with those of two other ranks in the store, in passing (`own_parts.py`); nothing else communicates.
+    Local: no call waits for other ranks.
 
         >>> loader = DataLoader(range(10), batch_size=4, rank=1, world_size=2)
         >>> [batch.tolist() for batch in loader]
@@ -208,9 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
-        self._has_compared_order = False  # see `own_parts.py`
         self._sampler_epochs = SamplerEpochs(told)
-        self._lost_rows = LostRows(self.collate_fn)
         self._thread = threading.get_ident()
         self._next_epoch = 0
         self._next_start = 0
@@ -241,7 +234,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
-        self._compare_order(order, epoch, rank, world_size)
         progress = self._begin_progress(order, epoch, start)
         plan = self._plan(start)
         schedule = Schedule(
@@ -267,21 +259,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             shared_workers=self._rank_batches if self.persistent_workers else None,
             thread=self._thread,
             has_workers=self.num_workers > 0,
-            lost_rows=self._lost_rows,
         )
-
-    def _compare_order(self, order: Order, epoch: int, rank: int, world_size: int) -> None:
-        if self._ordered_by_sampler and not self._has_compared_order:
-            self._has_compared_order = True
-            check_no_own_part(self.sampler, order, check_dataset(self.dataset), epoch, rank, world_size)
 
     def _begin_progress(self, order: Order, epoch: int, start: int) -> EpochProgress:
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
         check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
-        progress = EpochProgress(epoch, start, mark)
-        if not self.evaluation and not is_sequential(order):
-            note_walk(progress, Walk(self.seed, epoch, len(order), mark))
-        return progress
+        return EpochProgress(epoch, start, mark)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration run `epoch`, from its first sample.
@@ -383,8 +366,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         view.worker_init_fn = WorkerInit(self.worker_init_fn)
         if isinstance(source, TensorSource):
             view.collate_fn = identity
-        elif source.seed_collate:
-            view.collate_fn = WatchedCollate(view.collate_fn)
         if self.num_workers == 0:
             return iterator_of(view)
         handover = Handover(self.num_workers)

@@ -37,7 +37,6 @@ __all__ = [
     "Schedule",
     "computed_order",
     "draw_order",
-    "is_sequential",
     "seed_keys",
     "shuffled_order",
 ]
@@ -154,16 +153,6 @@ def draw_order(sampler: _Sampler, seed: int, epoch: int) -> npt.NDArray[np.int64
             f"{len(sampler)}. The number of batches follows from the length, so the two must agree: fix its __len__"
         )
     return indices
-
-
-def is_sequential(order: Order) -> bool:
-    """Whether it is 0, 1, 2, …"""
-    if isinstance(order, range):
-        return True
-    # The ends first: of a large shuffled order nothing is to be compared in whole.
-    if not isinstance(order, np.ndarray) or order[0] != 0 or order[-1] != len(order) - 1:
-        return False
-    return bool((order == np.arange(len(order))).all())
 
 
 def seed_keys(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -11,10 +11,8 @@ randomness are served:
   transforms do. They are seeded anew before each sample, which takes some microseconds, unless it is known that the
   dataset draws nothing (`drawing.py`). A collate function of the user's is seeded once per batch.
 
-[Note: batches of a dataset's own] A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded
-once for it. If it then draws, its samples depend on which of them a rank fetches together, and so on the number of
-ranks. Nothing says beforehand whether it draws, so the states of the generators are compared, and it is warned of. The
-same goes for a collate function that draws, and for either with a generator of its own (`own_generators.py`).
+A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded once for it. If it then draws, its
+samples depend on which of them a rank fetches together, and so on the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,43 +31,21 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 
 from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
-from lockstep.data.own_generators import OwnGenerators, OwnSeeds
-from lockstep.data.seeding import GlobalRngs, derive_seed, derive_seeds, seed_global_rngs
-from lockstep.data.worker_warnings import warn
-from lockstep.log import get_logger
+from lockstep.data.seeding import derive_seed, derive_seeds, seed_global_rngs
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
 __all__ = [
     "SeededDataset",
     "TensorSource",
-    "WatchedCollate",
     "WorkerInit",
     "identity",
     "is_deterministic",
     "make_source",
-    "name_of",
     "takes_generator",
 ]
 
-_logger = get_logger(__name__)
-
 # Indexing these runs no code of the user's, so nothing can be drawn.
 _DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range)
-
-
-# Batches in each process, after which it counts as known whether datasets and collate functions draw.
-_LOOKS = 3
-# See `own_generators.py`.
-_ADVICE_TO_DATASETS = (
-    "what a sample draws depends on those that this rank has fetched before, and so on the number of ranks. Draw from "
-    "the process-wide generator of torch, numpy or random, which are seeded for each sample, or take a `generator` in "
-    "__getitem__"
-)
-_ADVICE_TO_COLLATE_FUNCTIONS = (
-    "what it draws depends on the batches that its process has made before, and so on the number of ranks and workers. "
-    "Draw in the dataset's __getitem__, from the process-wide generator of torch, numpy or random: there each sample "
-    "has random numbers of its own"
-)
 
 
 def _parts(dataset: Any) -> Sequence[Any]:
@@ -185,7 +161,7 @@ class SeededDataset:
         dataset: the user's.
         seed_samples: seed the process-wide generators before each sample, unless nothing can tell. A dataset with a
             `__getitems__` of its own (and no `generator`) fetches its batch in one go and is
-            seeded once, from the key of the first sample. See [Note: batches of a dataset's own].
+            seeded once, from the key of the first sample.
         seed_collate: seed them before the batch is collated, from the same.
     """
 
@@ -195,18 +171,9 @@ class SeededDataset:
         self.seed_collate = seed_collate
         self._takes_generator = takes_generator(dataset)
         self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
-        self._has_drawn = False
-        self._looks_left = _LOOKS if seed_samples else 0
-        self._called = f"the dataset ({name_of(type(dataset))})"
-        self._own_seeds = OwnSeeds(self._called)
 
     def __getitems__(self, fetch: Fetch) -> list[Any]:
-        if self._looks_left:
-            with OwnGenerators(self.dataset, self._called, _ADVICE_TO_DATASETS):
-                samples = self._samples(fetch)
-            self._looks_left -= 1
-        else:
-            samples = self._samples(fetch)
+        samples = self._samples(fetch)
         if self.seed_collate:
             seed_global_rngs(derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.keys[0]))
         return samples
@@ -214,7 +181,9 @@ class SeededDataset:
     def _samples(self, fetch: Fetch) -> list[Any]:
         dataset, (seed, epoch, indices, keys) = self.dataset, fetch
         if self._fetches_batches:
-            return self._batch(seed, epoch, indices, keys[0])
+            self._seed(seed, epoch, keys[0])
+            fetched: list[Any] = dataset.__getitems__(indices)
+            return fetched
         if not self._takes_generator and (not self.seed_samples or is_deterministic(dataset, indices)):
             samples = [dataset[index] for index in indices]
             if self.seed_samples and not self.seed_collate and not all(map(is_plain_sample, samples)):
@@ -228,10 +197,7 @@ class SeededDataset:
         for index, value in zip(indices, seeds, strict=True):
             assert value is not None
             seed_global_rngs(value)
-            given = torch.initial_seed() if self._looks_left else None
             samples.append(dataset[index])
-            if given is not None:
-                self._own_seeds.look(given)
         return samples
 
     def _generated(self, seeds: Sequence[int | None], own_seeds: Sequence[int], indices: Sequence[int]) -> list[Any]:
@@ -249,60 +215,9 @@ class SeededDataset:
             samples.append(read(index, generator))
         return samples
 
-    def _batch(self, seed: int, epoch: int, indices: Sequence[int], key: int) -> list[Any]:
-        """What the dataset's own `__getitems__` fetches. See [Note: batches of a dataset's own]."""
-        self._seed(seed, epoch, key)
-        before = GlobalRngs() if self.seed_samples and not self._has_drawn else None
-        fetched: list[Any] = self.dataset.__getitems__(indices)
-        if before is not None and not before.are_as_now():
-            self._has_drawn = True
-            warn(
-                _logger,
-                f"{self._called} draws random numbers in __getitems__, which fetches a batch in one go: so its "
-                "samples depend on the number of ranks. Leave __getitems__ out, or take a `generator` in __getitem__; "
-                "where the class is not yours, as with a transform of Hugging Face's datasets, wrap it in a Dataset "
-                "whose __getitem__(index) returns dataset[index], and __len__ len(dataset)",
-            )
-        return fetched
-
     def _seed(self, seed: int, epoch: int, key: int) -> None:
         if self.seed_samples:
             seed_global_rngs(derive_seed(b"global", seed, epoch, key))
-
-
-class WatchedCollate:
-    """A collate function of the user's that is warned of if it draws. See [Note: batches of a dataset's own].
-
-    Args:
-        collate_fn: the user's.
-    """
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.collate_fn = collate_fn
-        self._looks_left = _LOOKS
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if not self._looks_left:
-            return self.collate_fn(samples)
-        self._looks_left -= 1
-        called = f"collate_fn ({name_of(self.collate_fn)})"
-        before = GlobalRngs()
-        with OwnGenerators(self.collate_fn, called, _ADVICE_TO_COLLATE_FUNCTIONS):
-            batch = self.collate_fn(samples)
-        if not before.are_as_now():
-            self._looks_left = 0
-            warn(
-                _logger,
-                f"{called} draws random numbers for the samples that a rank has of a "
-                "batch, so what it makes of them depends on the number of ranks. Draw in the dataset's __getitem__, "
-                "where each sample has random numbers of its own",
-            )
-        return batch
-
-
-def name_of(function: object) -> str:
-    """Of a function of the user's, or of its class, for a warning."""
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 class TensorSource:
