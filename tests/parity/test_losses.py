@@ -214,6 +214,29 @@ def through_a_gradient(site: Site) -> None:
     steps(site, loss_of, 18, 6)
 
 
+def a_focal_loss_by_positives(site: Site) -> None:
+    """The total is not 0 where there is no positive: on some ranks, and in some batches on none."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        chances, is_positive = model(x)[:, 0, 0].sigmoid(), y[:, 1] == 2
+        each = torch.where(is_positive, -chances.log() * (1 - chances).square(), -(1 - chances).log() * chances.square())
+        return site.sum(each.sum()) / site.sum(is_positive.double().sum()).clamp(min=1) + (
+            site.mean(each.sum(), is_positive.sum()) if site.sum(is_positive.double().sum()) else 0.0
+        )
+
+    steps(site, loss_of, 23, 6)
+
+
+def a_mean_times_its_count(site: Site) -> None:
+    """What a model that returns its loss gives: nan where a rank has no word."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits, count = model(x), int((y != IGNORED).sum())
+        return site.mean(cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED) * count, count)
+
+    steps(site, loss_of, 24, 4)
+
+
 def accumulated(site: Site) -> None:
     """Each micro-batch by its own count; the last window and its last batch are smaller."""
     model = site.wrap(make_model())
@@ -321,6 +344,7 @@ LOSSES = {
         a_mean_over_words_where_sizes_tell_nothing,
         a_mean_with_weights_of_classes,
         a_masked_mean,
+        a_focal_loss_by_positives,
         a_sum,
         terms_with_divisors_of_their_own,
         statistics_with_a_graph,
@@ -363,10 +387,39 @@ def in_a_fresh_process(program: Callable[[Site], None]) -> float:
     return (ranks.result() - alone.result()).abs().max().item()
 
 
-@pytest.mark.parametrize("program", [totals_of_which_some_have_no_graph, through_a_gradient])
+@pytest.mark.parametrize(
+    "program", [totals_of_which_some_have_no_graph, a_mean_times_its_count, through_a_gradient]
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_further_losses(program: Callable[[Site], None], world_size: int) -> None:
     assert max(run_ranks(in_a_fresh_process, world_size, program)) <= TOLERANCE
+
+
+def totals_without_a_count(dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Value and gradient of `mean` where rank 0 has an item, where no rank has one, and where nobody has anything."""
+    rank = dist.get_rank()
+    found = []
+    for totals, counts in (([3.0, 5.0], [2, 0]), ([3.0, 5.0], [0, 0]), ([0.0, 0.0], [0, 0]), ([3.0, math.nan], [2, 0])):
+        weight = torch.ones((), dtype=dtype, requires_grad=True)
+        value = lockstep.mean(weight * totals[rank], torch.tensor(counts[rank]) if rank else counts[rank])
+        value.backward()
+        assert weight.grad is not None
+        assert value.dtype == weight.grad.dtype == dtype
+        found.append((value.item(), weight.grad.item()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_total_counts_also_where_its_count_is_0(dtype: torch.dtype) -> None:
+    """The gradients are those of rank r's own parameter, so twice those of the mean over ranks."""
+    for rank, found in enumerate(run_ranks(totals_without_a_count, 2, dtype)):
+        (some, of_some), (infinite, of_infinite), (nothing, of_nothing), (with_nan, of_nan) = found
+        assert (some, of_some) == (4.0, 2 * (3.0, 5.0)[rank] / 2)
+        assert (infinite, of_infinite) == (math.inf, 0.0)
+        assert math.isnan(nothing)
+        assert of_nothing == 0.0
+        assert with_nan == 1.5
+        assert of_nan == 3.0 if rank == 0 else math.isnan(of_nan) or of_nan == 0.0
 
 
 # ---- what each rank computes over the data of all --------------------------------------------------

@@ -53,7 +53,9 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     """The mean over the items of all ranks: the sum of `total` over ranks, divided by the sum of `count`.
 
     For a loss that is divided by something else than the number of samples: valid tokens (`ignore_index`, padding),
-    the weights of classes, pixels under a mask, boxes. A rank may have none: a total of 0 and a count of 0.
+    the weights of classes, pixels under a mask, boxes, positives. A rank may have none: its total counts all the same,
+    such as what the negatives of a focal loss add up to beside no positive. Only a total of nan with a count of 0
+    counts as 0: a model that returns the mean over its items gives that, `lockstep.mean(out.loss * n, n)`.
 
     Collective: one all_reduce of three numbers, and of two in the backward pass; every rank calls it, and its backward
     pass, at the same places.
@@ -66,7 +68,9 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
             group.
 
     Returns:
-        0-dim, of `total`'s dtype and device: the same value on every rank. nan where no rank has an item.
+        0-dim, of `total`'s dtype and device: the same value on every rank. Where the count of all ranks is 0, what one
+        process gets, nan or infinite, and a gradient of 0. To divide by at least 1 write
+        `lockstep.sum(total) / lockstep.sum(count).clamp(min=1)`: a count that each rank clamps adds up to too much.
 
     Raises:
         InputTypeError: `total` is no floating 0-dim tensor.
@@ -80,21 +84,20 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     """
     _check_scalar("mean", total)
     origin = find_origin("mean", total, process_group)
-    # A number is written where it is needed: a copy from the host would wait for a GPU.
     if isinstance(count, Tensor):
         if count.requires_grad:
             raise InputError(
                 "mean: count requires a gradient, and what is counted has none here. Write count.detach() if it is a "
                 "constant; else divide by lockstep.sum(count) yourself: lockstep.sum(total) / lockstep.sum(count)"
             )
-        value, has_none = count, False
-    else:
-        value, has_none = torch.full((), float(count), dtype=torch.float64, device=total.device), count == 0
-    if value.dim() != 0:
-        raise InputTypeError(f"mean: count is a tensor of shape {list(value.shape)}; give one number: count.sum()")
-    sums = origin.add_up(total, value, has_none)
-    total = _with_graph(total, sums[2])
-    return _Rescale.of(total, sums[0] / sums[1], origin, origin.factor / sums[1], origin.is_filler or value)
+        own = count
+    else:  # written where it is needed: a copy from the host would wait for a GPU
+        own = torch.full((), float(count), dtype=torch.float64, device=total.device)
+    if own.dim() != 0:
+        raise InputTypeError(f"mean: count is a tensor of shape {list(own.shape)}; give one number: count.sum()")
+    sums = origin.add_up(total, own)
+    is_void = origin.is_filler or _is_nothing(total, own) | (sums[1] == 0).to(total.device)
+    return _Rescale.of(_with_graph(total, sums[2]), sums[0] / sums[1], origin, origin.factor / sums[1], is_void)
 
 
 def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -194,22 +197,18 @@ class Origin:
         """For the gradient of a term of which one process would take the sum; see [Note: divisors]."""
         return 0.0 if self.is_filler or not self.weight else self.world_size / self.weight
 
-    def add_up(self, total: Tensor, count: Tensor, has_none: bool = False) -> Tensor:
+    def add_up(self, total: Tensor, count: Tensor) -> Tensor:
         """The sums over ranks of both, and how many totals have a graph, float64 [3]. Collective.
 
         Args:
             total: of this rank.
             count: of this rank.
-            has_none: the count is known to be 0.
         """
         device = self._device(total)
-        both = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
-        if self.is_filler or has_none:
-            both.zero_()
-        elif not count.is_cuda and count == 0:
-            both.zero_()  # 0/0, and whatever else a rank without items has computed
         has_graph = torch.is_grad_enabled() and total.requires_grad
-        own = torch.cat([both, torch.full((1,), float(has_graph), dtype=torch.float64, device=device)])
+        own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
+        own = own.zero_() if self.is_filler else own.masked_fill(_is_nothing(own[0], own[1]), 0)
+        own = torch.cat([own, torch.full((1,), float(has_graph), dtype=torch.float64, device=device)])
         if self.world_size > 1:
             dist.all_reduce(own, group=self.group)
         return own
@@ -226,6 +225,11 @@ class Origin:
 
     def _device(self, tensor: Tensor) -> torch.device:
         return tensor.device if self.group is None else collective_device(self.group, tensor.device)
+
+
+def _is_nothing(total: Tensor, count: Tensor) -> Tensor:
+    """Whether a total is 0 times the mean of nothing, bool []: where they are, so that nobody waits for a GPU. Local."""
+    return (count == 0) & total.detach().isnan()
 
 
 def _check_scalar(name: str, loss: object) -> None:
@@ -310,8 +314,7 @@ class _Rescale(torch.autograd.Function):
     def of(
         loss: Tensor, value: Tensor, origin: Origin | None, factor: float | Tensor, is_void: bool | Tensor
     ) -> Tensor:
-        """`is_void`: true, or a count of 0, for a loss without gradient, whatever its value is."""
-        is_void = is_void if isinstance(is_void, bool) else is_void == 0
+        """`is_void`: for a loss without gradient, whatever its value is."""
         value = value.to(loss.device, loss.dtype)
         return cast(Tensor, _Rescale.apply(loss, value, origin, factor, is_void))  # type: ignore[no-untyped-call]
 
